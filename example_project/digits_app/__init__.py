@@ -1,0 +1,1 @@
+"""Reads a handwritten digit from an image."""

@@ -1,0 +1,130 @@
+"""A content-addressed store of artifacts in the user's cache folder, safe for several builds at once.
+
+Below its root: ``v1/<first two digits>/<fingerprint>/`` with ``files/``, ``record.json`` and
+``proof-<digest>.json`` for each way in which the artifact was validated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import platformdirs
+
+from hatch_epcontext.artifact import Artifact, Proof, Record, is_intact, link_or_copy
+from hatch_epcontext.structure import from_json, to_json
+
+LAYOUT = "v1"
+
+
+def default_root() -> Path:
+    """The user's cache folder for this package."""
+    return Path(platformdirs.user_cache_dir("hatch-epcontext", appauthor=False))
+
+
+class Cache:
+    """Artifacts by fingerprint.
+
+    ``root`` is None when the build is not to use the user's cache; ``overflow`` is a folder of the
+    build's own, for what cannot be kept in ``root``. ``warn`` is told once when that happens.
+    """
+
+    def __init__(self, root: Path | None, overflow: Path, warn: Callable[[str], None]) -> None:
+        self._root = root
+        self._overflow = overflow
+        self._warn = warn
+
+    def get(self, fingerprint: str) -> Artifact | None:
+        """The artifact of that fingerprint, if it is there with every byte as it was stored."""
+        if self._root is None:
+            return None
+        entry = self._entry(self._root, fingerprint)
+        artifact = self._intact(entry)
+        if artifact is None and entry.exists():
+            self._warn(f"the cached artifact in {entry} is damaged; compiling again")
+        return artifact
+
+    def store(self, fingerprint: str, folder: Path, record: Record) -> Artifact:
+        """Keep the files in ``folder``, which is not written to any more, under ``fingerprint``."""
+        if self._root is not None:
+            try:
+                return self._store(self._root, fingerprint, folder, record)
+            except OSError as error:
+                self._warn(
+                    f"the cache folder {self._root} cannot be written "
+                    f"({error.strerror or error}); this build goes on without keeping its artifacts"
+                )
+                self._root = None
+        return self._store(self._overflow, fingerprint, folder, record)
+
+    def proof(self, artifact: Artifact, key: str) -> Proof | None:
+        """The proof that was kept for ``artifact`` under ``key``."""
+        try:
+            return from_json(self._proof_file(artifact, key).read_bytes(), Proof)
+        except (OSError, ValueError):
+            return None
+
+    def keep_proof(self, artifact: Artifact, key: str, proof: Proof) -> None:
+        """Keep ``proof`` beside ``artifact``, if that can be written: it can be made again."""
+        file = self._proof_file(artifact, key)
+        with contextlib.suppress(OSError):
+            _write(file.with_suffix(f".{os.getpid()}.tmp"), to_json(proof)).replace(file)
+
+    def _proof_file(self, artifact: Artifact, key: str) -> Path:
+        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        return artifact.folder.parent / f"proof-{digest}.json"
+
+    def _entry(self, root: Path, fingerprint: str) -> Path:
+        return root / LAYOUT / fingerprint[:2] / fingerprint
+
+    def _store(self, root: Path, fingerprint: str, folder: Path, record: Record) -> Artifact:
+        entry = self._entry(root, fingerprint)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=".staged-", dir=entry.parent))
+        try:
+            shutil.copytree(folder, staged / "files", copy_function=link_or_copy)
+            for file in (staged / "files").rglob("*"):
+                if file.is_file():
+                    _sync(file)
+            _write(staged / "record.json", to_json(record))
+            return self._publish(staged, entry, record)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _publish(self, staged: Path, entry: Path, record: Record) -> Artifact:
+        try:
+            staged.rename(entry)
+        except OSError:
+            # Another build was first, or what is there is damaged and `get` refused it.
+            existing = self._intact(entry)
+            if existing is not None:
+                return existing
+            doomed = Path(tempfile.mkdtemp(prefix=".doomed-", dir=entry.parent))
+            entry.rename(doomed / "entry")
+            staged.rename(entry)
+            shutil.rmtree(doomed, ignore_errors=True)
+        return Artifact(entry / "files", record)
+
+    def _intact(self, entry: Path) -> Artifact | None:
+        try:
+            record = from_json((entry / "record.json").read_bytes(), Record)
+        except (OSError, ValueError):
+            return None
+        return Artifact(entry / "files", record) if is_intact(entry / "files", record.files) else None
+
+
+def _write(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8", newline="\n")
+    _sync(file)
+    return file
+
+
+def _sync(file: Path) -> None:
+    # Without it a power cut can leave a renamed folder of empty files.
+    with file.open("rb+") as handle:
+        os.fsync(handle.fileno())

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: MIT
+"""Opens precompiled ONNX models: made by hatch-epcontext, shipped inside the app's own package.
+
+    from my_app.epcontext import load
+
+    session = load("model")  # an onnxruntime.InferenceSession
+
+``load`` goes through the model's targets in order and opens the first that this machine can run; where
+there is none, the source model on the CPU. ``explain`` says which, and why not the others.
+
+This module needs onnxruntime, and nothing but Python's standard library beside it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+__all__ = ["LoadError", "Step", "explain", "load", "models", "target_of"]
+
+Device = Literal["npu", "gpu", "cpu", "any"]
+
+SOURCE = "source"
+"""The name under which the source model, run on the CPU, stands beside the targets."""
+
+_log = logging.getLogger(__name__)
+_folder = Path(__file__).resolve().parent
+_registering = threading.Lock()
+_targets: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+class LoadError(RuntimeError):
+    """No session could be opened; the message says why, target by target."""
+
+
+class Step(NamedTuple):
+    """What became of one target: ``outcome`` is "opened", "skipped", "failed" or "not tried"."""
+
+    target: str
+    outcome: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.target}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
+
+
+class _Skip(Exception):
+    """This machine cannot or should not run a target."""
+
+
+def models() -> list[str]:
+    """The names of the models that are shipped here."""
+    return list(_manifest()["models"])
+
+
+def load(
+    name: str,
+    *,
+    target: str | None = None,
+    device: Device | None = None,
+    session_options: onnxruntime.SessionOptions
+    | Callable[[], onnxruntime.SessionOptions]
+    | None = None,
+) -> onnxruntime.InferenceSession:
+    """Open the model ``name`` on the first target that this machine can run.
+
+    ``target``: only this one ("source" for the source model on the CPU).
+    ``device``: only targets on a device of this kind; "any" also takes what merely simulates the
+    target's device. Without it each target wants the device that it was built for.
+    ``session_options``: the app's own. An object is given the target's settings and execution
+    provider; with a function that makes one, each target that is tried gets a fresh one.
+
+    Raises LoadError when nothing could be opened.
+    """
+    steps: list[Step] = []
+    session = None
+    for step, opened in _walk(name, target, device, session_options):
+        steps.append(step)
+        _log.log(
+            logging.WARNING if step.outcome == "failed" else logging.INFO, "%s on %s", name, step
+        )
+        session = opened or session
+    if session is None:
+        told = "\n".join(f"  {step}" for step in steps)
+        raise LoadError(f"the model {name!r} cannot be opened here:\n{told}")
+    return session
+
+
+def explain(name: str, *, target: str | None = None, device: Device | None = None) -> list[Step]:
+    """What `load` would do with the same arguments, step by step: it opens a session to know."""
+    return [step for step, _ in _walk(name, target, device, None)]
+
+
+def target_of(session: onnxruntime.InferenceSession) -> str:
+    """The target on which `load` opened ``session``; "source" for the source model on the CPU."""
+    return _targets[session]
+
+
+def _manifest() -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((_folder / "epcontext.json").read_text("utf-8"))
+    return manifest
+
+
+def _walk(
+    name: str, target: str | None, device: Device | None, session_options: Any
+) -> Iterator[tuple[Step, Any]]:
+    shipped = _manifest()["models"]
+    if name not in shipped:
+        raise LoadError(_unknown("model", name, list(shipped)))
+    entries = [*shipped[name]["targets"], _source_entry(shipped[name])]
+    if target is not None:
+        chosen = [entry for entry in entries if entry["target"] == target]
+        if not chosen:
+            raise LoadError(_unknown("target", target, [entry["target"] for entry in entries]))
+        entries = chosen
+    done = False
+    for entry in entries:
+        if done:
+            yield Step(entry["target"], "not tried", ""), None
+            continue
+        try:
+            session, how = _open(entry, device, session_options)
+        except _Skip as reason:
+            yield Step(entry["target"], "skipped", str(reason)), None
+        except Exception as error:
+            yield Step(entry["target"], "failed", f"{type(error).__name__}: {error}"), None
+        else:
+            done = True
+            _targets[session] = entry["target"]
+            yield Step(entry["target"], "opened", how), session
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"there is no {what} {name!r} here.{hint} There are: {', '.join(known)}."
+
+
+def _source_entry(model: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "target": SOURCE,
+        "product": SOURCE,
+        "ep": "CPUExecutionProvider",
+        "device": "cpu",
+        "plugin": None,
+        "model_file": model["source"]["model_file"],
+        "compatibility_string": "",
+        "session_options": {},
+        "provider_options": {},
+    }
+
+
+def _open(entry: dict[str, Any], device: Device | None, session_options: Any) -> tuple[Any, str]:
+    """A session on the target of ``entry``, and on what it runs."""
+    if entry["model_file"] is None:
+        raise _Skip("the source model is not shipped")
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise _Skip(f"onnxruntime cannot be imported ({error})") from error
+    wanted = device or entry["device"]
+    if "any" not in (wanted, entry["device"]) and wanted != entry["device"]:
+        raise _Skip(f"it is for the {entry['device']}, and {wanted} was asked for")
+    options = session_options() if callable(session_options) else session_options
+    options = options or ort.SessionOptions()
+    for key, value in entry["session_options"].items():
+        options.add_session_config_entry(key, value)
+    path = _folder / entry["model_file"]
+    if entry["ep"] == "CPUExecutionProvider":
+        providers = [(entry["ep"], entry["provider_options"])]
+        session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
+        return session, f"{entry['ep']} on cpu"
+    devices = _devices(ort, entry, wanted)
+    verdict = _compatibility(devices, entry["compatibility_string"])
+    if verdict == "EP_UNSUPPORTED":
+        raise _Skip(f"{entry['ep']} does not support what it was compiled for on this machine")
+    # What would have to be compiled now is not what was shipped.
+    options.add_session_config_entry("session.disable_model_compile", "1")
+    options.add_provider_for_devices(devices, entry["provider_options"])
+    session = ort.InferenceSession(path, options, enable_fallback=0)
+    how = f"{entry['ep']} on {_kind(devices[0])}"
+    if verdict == "EP_SUPPORTED_PREFER_RECOMPILATION":
+        how += ", which would be faster if compiled anew"
+    return session, how
+
+
+def _kind(device: Any) -> str:
+    return str(device.device.type.name).lower()
+
+
+def _devices(ort: Any, entry: dict[str, Any], wanted: str) -> list[Any]:
+    offered = _offered(ort, entry)
+    if wanted == "any":
+        fitting = [each for each in offered if _kind(each) == entry["device"]] or offered
+    else:
+        fitting = [each for each in offered if _kind(each) == wanted]
+    if not fitting:
+        there = ", ".join(sorted({_kind(each) for each in offered}))
+        raise _Skip(
+            f"{entry['ep']} finds no {wanted} here"
+            + (f", only {there} (device='any' would take it)" if there else "")
+        )
+    # Devices of one EP are interchangeable here, and a session takes one.
+    return fitting[:1]
+
+
+def _offered(ort: Any, entry: dict[str, Any]) -> list[Any]:
+    """The devices of the entry's EP, whose library is registered if need be: once per process."""
+    if not hasattr(ort, "get_ep_devices"):
+        raise _Skip(f"onnxruntime {ort.__version__} is too old for {entry['ep']}")
+    with _registering:
+        offered = [each for each in ort.get_ep_devices() if each.ep_name == entry["ep"]]
+        plugin = entry["plugin"]
+        if offered or plugin is None:
+            return offered
+        try:
+            module = importlib.import_module(plugin["module"])
+        except ImportError as error:
+            raise _Skip(f"{plugin['package']} is not installed ({error})") from error
+        try:
+            ort.register_execution_provider_library(
+                plugin["registration_name"], module.get_library_path()
+            )
+        except Exception as error:
+            raise _Skip(f"the library of {plugin['package']} cannot be loaded ({error})") from error
+        return [each for each in ort.get_ep_devices() if each.ep_name == entry["ep"]]
+
+
+def _compatibility(devices: list[Any], compatibility: str) -> str:
+    """The EP's own word on whether it can run what it compiled; "" if it has none."""
+    try:
+        from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices
+    except ImportError:
+        return ""
+    if not compatibility:
+        return ""
+    try:
+        return str(get_model_compatibility_for_ep_devices(devices, compatibility).name)
+    except Exception as error:
+        # Some EPs raise when asked about a device that only simulates theirs: no verdict.
+        _log.debug("no word on compatibility: %s", error)
+        return ""

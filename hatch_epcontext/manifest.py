@@ -1,0 +1,147 @@
+"""``epcontext.json``: what was compiled from what, for what, with what, and each file's sha256.
+
+Where ONNX Runtime's model packages have a name for a thing, it is used here. No timings, so that two
+builds from one cache give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+import hatch_epcontext
+from hatch_epcontext.artifact import FileRecord, Proof
+from hatch_epcontext.build import Built, Result, Source
+from hatch_epcontext.config import SOURCE
+from hatch_epcontext.protocol import Coverage, TensorFacts
+from hatch_epcontext.providers import Device, Plugin, Product
+
+FILE = "epcontext.json"
+FORMAT = 1
+GENERATOR = "hatch-epcontext"
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """The source model. ``model_file`` is None when it is not shipped."""
+
+    sha256: str
+    model_file: str | None
+
+
+@dataclass(frozen=True)
+class TargetEntry:
+    """One model compiled for one target, with all that the loader needs to open it.
+
+    ``provider_options`` are for loading; ``compiled_for`` are those that it was compiled with.
+    """
+
+    target: str
+    provider: str
+    product: Product
+    ep: str
+    device: Device
+    plugin: Plugin | None
+    platforms: tuple[str, ...]
+    model_file: str
+    compatibility_string: str
+    ep_sdk_version: str
+    session_options: Mapping[str, str]
+    provider_options: Mapping[str, str]
+    compiled_for: Mapping[str, str]
+    compiled_with: Mapping[str, str]
+    coverage: Coverage | None
+    validation: Proof
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model: its inputs and outputs as configured, its source, and its targets in order."""
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    source: SourceEntry
+    targets: tuple[TargetEntry, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``files``: all that is ours in the manifest's folder, but for the manifest itself."""
+
+    manifest: int
+    generator: str
+    models: Mapping[str, ModelEntry]
+    files: Mapping[str, FileRecord]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.generator.split(" ")[0] == GENERATOR
+
+
+def make(
+    result: Result, source_files: Mapping[str, str | None], files: Mapping[str, FileRecord]
+) -> Manifest:
+    """The manifest of ``result``.
+
+    ``source_files``: for each model the shipped source's path from the manifest's folder, or None.
+    """
+    return Manifest(
+        manifest=FORMAT,
+        generator=f"{GENERATOR} {hatch_epcontext.__version__}",
+        models={
+            source.model.name: _model(source, source_files[source.model.name], result.built)
+            for source in result.sources
+        },
+        files=files,
+    )
+
+
+def _model(source: Source, file: str | None, built: tuple[Built, ...]) -> ModelEntry:
+    return ModelEntry(
+        inputs=source.facts.inputs,
+        outputs=source.facts.outputs,
+        source=SourceEntry(source.sha256, file),
+        targets=tuple(
+            entry for done in built for entry in _targets(done, source.model.name)
+        ),
+    )
+
+
+def _targets(built: Built, model: str) -> list[TargetEntry]:
+    target, record = built.job.target, built.artifact.record
+    return [
+        TargetEntry(
+            target=target.name,
+            provider=target.provider.name,
+            product=record.product,
+            ep=target.provider.ep,
+            device=target.device,
+            plugin=target.provider.plugin,
+            platforms=target.platforms,
+            model_file=f"{built.job.folder}/{context.model_file}",
+            compatibility_string=context.compatibility,
+            ep_sdk_version=context.ep_sdk_version,
+            session_options=target.session_options,
+            provider_options=target.load_options,
+            compiled_for=target.provider_options,
+            compiled_with=record.versions,
+            coverage=context.coverage,
+            validation=built.proofs[model],
+        )
+        for context in record.contexts
+        if context.model == model
+    ]
+
+
+def source_folder(model: str) -> str:
+    """Where a model's source is shipped, below the manifest's folder."""
+    return f"{model}/{SOURCE}"
+
+
+def loader() -> Path:
+    """The module that is shipped beside the manifest, as ``__init__.py``."""
+    return Path(hatch_epcontext.__file__).with_name("loader.py")
+
+

@@ -1,0 +1,192 @@
+"""Config -> Plan: the jobs, what the build environment needs for them, and where each result goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hatch_epcontext.config import KEY, Config, Model, Target
+from hatch_epcontext.errors import ConfigError, Problem, RequirementError
+from hatch_epcontext.protocol import ModelSpec, TargetSpec
+from hatch_epcontext.providers import FLAVOURS
+
+ONNX_RUNTIME = ">=1.23"
+"""Older ones have no ModelCompiler that fails when nothing was compiled."""
+
+TOOLS = ("onnx>=1.17", "numpy>=1.26")
+"""What a worker imports beside ONNX Runtime."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Models that are compiled together for one target; more than one only when they share weights."""
+
+    models: tuple[Model, ...]
+    target: Target
+
+    @property
+    def name(self) -> str:
+        return "+".join(model.name for model in self.models)
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} -> {self.target.name}"
+
+    @property
+    def folder(self) -> str:
+        """Where the artifact goes, below the output folder."""
+        return f"{self.name}/{self.target.name}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a build, and the distributions that they need, as requirement strings."""
+
+    config: Config
+    jobs: tuple[Job, ...]
+    requirements: tuple[str, ...]
+
+
+def plan(config: Config) -> Plan:
+    """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
+    jobs = tuple(Job((model,), target) for model in config.models for target in model.targets)
+    return Plan(config, jobs, _requirements(config.targets))
+
+
+def model_spec(model: Model) -> ModelSpec:
+    """What a worker is told of a model."""
+    return ModelSpec(
+        model.name, str(model.path), model.key, model.dims, model.shapes, model.constants
+    )
+
+
+def target_spec(target: Target) -> TargetSpec:
+    """What a worker is told of a target."""
+    return TargetSpec(
+        target.name,
+        target.provider.name,
+        target.provider_options,
+        target.session_options,
+        target.load_options,
+        target.device,
+        target.optimization,
+        target.embed,
+    )
+
+
+def distributions(target: Target) -> frozenset[str]:
+    """The distributions whose versions can change what is compiled for ``target``."""
+    wanted = target.requirements or target.provider.requirements
+    return frozenset(FLAVOURS) | {canonicalize_name(Requirement(r).name) for r in wanted}
+
+
+def _flavour(targets: Iterable[Target]) -> str:
+    """The one ONNX Runtime distribution that all targets run on."""
+    targets = list(targets)
+    possible = [
+        flavour for flavour in FLAVOURS if all(flavour in t.provider.flavours for t in targets)
+    ]
+    if not possible:
+        needs = ", ".join(f"{t.name}: {' or '.join(t.provider.flavours)}" for t in targets)
+        raise ConfigError(
+            Problem(
+                f"{KEY}.targets",
+                f"no one ONNX Runtime serves all targets ({needs}).",
+                "Build them in turn with HATCH_EPCONTEXT_TARGETS: the cache keeps what was compiled.",
+            )
+        )
+    return possible[0]
+
+
+def _requirements(targets: Iterable[Target]) -> tuple[str, ...]:
+    targets = list(targets)
+    if not targets:
+        return ()
+    flavour = _flavour(targets)
+    old = [
+        Problem(
+            f"{KEY}: target {t.name}",
+            f"the {t.provider.name} provider needs Python {'.'.join(map(str, t.provider.python))} or "
+            f"newer, and this is {sys.version_info.major}.{sys.version_info.minor}.",
+            "Build with a newer Python, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
+        )
+        for t in targets
+        if t.provider.python_is_too_old and t.requirements is None
+    ]
+    if old:
+        raise RequirementError(*old)
+    wanted = [r for t in targets for r in (t.requirements or t.provider.requirements)]
+    named = {canonicalize_name(Requirement(r).name) for r in wanted}
+    if rivals := sorted(named.intersection(FLAVOURS) - {flavour}):
+        raise ConfigError(
+            Problem(
+                f"{KEY}: requirements",
+                f"{', '.join(rivals)} and {flavour} cannot be installed together: "
+                "they overwrite one another.",
+                "Build the targets in turn with HATCH_EPCONTEXT_TARGETS.",
+            )
+        )
+    base = [] if flavour in named else [flavour + ONNX_RUNTIME]
+    return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
+
+
+def check_environment(targets: Iterable[Target], requirements: Iterable[str]) -> Mapping[str, str]:
+    """The version of each installed distribution that ``requirements`` names.
+
+    For builds without isolation, where nobody has installed anything. Raises RequirementError with
+    the pip command when something is missing, too old, or there twice. Imports none of it.
+    """
+    flavours = {name: version for name in FLAVOURS if (version := _installed(name))}
+    if len(flavours) > 1:
+        raise RequirementError(
+            Problem(
+                "onnxruntime",
+                f"{' and '.join(flavours)} are both installed, and overwrite one another.",
+                f"Run: {_python()} -m pip uninstall {' '.join(flavours)}, "
+                "then install the one that is needed.",
+            )
+        )
+    serves = {f for t in targets for f in t.provider.flavours}
+    versions, missing = {}, []
+    for requirement in map(Requirement, requirements):
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
+        name = canonicalize_name(requirement.name)
+        if name in FLAVOURS and flavours.keys() & serves:
+            name = next(iter(flavours))
+        version = _installed(name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            missing.append((str(requirement), version))
+        else:
+            versions[name] = version
+    if missing:
+        found = "; ".join(
+            f"{requirement} ({'is not installed' if version is None else f'{version} is'})"
+            for requirement, version in missing
+        )
+        quoted = " ".join(f'"{requirement}"' for requirement, _ in missing)
+        raise RequirementError(
+            Problem(
+                "this build environment",
+                f"lacks what the targets are compiled with: {found}.",
+                f"Run: {_python()} -m pip install {quoted}\n"
+                "or build with isolation, which installs it by itself.",
+            )
+        )
+    return versions
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> str:
+    return sys.executable or "python"

@@ -1,0 +1,103 @@
+"""Starts workers, for a vendor's compiler may crash, hang or print."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.protocol import DONE, FAILED, Refusal, Request
+from hatch_epcontext.structure import from_json, to_json
+
+TAIL = 20
+"""How many lines of a worker's log an error shows."""
+
+_ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
+
+_WINDOWS_CRASHES = {
+    0xC0000005: "access violation",
+    0xC00000FD: "stack overflow",
+    0xC0000409: "stack buffer overrun",
+    0xC0000374: "heap corruption",
+    0xC000001D: "illegal instruction",
+}
+
+
+def call(request: Request, folder: Path, *, where: str, timeout: float) -> Any:
+    """The worker's reply to ``request``, of the type that the request names.
+
+    ``folder`` is where the request, the reply and the log are written; it is made, and is the
+    worker's working directory. ``timeout`` is in seconds. Raises BuildError when the worker refuses,
+    crashes or takes too long.
+    """
+    folder.mkdir(parents=True)
+    asked, answered, log = folder / "request.json", folder / "reply.json", folder / "worker.log"
+    asked.write_text(to_json(request), encoding="utf-8")
+    command = [sys.executable, "-m", "hatch_epcontext.worker", request.action, asked, answered]
+    ended = _run(command, folder, log, timeout)
+    tail = _tail(log)
+    if ended is None:
+        raise BuildError(
+            Problem(
+                where,
+                f"the worker was stopped: it took longer than {timeout:g} seconds.",
+                "Give it more with timeout, or HATCH_EPCONTEXT_TIMEOUT.",
+                tail,
+            )
+        )
+    if not answered.is_file():
+        raise BuildError(Problem(where, f"the worker {_death(ended)}.", _remedy(ended), tail))
+    text = answered.read_text(encoding="utf-8")
+    if ended == DONE:
+        return from_json(text, request.reply)
+    raise BuildError(
+        *(
+            replace(problem, where=problem.where or where, log=tail if ended == FAILED else "")
+            for problem in from_json(text, Refusal).problems
+        )
+    )
+
+
+def _run(command: Sequence[str | Path], folder: Path, log: Path, timeout: float) -> int | None:
+    with log.open("wb") as sink:
+        try:
+            return subprocess.run(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                timeout=timeout,
+                env={**os.environ, **_ENVIRONMENT},
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-TAIL:])
+
+
+def _death(code: int) -> str:
+    if code < 0:
+        try:
+            return f"crashed with {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    if name := _WINDOWS_CRASHES.get(code & 0xFFFFFFFF):
+        return f"crashed with {name} (0x{code & 0xFFFFFFFF:08X})"
+    return f"ended with exit code {code} and gave no answer"
+
+
+def _remedy(code: int) -> str:
+    if code == -getattr(signal, "SIGKILL", 9):
+        return "The system ends processes so when memory runs out: fewer jobs at once may help."
+    return "The crash is in ONNX Runtime or in the execution provider's library; the log may name the place."

@@ -1,0 +1,183 @@
+"""What crosses the process border: one request in, one reply out, both JSON files.
+
+Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or None if it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from hatch_epcontext.errors import Problem
+from hatch_epcontext.providers import Product, Tolerance
+
+Size = int | str | None
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """An input or output: ``dtype`` is NumPy's name (``"float32"``), or ONNX's where NumPy has none."""
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A source model and what its configuration freezes; ``key`` is where that stands."""
+
+    name: str
+    path: str
+    key: str
+    dims: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What an ONNX file says: inputs and outputs as they will be once dims, shapes and constants are
+    fixed, and the files that hold its external data, relative to its folder, with forward slashes."""
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    external_data: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What a worker needs to know of a target."""
+
+    name: str
+    provider: str
+    provider_options: Mapping[str, str]
+    session_options: Mapping[str, str]
+    load_options: Mapping[str, str]
+    device: Literal["npu", "gpu", "cpu", "any"]
+    optimization: Literal["none", "basic", "extended", "all"]
+    embed: bool
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A node that was left to the CPU."""
+
+    name: str
+    op: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes."""
+
+    nodes: int
+    compiled: int
+    partitions: int
+    left: tuple[NodeFacts, ...] = ()
+
+    @property
+    def share(self) -> float:
+        return self.compiled / self.nodes if self.nodes else 0.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """One model of an artifact. ``coverage`` is None for an optimized graph, which has no contexts."""
+
+    model: str
+    model_file: str
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    coverage: Coverage | None = None
+    compatibility: str = ""
+    ep_sdk_version: str = ""
+
+
+@dataclass(frozen=True)
+class InspectReply:
+    models: tuple[ModelFacts, ...]
+
+
+@dataclass(frozen=True)
+class InspectRequest:
+    """Read the models and say what is wrong with them. ``static``: names of those whose shapes must be
+    fixed, each with the provider that needs it."""
+
+    models: tuple[ModelSpec, ...]
+    static: Mapping[str, str]
+
+    action: ClassVar[str] = "inspect"
+    reply: ClassVar[type] = InspectReply
+
+
+@dataclass(frozen=True)
+class CompileReply:
+    product: Product
+    contexts: tuple[Context, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """Prepare and compile a job's models into ``folder``, which exists and is empty; ``scratch`` is for
+    whatever else has to be written."""
+
+    models: tuple[ModelSpec, ...]
+    target: TargetSpec
+    folder: str
+    scratch: str
+
+    action: ClassVar[str] = "compile"
+    reply: ClassVar[type] = CompileReply
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near one output is to the CPU EP's: the largest absolute difference and the cosine similarity."""
+
+    output: str
+    max_abs: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class ValidateReply:
+    """``agreements`` is empty when nothing was to be compared."""
+
+    agreements: tuple[Agreement, ...]
+
+
+@dataclass(frozen=True)
+class ValidateRequest:
+    """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy ``inputs``, and
+    compare with the CPU EP on the source model unless ``tolerance`` is None."""
+
+    model: ModelSpec
+    target: TargetSpec
+    product: Product
+    context: Context
+    folder: str
+    inputs: str
+    tolerance: Tolerance | None
+
+    action: ClassVar[str] = "validate"
+    reply: ClassVar[type] = ValidateReply
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The answer in place of a reply; a problem without a place is about the request as a whole."""
+
+    problems: tuple[Problem, ...]
+
+
+Request = InspectRequest | CompileRequest | ValidateRequest
+REQUESTS = {r.action: r for r in (InspectRequest, CompileRequest, ValidateRequest)}
+
+DONE = 0
+REFUSED = 3
+"""The worker's exit code when the model or its configuration is at fault."""
+FAILED = 4
+"""The worker's exit code when ONNX Runtime or the EP failed: its log may say more."""

@@ -1,0 +1,49 @@
+"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY``: answer one request and end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatch_epcontext.errors import EpcontextError, ModelError, Problem
+from hatch_epcontext.protocol import DONE, FAILED, REFUSED, REQUESTS, Refusal
+from hatch_epcontext.structure import from_json, to_json
+
+
+def _answer(request: Any) -> Any:
+    if request.action == "inspect":
+        from hatch_epcontext.worker.prepare import inspect
+
+        return inspect(request)
+    if request.action == "compile":
+        from hatch_epcontext.worker.compile import compile_job
+
+        return compile_job(request)
+    from hatch_epcontext.worker.validate import validate
+
+    return validate(request)
+
+
+def main(action: str, asked: str, answered: str) -> int:
+    """Answer the request in the file ``asked`` with the file ``answered``; returns the exit code."""
+    request = from_json(Path(asked).read_bytes(), REQUESTS[action])
+    try:
+        answer, code = _answer(request), DONE
+    except ModelError as error:
+        answer, code = Refusal(error.problems), REFUSED
+    except EpcontextError as error:
+        answer, code = Refusal(error.problems), FAILED
+    except Exception as error:
+        # ONNX Runtime's exceptions share no base class; what they say is for the user, and the
+        # traceback goes to the log.
+        import traceback
+
+        traceback.print_exc()
+        answer, code = Refusal((Problem("", f"{type(error).__name__}: {error}"),)), FAILED
+    Path(answered).write_text(to_json(answer), encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""What an ONNX file says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+from hatch_epcontext.errors import ModelError, Problem
+from hatch_epcontext.protocol import Size, TensorFacts
+
+LFS = b"version https://git-lfs"
+CONTEXT_OP = "EPContext"
+
+
+def read(path: Path, where: str) -> onnx.ModelProto:
+    """The source model at ``path``, without its external data.
+
+    Raises ModelError, about ``where``, when it is not a source model.
+    """
+
+    def refuse(what: str, fix: str = "") -> ModelError:
+        return ModelError(Problem(where, f"{path.name} {what}", fix))
+
+    with path.open("rb") as file:
+        head = file.read(len(LFS))
+    if head == LFS:
+        raise refuse("is a Git LFS pointer, not the model itself.", "Run: git lfs pull")
+    if not head:
+        raise refuse("is empty.")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError:
+        raise refuse("is not an ONNX model: it cannot be read as one.") from None
+    if not model.ir_version or not model.graph.node:
+        raise refuse("is not an ONNX model: it has no graph.")
+    if any(node.op_type == CONTEXT_OP for node in nodes(model.graph)):
+        raise refuse(
+            "is a context model already.",
+            "List the source model that it was compiled from.",
+        )
+    return model
+
+
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """``graph`` and all graphs inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                yield from graphs(inner)
+
+
+def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """All nodes of ``graph`` and of the graphs inside them."""
+    for each in graphs(graph):
+        yield from each.node
+
+
+def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The nodes of ``graph``, nested ones too, that compute something."""
+    return [node for node in nodes(graph) if node.op_type != "Constant"]
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    for graph in graphs(model.graph):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.HasField("t"):
+                    yield attribute.t
+                yield from attribute.tensors
+
+
+def external_data(model: onnx.ModelProto, folder: Path, where: str) -> tuple[str, ...]:
+    """The files in which ``model``, which lies in ``folder``, keeps tensors.
+
+    Relative to ``folder``, with forward slashes, sorted. Raises ModelError, about ``where``, when one
+    leads out of the folder, is missing, or is too short.
+    """
+    ends: dict[str, int] = {}
+    for tensor in _tensors(model):
+        if uses_external_data(tensor):
+            info = ExternalDataInfo(tensor)
+            end = int(info.offset or 0) + int(info.length or 0)
+            ends[info.location] = max(ends.get(info.location, 0), end)
+    problems = []
+    for location, end in sorted(ends.items()):
+        if not stays_inside(folder, location):
+            what, fix = "leads out of the model's folder.", "Save the model with relative locations."
+        elif not (folder / location).is_file():
+            what, fix = "is not there.", "The model needs it beside its own file, in the sdist too."
+        elif (folder / location).stat().st_size < end:
+            what, fix = "is shorter than the model says.", "Save the model and its data again."
+        else:
+            continue
+        problems.append(Problem(where, f"the external data {location!r} {what}", fix))
+    if problems:
+        raise ModelError(*problems)
+    return tuple(PurePosixPath(location).as_posix() for location in sorted(ends))
+
+
+def stays_inside(folder: Path, location: str) -> bool:
+    """Whether a file that a model names lies in the model's folder, on any system and by any link."""
+    if not location or PurePosixPath(location).is_absolute() or PureWindowsPath(location).drive:
+        return False
+    if PureWindowsPath(location).root or ".." in PureWindowsPath(location).parts:
+        return False
+    return (folder / location).resolve().is_relative_to(folder.resolve())
+
+
+def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """The inputs that have to be fed: before ONNX IR 4 initializers were listed as inputs too."""
+    stored = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in stored]
+
+
+def facts(value: onnx.ValueInfoProto) -> TensorFacts:
+    """Name, dtype and shape of an input or output. Anything but a tensor has its kind as its dtype."""
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return TensorFacts(value.name, kind or "unknown", ())
+    tensor = value.type.tensor_type
+    return TensorFacts(
+        value.name, dtype_name(tensor.elem_type), tuple(size(dim) for dim in tensor.shape.dim)
+    )
+
+
+def size(dim: onnx.TensorShapeProto.Dimension) -> Size:
+    """A dimension's size, or its name while it is open, or None if it has neither."""
+    if dim.HasField("dim_value") and dim.dim_value >= 0:
+        return int(dim.dim_value)
+    return dim.dim_param if dim.dim_param not in ("", "?") else None
+
+
+def dtype_name(elem_type: int) -> str:
+    """NumPy's name of an ONNX element type, such as ``"float32"``; ``"string"`` for strings."""
+    if elem_type == onnx.TensorProto.STRING:
+        return "string"
+    if elem_type == onnx.TensorProto.UNDEFINED:
+        return "undefined"
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name

@@ -1,0 +1,174 @@
+"""Source model -> a graph that an EP can compile: shapes fixed, constants frozen and folded away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.artifact import link_or_copy
+from hatch_epcontext.errors import ModelError, Problem
+from hatch_epcontext.protocol import (
+    InspectReply,
+    InspectRequest,
+    ModelFacts,
+    ModelSpec,
+    TensorFacts,
+)
+from hatch_epcontext.structure import at, suggestion
+from hatch_epcontext.worker import graph
+
+
+def inspect(request: InspectRequest) -> InspectReply:
+    """What the models' files say; raises ModelError with all that is wrong with any of them."""
+    found, problems = [], []
+    for spec in request.models:
+        try:
+            found.append(_inspect(spec, request.static.get(spec.name, "")))
+        except ModelError as error:
+            problems += error.problems
+    if problems:
+        raise ModelError(*problems)
+    return InspectReply(tuple(found))
+
+
+def _inspect(spec: ModelSpec, static_for: str) -> ModelFacts:
+    path = Path(spec.path)
+    model = graph.read(path, spec.key)
+    data = graph.external_data(model, path.parent, spec.key)
+    fix(model, spec)
+    inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
+    problems = list(_unusable(inputs, spec, static_for))
+    if problems:
+        raise ModelError(*problems)
+    return ModelFacts(inputs, tuple(map(graph.facts, model.graph.output)), data)
+
+
+def _unusable(
+    inputs: tuple[TensorFacts, ...], spec: ModelSpec, static_for: str
+) -> Iterator[Problem]:
+    for each in inputs:
+        if each.dtype.endswith("_type") or each.dtype in ("unknown", "undefined"):
+            yield Problem(spec.key, f"the input {each.name!r} is not a tensor: {each.dtype}.")
+        opened = [size for size in each.shape if not isinstance(size, int)]
+        if not (static_for and opened):
+            continue
+        names = [f'"{name}"' for name in dict.fromkeys(opened) if name is not None]
+        if len(names) == len(set(opened)):
+            fixed = ", ".join(f"{name} = 1" for name in names)
+            fix_ = f"Fix it with {spec.key}.dims, such as {{ {fixed} }}, or with shapes."
+        else:
+            sizes = ", ".join(str(size) if isinstance(size, int) else "1" for size in each.shape)
+            fix_ = f"Fix it with {spec.key}.shapes, such as {{ {each.name} = [{sizes}] }}."
+        yield Problem(
+            spec.key,
+            f"the input {each.name!r} has an open dimension ({_words(each)}), and {static_for} "
+            "compiles only what has fixed shapes.",
+            fix_,
+        )
+
+
+def _words(tensor: TensorFacts) -> str:
+    return " x ".join("?" if size is None else str(size) for size in tensor.shape)
+
+
+def fix(model: onnx.ModelProto, spec: ModelSpec) -> None:
+    """Freeze the constants, shapes and dims of ``spec`` in ``model``, in place.
+
+    Raises ModelError with everything that does not fit the model's inputs.
+    """
+    problems = [
+        *_freeze(model.graph, spec),
+        *_set_shapes(model.graph, spec),
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def _unknown(key: str, name: str, what: str, known: list[str]) -> Problem:
+    fix_ = suggestion(name, known) if known else f"It has no {what}."
+    return Problem(key, f"the model has no {what} {name!r}.", fix_)
+
+
+def _freeze(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+    by_name = {value.name: value for value in graph.inputs(main)}
+    for name, constant in spec.constants.items():
+        key = f"{spec.key}.constants{at(name)}"
+        if name not in by_name:
+            yield _unknown(key, name, "input", list(by_name))
+            continue
+        facts = graph.facts(by_name[name])
+        try:
+            array = np.asarray(constant, dtype=object if facts.dtype == "string" else facts.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            yield Problem(key, f"does not fit the input, which is {facts.dtype}: {error}.")
+            continue
+        if len(facts.shape) != array.ndim and array.size == 1:
+            array = array.reshape([1] * len(facts.shape))
+        if not _fits(array.shape, facts):
+            yield Problem(
+                key, f"has the shape {list(array.shape)}, and the input has {_words(facts)}."
+            )
+            continue
+        main.initializer.append(onnx.numpy_helper.from_array(array, name))
+        main.input.remove(by_name[name])
+
+
+def _fits(shape: tuple[int, ...], facts: TensorFacts) -> bool:
+    return len(shape) == len(facts.shape) and all(
+        not isinstance(size, int) or size == given
+        for given, size in zip(shape, facts.shape, strict=True)
+    )
+
+
+def _set_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+    by_name = {value.name: value for value in graph.inputs(main)}
+    known_dims = list(
+        dict.fromkeys(
+            size
+            for value in by_name.values()
+            for size in graph.facts(value).shape
+            if isinstance(size, str)
+        )
+    )
+    for name in spec.dims.keys() - known_dims:
+        yield _unknown(f"{spec.key}.dims{at(name)}", name, "open dimension", known_dims)
+    dims = dict(spec.dims)
+    for name, shape in spec.shapes.items():
+        key = f"{spec.key}.shapes{at(name)}"
+        if name not in by_name:
+            yield _unknown(key, name, "input", list(by_name))
+            continue
+        facts = graph.facts(by_name[name])
+        if not _fits(shape, facts):
+            yield Problem(key, f"is {list(shape)}, and the input has {_words(facts)}.")
+            continue
+        for given, size in zip(shape, facts.shape, strict=True):
+            # A named dimension is the same everywhere it appears.
+            if isinstance(size, str) and dims.setdefault(size, given) != given:
+                yield Problem(key, f"makes {size!r} {given}, and elsewhere it is {dims[size]}.")
+        for dim, given in zip(by_name[name].type.tensor_type.shape.dim, shape, strict=True):
+            dim.dim_value = given
+    for each in graph.graphs(main):
+        for value in [*each.input, *each.output, *each.value_info]:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in dims:
+                    dim.dim_value = dims[dim.dim_param]
+
+
+def prepare(spec: ModelSpec, scratch: Path) -> Path:
+    """The path of a copy of the model in ``scratch``, with what ``spec`` fixes; the source is only read."""
+    source = Path(spec.path)
+    model = graph.read(source, spec.key)
+    folder = scratch / spec.name
+    folder.mkdir()
+    for name in graph.external_data(model, source.parent, spec.key):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy((source.parent / name).resolve(), target)
+    fix(model, spec)
+    prepared = folder / f"{spec.name}.onnx"
+    onnx.save(model, prepared)
+    return prepared
