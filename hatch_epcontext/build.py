@@ -243,7 +243,7 @@ def _how(job: Job, model: Model) -> str:
             Problem(
                 f"{job.where}: validation",
                 f"{job.target.provider.ep} cannot run its contexts on this machine "
-                f"({sys.platform}, {platform.machine()}), and validate is \"require\".",
+                f'({sys.platform}, {platform.machine()}), and validate is "require".',
                 f'Build elsewhere, or take "auto" in {model.key}.validate: it checks the structure.',
             )
         )
@@ -288,8 +288,7 @@ def describe(built: Built) -> str:
         else:
             contexts = "context" if coverage.partitions == 1 else "contexts"
             parts.append(
-                f"{coverage.compiled}/{coverage.nodes} nodes in "
-                f"{coverage.partitions} {contexts}"
+                f"{coverage.compiled}/{coverage.nodes} nodes in {coverage.partitions} {contexts}"
             )
         parts.append(_told(built.proofs[context.model]))
     parts.append(_size(built.artifact.size))

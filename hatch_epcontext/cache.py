@@ -115,7 +115,9 @@ class Cache:
             record = from_json((entry / "record.json").read_bytes(), Record)
         except (OSError, ValueError):
             return None
-        return Artifact(entry / "files", record) if is_intact(entry / "files", record.files) else None
+        return (
+            Artifact(entry / "files", record) if is_intact(entry / "files", record.files) else None
+        )
 
 
 def _write(file: Path, text: str) -> Path:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-
 import hatch_epcontext
 from hatch_epcontext.artifact import FileRecord, Proof
 from hatch_epcontext.build import Built, Result, Source
-from hatch_epcontext.config import SOURCE
+from hatch_epcontext.checks import SOURCE
 from hatch_epcontext.protocol import Coverage, TensorFacts
 from hatch_epcontext.providers import Device, Plugin, Product
 
@@ -103,9 +102,7 @@ def _model(source: Source, file: str | None, built: tuple[Built, ...]) -> ModelE
         inputs=source.facts.inputs,
         outputs=source.facts.outputs,
         source=SourceEntry(source.sha256, file),
-        targets=tuple(
-            entry for done in built for entry in _targets(done, source.model.name)
-        ),
+        targets=tuple(entry for done in built for entry in _targets(done, source.model.name)),
     )
 
 
@@ -143,5 +140,3 @@ def source_folder(model: str) -> str:
 def loader() -> Path:
     """The module that is shipped beside the manifest, as ``__init__.py``."""
     return Path(hatch_epcontext.__file__).with_name("loader.py")
-
-

@@ -11,19 +11,21 @@ from hatch_epcontext.structure import at, show, suggestion
 SESSION_OPTIONS = frozenset(
     """
     ep.context_node_name_prefix ep.dynamic.workload_type ep.enable_weightless
-    memory.enable_memory_arena_shrinkage
-    mlas.disable_kleidiai mlas.enable_gemm_fastmath_arm64_bfloat16 mlas.use_lut_gemm
-    optimization.constant_folding_max_output_size_in_bytes optimization.disable_specified_optimizers
-    optimization.enable_cast_chain_elimination optimization.enable_gelu_approximation
-    session.allow_released_opsets_only session.collect_node_memory_stats_to_file
-    session.debug_layout_transformation session.disable_aot_function_inlining
-    session.disable_cpu_ep_fallback session.disable_double_qdq_remover session.disable_prepacking
+    memory.enable_memory_arena_shrinkage mlas.disable_kleidiai
+    mlas.enable_gemm_fastmath_arm64_bfloat16 mlas.use_lut_gemm
+    optimization.constant_folding_max_output_size_in_bytes
+    optimization.disable_specified_optimizers optimization.enable_cast_chain_elimination
+    optimization.enable_gelu_approximation session.allow_released_opsets_only
+    session.collect_node_memory_stats_to_file session.debug_layout_transformation
+    session.disable_aot_function_inlining session.disable_cpu_ep_fallback
+    session.disable_double_qdq_remover session.disable_prepacking
     session.disable_qdq_constant_folding session.disable_quant_qdq session.dynamic_block_base
-    session.enable_cpu_mem_arena session.enable_dq_matmulnbits_fusion session.enable_mem_pattern
-    session.enable_profiling session.enable_quant_qdq_cleanup session.execution_mode
-    session.fail_on_suboptimal_compiled_model session.force_spinning_stop
-    session.graph_optimizations_loop_level session.inter_op.allow_spinning
-    session.inter_op_num_threads session.intra_op.allow_spinning session.intra_op_num_threads
+    session.enable_cpu_mem_arena session.enable_dq_matmulnbits_fusion
+    session.enable_mem_pattern session.enable_profiling session.enable_quant_qdq_cleanup
+    session.execution_mode session.fail_on_suboptimal_compiled_model
+    session.force_spinning_stop session.graph_optimizations_loop_level
+    session.inter_op.allow_spinning session.inter_op_num_threads
+    session.intra_op.allow_spinning session.intra_op_num_threads
     session.intra_op_thread_affinities session.layer_assignment_settings session.log_id
     session.log_severity_level session.log_verbosity_level session.node_partition_config_file
     session.prepack.enable_parallel session.qdq_matmulnbits_accuracy_level
@@ -31,7 +33,7 @@ SESSION_OPTIONS = frozenset(
     session.set_denormal_as_zero session.strict_shape_type_inference
     session.use_deterministic_compute session.use_device_allocator_for_initializers
     session.use_env_allocators session.use_per_session_threads
-    """.split()
+    """.split()  # noqa: SIM905
 )
 """Keys that ONNX Runtime 1.31 knows (``onnxruntime_session_options_config_keys.h``) and a user may set."""
 
@@ -72,9 +74,7 @@ def check_options(
             )
 
 
-def _check_values(
-    key: str, options: Mapping[str, Scalar], provider: Provider
-) -> Iterator[Problem]:
+def _check_values(key: str, options: Mapping[str, Scalar], provider: Provider) -> Iterator[Problem]:
     for name, value in options.items():
         if name not in provider.options:
             yield Problem(

@@ -10,10 +10,11 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hatch_epcontext.config import KEY, Config, Model, Target
+from hatch_epcontext.config import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Problem, RequirementError
 from hatch_epcontext.protocol import ModelSpec, TargetSpec
 from hatch_epcontext.providers import FLAVOURS
+from hatch_epcontext.tables import KEY
 
 ONNX_RUNTIME = ">=1.23"
 """Older ones have no ModelCompiler that fails when nothing was compiled."""
@@ -152,11 +153,12 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
             )
         )
     serves = {f for t in targets for f in t.provider.flavours}
-    versions, missing = {}, []
+    versions: dict[str, str] = {}
+    missing = []
     for requirement in map(Requirement, requirements):
         if requirement.marker and not requirement.marker.evaluate():
             continue
-        name = canonicalize_name(requirement.name)
+        name: str = canonicalize_name(requirement.name)
         if name in FLAVOURS and flavours.keys() & serves:
             name = next(iter(flavours))
         version = _installed(name)

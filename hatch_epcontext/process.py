@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import BuildError, Problem
-from hatch_epcontext.protocol import DONE, FAILED, Refusal, Request
+from hatch_epcontext.protocol import DONE, FAILED, REFUSED, Refusal, Request
 from hatch_epcontext.structure import from_json, to_json
 
 TAIL = 20
@@ -39,7 +39,14 @@ def call(request: Request, folder: Path, *, where: str, timeout: float) -> Any:
     folder.mkdir(parents=True)
     asked, answered, log = folder / "request.json", folder / "reply.json", folder / "worker.log"
     asked.write_text(to_json(request), encoding="utf-8")
-    command = [sys.executable, "-m", "hatch_epcontext.worker", request.action, asked, answered]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "hatch_epcontext.worker",
+        request.action,
+        asked,
+        answered,
+    ]
     ended = _run(command, folder, log, timeout)
     tail = _tail(log)
     if ended is None:
@@ -51,7 +58,7 @@ def call(request: Request, folder: Path, *, where: str, timeout: float) -> Any:
                 tail,
             )
         )
-    if not answered.is_file():
+    if ended not in (DONE, REFUSED, FAILED) or not answered.is_file():
         raise BuildError(Problem(where, f"the worker {_death(ended)}.", _remedy(ended), tail))
     text = answered.read_text(encoding="utf-8")
     if ended == DONE:

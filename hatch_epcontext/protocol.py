@@ -39,7 +39,8 @@ class ModelSpec:
 @dataclass(frozen=True)
 class ModelFacts:
     """What an ONNX file says: inputs and outputs as they will be once dims, shapes and constants are
-    fixed, and the files that hold its external data, relative to its folder, with forward slashes."""
+    fixed, and the files that hold its external data, relative to its folder, with forward slashes.
+    """
 
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
@@ -103,7 +104,8 @@ class InspectReply:
 @dataclass(frozen=True)
 class InspectRequest:
     """Read the models and say what is wrong with them. ``static``: names of those whose shapes must be
-    fixed, each with the provider that needs it."""
+    fixed, each with the provider that needs it.
+    """
 
     models: tuple[ModelSpec, ...]
     static: Mapping[str, str]
@@ -122,7 +124,8 @@ class CompileReply:
 @dataclass(frozen=True)
 class CompileRequest:
     """Prepare and compile a job's models into ``folder``, which exists and is empty; ``scratch`` is for
-    whatever else has to be written."""
+    whatever else has to be written.
+    """
 
     models: tuple[ModelSpec, ...]
     target: TargetSpec
@@ -152,7 +155,8 @@ class ValidateReply:
 @dataclass(frozen=True)
 class ValidateRequest:
     """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy ``inputs``, and
-    compare with the CPU EP on the source model unless ``tolerance`` is None."""
+    compare with the CPU EP on the source model unless ``tolerance`` is None.
+    """
 
     model: ModelSpec
     target: TargetSpec

@@ -11,7 +11,7 @@ import json
 import re
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from cattrs import Converter
 from cattrs.cols import (
@@ -70,8 +70,8 @@ def described(type_: Any) -> str:
     """What a key of this type takes, in words."""
     if type_ in _LEAVES:
         return _LEAVES[type_]
-    if get_origin(type_) is Literal:
-        values = [value for value in get_args(type_)]
+    if _origin(type_) is Literal:
+        values = list(get_args(type_))
         return " or ".join(show(value) for value in values)
     if _is_union(type_):
         members = [member for member in get_args(type_) if member is not type(None)]
@@ -81,8 +81,12 @@ def described(type_: Any) -> str:
     return "a table"
 
 
+def _origin(type_: Any) -> Any:
+    return get_origin(type_)
+
+
 def _is_union(type_: Any) -> bool:
-    return get_origin(type_) in (Union, types.UnionType)
+    return _origin(type_) in (Union, types.UnionType)
 
 
 def _leaf(value: Any, type_: Any) -> Any:
@@ -110,7 +114,7 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
         for member in members:
             # A table can only be meant for the member that is a table: its own errors are the news.
             if isinstance(value, dict) and dataclasses.is_dataclass(member):
-                return converter.structure(value, member)
+                return converter.structure(value, cast("type", member))
         for member in members:
             if member is type(None) or dataclasses.is_dataclass(member):
                 continue
@@ -147,7 +151,7 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
 
     for leaf in _LEAVES:
         converter.register_structure_hook(leaf, _leaf)
-    converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _literal)
+    converter.register_structure_hook_func(lambda t: _origin(t) is Literal, _literal)
     converter.register_structure_hook_func(_is_union, union)
     converter.register_structure_hook_factory(
         is_sequence, guarded(homogenous_tuple_structure_factory, list, "a list")

@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from hatch_epcontext import manifest
 from hatch_epcontext.artifact import record_file, record_files
 from hatch_epcontext.build import Result
-from hatch_epcontext.config import KEY
 from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.structure import from_json, to_json
+from hatch_epcontext.tables import KEY
 from hatch_epcontext.wheel import Tree
 
 
@@ -79,7 +79,8 @@ def write(result: Result, folder: Path) -> None:
 
 def remove(folder: Path) -> Iterator[str]:
     """Remove what a manifest in ``folder`` says is ours; yields the files that somebody has changed,
-    which are kept."""
+    which are kept.
+    """
     found = read(folder)
     if found is None:
         return

@@ -12,9 +12,10 @@ from pathlib import Path, PurePosixPath
 from hatch_epcontext import manifest
 from hatch_epcontext.artifact import link_or_copy, record_files
 from hatch_epcontext.build import Result
-from hatch_epcontext.config import KEY, Config
+from hatch_epcontext.config import Config
 from hatch_epcontext.errors import ConfigError, Problem, WheelError
 from hatch_epcontext.structure import from_json, to_json
+from hatch_epcontext.tables import KEY
 
 Tree = Mapping[str, Path]
 """The project's files that go into the wheel, by their path there, with forward slashes."""
@@ -141,14 +142,15 @@ def prove(wheel: Path, output: PurePosixPath) -> int:
         for name, recorded in listed.items():
             if prefix + name in inside and _sha256(archive, prefix + name) != recorded.sha256:
                 problems.append(Problem(where, f"{name} is not what the manifest says."))
-        for path in sorted(inside - {prefix + name for name in (*listed, manifest.FILE)}):
-            problems.append(
-                Problem(
-                    where,
-                    f"{path.removeprefix(prefix)} is in the wheel and not in the manifest.",
-                    "Remove it from the project, or give the models another output folder.",
-                )
-            )
+        strays = sorted(inside - {prefix + name for name in (*listed, manifest.FILE)})
+    problems += [
+        Problem(
+            where,
+            f"{path.removeprefix(prefix)} is in the wheel and not in the manifest.",
+            "Remove it from the project, or give the models another output folder.",
+        )
+        for path in strays
+    ]
     if problems:
         raise WheelError(*problems)
     return len(listed)

@@ -27,7 +27,9 @@ def read_image(path: str | Path) -> NDArray[np.float32]:
     return ink.reshape(1, 1, SIZE, SIZE)
 
 
-def classify(session: onnxruntime.InferenceSession, image: NDArray[np.float32]) -> tuple[int, float]:
+def classify(
+    session: onnxruntime.InferenceSession, image: NDArray[np.float32]
+) -> tuple[int, float]:
     """The digit in ``image`` (float32, 1 x 1 x 8 x 8), and the model's confidence from 0 to 1."""
     (logits,) = session.run(["logits"], {"image": image})
     odds = np.exp(logits[0] - logits[0].max())

@@ -107,7 +107,9 @@ def main() -> None:
     session = onnxruntime.InferenceSession(MODEL, providers=["CPUExecutionProvider"])
     (logits,) = session.run(None, {"image": held_images})
     right = (logits.argmax(1) == held_labels).mean()
-    print(f"{right:.2%} of {len(held_labels)} held-out digits are right; {MODEL.stat().st_size} bytes")
+    print(
+        f"{right:.2%} of {len(held_labels)} held-out digits are right; {MODEL.stat().st_size} bytes"
+    )
     samples = HERE / "samples"
     samples.mkdir(exist_ok=True)
     for digit in (3, 7):

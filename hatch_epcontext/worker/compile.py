@@ -161,9 +161,13 @@ def _wrong_contexts(
             continue
         sidecar = _text(node, "ep_cache_context")
         if not graph.stays_inside(result.parent, sidecar):
-            yield Problem("", f"the EPContext node {node.name} names a file elsewhere: {sidecar!r}.")
+            yield Problem(
+                "", f"the EPContext node {node.name} names a file elsewhere: {sidecar!r}."
+            )
         elif not (result.parent / sidecar).is_file():
-            yield Problem("", f"the EPContext node {node.name} names {sidecar!r}, which is not there.")
+            yield Problem(
+                "", f"the EPContext node {node.name} names {sidecar!r}, which is not there."
+            )
 
 
 def _wrong_chip(compatibility: str, provider: Provider, target: TargetSpec) -> Iterator[Problem]:

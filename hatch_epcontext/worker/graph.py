@@ -93,7 +93,10 @@ def external_data(model: onnx.ModelProto, folder: Path, where: str) -> tuple[str
     problems = []
     for location, end in sorted(ends.items()):
         if not stays_inside(folder, location):
-            what, fix = "leads out of the model's folder.", "Save the model with relative locations."
+            what, fix = (
+                "leads out of the model's folder.",
+                "Save the model with relative locations.",
+            )
         elif not (folder / location).is_file():
             what, fix = "is not there.", "The model needs it beside its own file, in the sdist too."
         elif (folder / location).stat().st_size < end:
@@ -145,4 +148,4 @@ def dtype_name(elem_type: int) -> str:
         return "string"
     if elem_type == onnx.TensorProto.UNDEFINED:
         return "undefined"
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name
+    return str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name)

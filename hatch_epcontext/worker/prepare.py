@@ -23,7 +23,8 @@ from hatch_epcontext.worker import graph
 
 def inspect(request: InspectRequest) -> InspectReply:
     """What the models' files say; raises ModelError with all that is wrong with any of them."""
-    found, problems = [], []
+    found = []
+    problems: list[Problem] = []
     for spec in request.models:
         try:
             found.append(_inspect(spec, request.static.get(spec.name, "")))

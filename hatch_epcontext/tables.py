@@ -1,0 +1,121 @@
+"""The tables of ``[tool.epcontext]`` as they are written: the one place that says which keys there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hatch_epcontext.environment import Editable, Validate
+from hatch_epcontext.providers import Device, Scalar
+
+KEY = "tool.epcontext"
+
+Optimization = Literal["none", "basic", "extended", "all"]
+Fallback = Literal["source", "none"]
+Options = Mapping[str, Scalar]
+
+MADE_UP = ("ones", "random", "zeros")
+"""Dummy inputs that need no file."""
+
+
+def _key(doc: str, default: Any = None) -> Any:
+    """A key with its documentation; without a default of its own it may be left out."""
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+def _required(doc: str) -> Any:
+    return field(metadata={"doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowableTable:
+    """Keys of a target that a model may narrow: tables are merged, other values replaced."""
+
+    provider_options: Options = _key(
+        "Options of the execution provider, checked by name and value.", {}
+    )
+    session_options: Options = _key(
+        "ONNX Runtime's session options, for compiling and loading.", {}
+    )
+    load_options: Options = _key("Provider options for the loader only.", {})
+    device: Device | None = _key(
+        "The device that the loader must find; the provider's own if left out."
+    )
+    optimization: Optimization | None = _key(
+        "ONNX Runtime's graph optimization before partitioning; `basic` if left out."
+    )
+    embed: bool | None = _key(
+        "The blob inside the context model, or (false) beside it as a sidecar."
+    )
+    min_coverage: float | None = _key(
+        "Fail when less than this share of the nodes is compiled; 1.0 if left out."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTable(NarrowableTable):
+    """``[tool.epcontext.targets.<name>]``."""
+
+    provider: str = _required("The execution provider.")
+    platforms: tuple[str, ...] = _key("Wheel platform tags that this target is for.", ())
+    requirements: tuple[str, ...] | None = _key(
+        "What to install for compiling, instead of the provider's own."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToleranceTable:
+    """How far outputs may be from the CPU's; what is left out, the provider says."""
+
+    rtol: float | None = _key("Relative to each reference value.")
+    atol: float | None = _key(
+        "Absolute, or relative to the output's largest value where that is above 1."
+    )
+    cosine: float | None = _key("The least cosine similarity.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTable(NarrowableTable):
+    """``[[tool.epcontext.models]]``."""
+
+    path: str = _required("The ONNX file, relative to `pyproject.toml`.")
+    name: str | None = _key("What the app loads it by; the file's stem if left out.")
+    targets: tuple[str, ...] | None = _key("Targets by name; `default-targets` if left out.")
+    dims: Mapping[str, int] = _key("Sizes of symbolic dimensions, by name.", {})
+    shapes: Mapping[str, tuple[int, ...]] = _key("Whole shapes, by input.", {})
+    constants: Mapping[str, Any] = _key("Inputs frozen to a value, by input.", {})
+    inputs: str = _key(
+        "Dummy inputs: `ones`, `zeros`, `random`, an `.npz`, or a folder of `.pb`.", "random"
+    )
+    tolerance: ToleranceTable | Literal[False] | None = _key(
+        "How far outputs may be from the CPU's; false for no comparison."
+    )
+    validate: Validate = _key(
+        "`auto` runs where the provider can, `require` insists, `structure` never runs, false does nothing.",
+        "auto",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootTable(NarrowableTable):
+    """``[tool.epcontext]``: with ``provider`` the short form, which has one target named after it."""
+
+    provider: str | None = _key("The short form: the provider of the only target.")
+    platforms: tuple[str, ...] = _key("The short form: as in a target.", ())
+    requirements: tuple[str, ...] | None = _key("The short form: as in a target.")
+    models: tuple[str | ModelTable, ...] = _required("Paths, globs or tables.")
+    targets: Mapping[str, TargetTable] = _key("The long form: targets by name.", {})
+    output: str | None = _key("Where in the wheel; `<import package>/epcontext` if left out.")
+    default_targets: tuple[str, ...] | None = _key(
+        "Targets of models that name none; all if left out."
+    )
+    jobs: int | Literal["auto"] = _key("Worker processes at once.", "auto")
+    timeout: float = _key("Seconds for one worker.", 1800.0)
+    fallback: Fallback = _key("Ship the source model too (`source`), or not (`none`).", "source")
+    editable: Editable = _key(
+        "What an editable install gets: `source`, `compile` or `skip`.", "source"
+    )
+    wheel_tag: str = _key("`auto`, `any`, or a tag such as `py3-none-win_arm64`.", "auto")
