@@ -67,7 +67,9 @@ def check_root(table: RootTable) -> Iterator[Problem]:
             'Allowed: "auto", "any", or three parts such as "py3-none-win_arm64".',
         )
     if not table.models:
-        yield Problem(f"{KEY}.models", "names no model.", 'Such as models = ["models/a.onnx"].')
+        yield Problem(
+            f"{KEY}.models", "is required: the models to build.", 'Such as ["models/name.onnx"].'
+        )
     if table.provider is None and not table.targets:
         yield Problem(
             KEY,
@@ -99,9 +101,10 @@ def check_target(key: str, name: str, table: TargetTable) -> Iterator[Problem]:
         yield Problem(key, f'"{SOURCE}" stands for the source model; take another name.')
     provider = PROVIDERS.get(table.provider)
     if provider is None:
+        given = f"{show(table.provider)} is not a provider that exists here."
         yield Problem(
             f"{key}.provider",
-            f"{show(table.provider)} is not a provider that exists here.",
+            given if table.provider else "is required: the execution provider.",
             suggestion(table.provider, list(PROVIDERS)),
         )
         return

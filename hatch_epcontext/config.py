@@ -127,14 +127,18 @@ def load(
             'The shortest one: provider = "qnn" and models = ["models/name.onnx"].',
         )
         raise ConfigError(*problems, missing)
-    try:
-        parsed = from_toml(table, RootTable, KEY)
-    except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from None
+    parsed, mistyped = from_toml(table, RootTable, KEY)
     reader = _Reader(root, parsed, settings.targets)
     models = reader.models()
-    # Models share targets, and so what is wrong with them.
-    problems += dict.fromkeys(reader.problems)
+    # Models share targets, and so what is wrong with them; and what was left out for its type is
+    # not to be missed on top of that.
+    mistyped_keys = [problem.where for problem in mistyped]
+    problems += mistyped
+    problems += [
+        problem
+        for problem in dict.fromkeys(reader.problems)
+        if not any(_one_inside_the_other(problem.where, key) for key in mistyped_keys)
+    ]
     if problems:
         raise ConfigError(*problems)
     jobs = settings.jobs or parsed.jobs
@@ -151,6 +155,11 @@ def load(
         use_cache=not settings.no_cache,
         overrides=settings.overrides,
     )
+
+
+def _one_inside_the_other(a: str, b: str) -> bool:
+    short, long = sorted((a, b), key=len)
+    return long.startswith(short) and long[len(short) : len(short) + 1] in ("", ".", "[")
 
 
 def _validated(model: Model, override: Validate | None) -> Model:
@@ -223,7 +232,10 @@ class _Reader:
 
     def _inside(self, key: str, path: str) -> bool:
         pure = Path(path)
-        if path and not pure.is_absolute() and path[0] not in "/~" and ".." not in pure.parts:
+        if not path:
+            self.problems.append(Problem(key, "is required: a path inside the project."))
+            return False
+        if not pure.is_absolute() and path[0] not in "/~" and ".." not in pure.parts:
             return True
         what = f"{show(path)} is not a path inside the project."
         fix = (

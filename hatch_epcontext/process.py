@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hatch_epcontext.structure import from_json, to_json
 TAIL = 20
 """How many lines of a worker's log an error shows."""
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
 
 _WINDOWS_CRASHES = {
@@ -89,8 +91,9 @@ def _run(command: Sequence[str | Path], folder: Path, log: Path, timeout: float)
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-TAIL:])
+    # ONNX Runtime colours its log even where it is no terminal.
+    text = _COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace"))
+    return "\n".join(text.splitlines()[-TAIL:])
 
 
 def _death(code: int) -> str:

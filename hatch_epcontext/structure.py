@@ -5,6 +5,7 @@ Used for ``[tool.epcontext]``, for what crosses the process border, for the mani
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -171,37 +172,88 @@ _TOML = _converter(dashes=True, strict=True)
 _JSON = _converter(dashes=False, strict=False)
 
 
-def from_toml(table: Any, type_: type[T], key: str) -> T:
-    """``table`` as a ``type_``; raises ConfigError with every problem and its dotted key below ``key``."""
+Place = tuple["str | int", ...]
+
+
+def dotted(key: str, path: Place) -> str:
+    """The dotted key of what lies at ``path`` below ``key``."""
+    return key + "".join(map(at, path))
+
+
+def from_toml(table: Any, type_: type[T], key: str) -> tuple[T, list[Problem]]:
+    """``table`` as a ``type_``, and all that is wrong with its types, by dotted key below ``key``.
+
+    What is wrong is left out of the result, so that the rest can be checked too: every field has to
+    have a default. Raises ConfigError when ``table`` is not even a table.
+    """
     try:
-        return _TOML.structure(table, type_)
-    except (ClassValidationError, Mismatch) as error:
-        raise ConfigError(*_problems(error, key)) from None
+        return _TOML.structure(table, type_), []
+    except Mismatch as error:
+        raise ConfigError(*(_problem(key, (), error))) from None
+    except ClassValidationError as error:
+        wrong = list(_flat(error, ()))
+    rest = copy.deepcopy(table)
+    for path, _ in wrong:
+        _leave_out(rest, path)
+    problems = [problem for path, error in wrong for problem in _problem(key, path, error)]
+    return _TOML.structure(rest, type_), problems
 
 
-def _problems(error: BaseException, key: str) -> Iterator[Problem]:
-    if isinstance(error, ClassValidationError):
-        noted, bare = error.group_exceptions()
-        for nested, note in noted:
-            yield from _problems(nested, f"{key}.{toml_key(note.name)}")
-        for nested in bare:
-            yield from _problems(nested, key)
-    elif isinstance(error, IterableValidationError):
-        noted_items, bare_items = error.group_exceptions()
-        for nested, item in noted_items:
-            yield from _problems(nested, key + at(item.index))
-        for nested in bare_items:
-            yield from _problems(nested, key)
-    elif isinstance(error, ForbiddenExtraKeysError):
-        allowed = sorted(toml_key(f.name) for f in dataclasses.fields(error.cl))
-        for extra in sorted(error.extra_fields):
-            yield Problem(key + at(extra), "is not a known key.", suggestion(extra, allowed))
-    elif isinstance(error, Mismatch):
-        yield Problem(key, f"must be {error.allowed}, and is {show(error.found)}.")
-    elif isinstance(error, KeyError):
-        yield Problem(key, "is required, and is not there.")
+def _leave_out(table: Any, path: Place) -> None:
+    """Remove what is at ``path``; in place of an item of a list, which is told by its number, a table
+    is emptied, and any other list goes as a whole.
+    """
+    *way, last = path
+    for depth, step in enumerate(way):
+        if isinstance(table, dict) and step not in table:
+            return
+        inside = table[step]
+        if isinstance(inside, list) and not _has_tables(inside):
+            _leave_out(table, path[depth : depth + 1])
+            return
+        table = inside
+    if isinstance(table, list):
+        table[cast("int", last)] = {}
     else:
-        yield Problem(key, str(error))
+        table.pop(last, None)
+
+
+def _has_tables(items: list[Any]) -> bool:
+    return any(isinstance(item, dict) for item in items)
+
+
+def _flat(error: BaseException, path: Place) -> Iterator[tuple[Place, BaseException]]:
+    """All errors inside ``error``, each with where it is."""
+    if isinstance(error, ClassValidationError):
+        fields, bare = error.group_exceptions()
+        for nested, note in fields:
+            yield from _flat(nested, (*path, toml_key(note.name)))
+    elif isinstance(error, IterableValidationError):
+        items, bare = error.group_exceptions()
+        for nested, item in items:
+            yield from _flat(nested, (*path, item.index))
+    elif isinstance(error, ForbiddenExtraKeysError):
+        for extra in sorted(error.extra_fields):
+            yield (*path, extra), ForbiddenExtraKeysError(None, error.cl, {extra})
+        return
+    else:
+        yield path, error
+        return
+    for nested in bare:
+        yield from _flat(nested, path)
+
+
+def _problem(key: str, path: Place, error: BaseException) -> Iterator[Problem]:
+    where = dotted(key, path)
+    if isinstance(error, ForbiddenExtraKeysError):
+        allowed = sorted(toml_key(f.name) for f in dataclasses.fields(error.cl))
+        yield Problem(where, "is not a known key.", suggestion(str(path[-1]), allowed))
+    elif isinstance(error, Mismatch):
+        yield Problem(where, f"must be {error.allowed}, and is {show(error.found)}.")
+    elif isinstance(error, KeyError):
+        yield Problem(where, "is required, and is not there.")
+    else:
+        yield Problem(where, str(error))
 
 
 def from_json(text: str | bytes, type_: type[T]) -> T:
@@ -209,8 +261,8 @@ def from_json(text: str | bytes, type_: type[T]) -> T:
     try:
         return _JSON.structure(json.loads(text), type_)
     except (ClassValidationError, Mismatch) as error:
-        problems = "; ".join(f"{p.where} {p.what}" for p in _problems(error, type_.__name__))
-        raise ValueError(problems) from None
+        told = [p for path, e in _flat(error, ()) for p in _problem(type_.__name__, path, e)]
+        raise ValueError("; ".join(f"{p.where} {p.what}" for p in told)) from None
 
 
 def to_json(value: Any) -> str:

@@ -26,8 +26,9 @@ def _key(doc: str, default: Any = None) -> Any:
     return field(default=default, metadata={"doc": doc})
 
 
-def _required(doc: str) -> Any:
-    return field(metadata={"doc": doc})
+def _required(doc: str, empty: Any) -> Any:
+    """A key that has to be there, which `checks` sees to: ``empty`` stands for one that is not."""
+    return field(default=empty, metadata={"doc": doc, "required": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class NarrowableTable:
 class TargetTable(NarrowableTable):
     """``[tool.epcontext.targets.<name>]``."""
 
-    provider: str = _required("The execution provider.")
+    provider: str = _required("The execution provider.", "")
     platforms: tuple[str, ...] = _key("Wheel platform tags that this target is for.", ())
     requirements: tuple[str, ...] | None = _key(
         "What to install for compiling, instead of the provider's own."
@@ -81,7 +82,7 @@ class ToleranceTable:
 class ModelTable(NarrowableTable):
     """``[[tool.epcontext.models]]``."""
 
-    path: str = _required("The ONNX file, relative to `pyproject.toml`.")
+    path: str = _required("The ONNX file, relative to `pyproject.toml`.", "")
     name: str | None = _key("What the app loads it by; the file's stem if left out.")
     targets: tuple[str, ...] | None = _key("Targets by name; `default-targets` if left out.")
     dims: Mapping[str, int] = _key("Sizes of symbolic dimensions, by name.", {})
@@ -106,7 +107,7 @@ class RootTable(NarrowableTable):
     provider: str | None = _key("The short form: the provider of the only target.")
     platforms: tuple[str, ...] = _key("The short form: as in a target.", ())
     requirements: tuple[str, ...] | None = _key("The short form: as in a target.")
-    models: tuple[str | ModelTable, ...] = _required("Paths, globs or tables.")
+    models: tuple[str | ModelTable, ...] = _required("Paths, globs or tables.", ())
     targets: Mapping[str, TargetTable] = _key("The long form: targets by name.", {})
     output: str | None = _key("Where in the wheel; `<import package>/epcontext` if left out.")
     default_targets: tuple[str, ...] | None = _key(

@@ -56,18 +56,17 @@ def _unusable(
         opened = [size for size in each.shape if not isinstance(size, int)]
         if not (static_for and opened):
             continue
-        names = [f'"{name}"' for name in dict.fromkeys(opened) if name is not None]
-        if len(names) == len(set(opened)):
-            fixed = ", ".join(f"{name} = 1" for name in names)
-            fix_ = f"Fix it with {spec.key}.dims, such as {{ {fixed} }}, or with shapes."
-        else:
+        if None in opened:
             sizes = ", ".join(str(size) if isinstance(size, int) else "1" for size in each.shape)
-            fix_ = f"Fix it with {spec.key}.shapes, such as {{ {each.name} = [{sizes}] }}."
+            fix_ = f"shapes = {{ {at(each.name)[1:]} = [{sizes}] }}"
+        else:
+            names = (at(str(name))[1:] for name in dict.fromkeys(opened))
+            fix_ = f"dims = {{ {', '.join(f'{name} = 1' for name in names)} }}"
         yield Problem(
             spec.key,
             f"the input {each.name!r} has an open dimension ({_words(each)}), and {static_for} "
             "compiles only what has fixed shapes.",
-            fix_,
+            f"Fix it in the model's table, such as: {fix_}",
         )
 
 
