@@ -60,6 +60,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             ours = self._leftover(output, files)
             wheel.check_collisions(output, files, ours)
             folder = tree.folder_of(output, files) if editable else None
+            if folder is not None:
+                tree.check(folder)
             self._staging = tempfile.TemporaryDirectory(
                 prefix="hatch-epcontext-", ignore_cleanup_errors=True
             )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext import manifest
-from hatch_epcontext.artifact import record_file, record_files
+from hatch_epcontext.artifact import record_file
 from hatch_epcontext.build import Result
 from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.structure import from_json, to_json
@@ -53,6 +53,26 @@ def owned(output: PurePosixPath, folder: Path) -> frozenset[str]:
     return frozenset(str(output / name) for name in names)
 
 
+def check(folder: Path) -> None:
+    """Raise ConfigError when somebody has changed what an earlier install wrote into ``folder``."""
+    found = read(folder)
+    if changed := [
+        name for name in (found.files if found else ()) if _is_changed(folder, name, found)
+    ]:
+        raise ConfigError(
+            Problem(
+                str(folder),
+                f"was written by an earlier install, and then changed: {', '.join(changed)}.",
+                "Move the changed files away, for they would be overwritten.",
+            )
+        )
+
+
+def _is_changed(folder: Path, name: str, found: manifest.Manifest | None) -> bool:
+    path = folder / name
+    return found is not None and path.is_file() and record_file(path) != found.files[name]
+
+
 def write(result: Result, folder: Path) -> None:
     """Write the package of ``result`` into ``folder``: loader, artifacts and manifest.
 
@@ -61,37 +81,43 @@ def write(result: Result, folder: Path) -> None:
     for _ in remove(folder):
         pass
     folder.mkdir(parents=True, exist_ok=True)
-    for built in result.built:
-        shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
-    shutil.copyfile(manifest.loader(), folder / "__init__.py")
     # Made anew by every editable install, and of no use in a repository.
-    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
-    names = ["__init__.py", ".gitignore"]
-    names += [f"{b.job.folder}/{name}" for b in result.built for name in b.artifact.record.files]
-    files = {name: record for name, record in record_files(folder).items() if name in names}
+    (folder / ".gitignore").write_text("*\n", encoding="utf-8", newline="\n")
+    files = {
+        ".gitignore": record_file(folder / ".gitignore"),
+        "__init__.py": record_file(manifest.loader()),
+    }
+    for built in result.built:
+        for name, recorded in built.artifact.record.files.items():
+            files[f"{built.job.folder}/{name}"] = recorded
     sources: dict[str, str | None] = {
         source.model.name: Path(os.path.relpath(source.model.path, folder)).as_posix()
         for source in result.sources
     }
+    # First, so that whatever of the rest gets written is known to be ours.
     made = manifest.make(result, sources, files)
     (folder / manifest.FILE).write_text(to_json(made), encoding="utf-8", newline="\n")
+    shutil.copyfile(manifest.loader(), folder / "__init__.py")
+    for built in result.built:
+        shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
 
 
 def remove(folder: Path) -> Iterator[str]:
-    """Remove what a manifest in ``folder`` says is ours; yields the files that somebody has changed,
-    which are kept.
+    """Remove what a manifest in ``folder`` says is ours.
+
+    Yields the files that somebody has changed, which are kept.
     """
     found = read(folder)
     if found is None:
         return
-    for name, recorded in found.files.items():
+    for name in found.files:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
             continue
-        if record_file(path) == recorded:
-            path.unlink()
-        else:
+        if _is_changed(folder, name, found):
             yield str(path)
+        else:
+            path.unlink()
     (folder / manifest.FILE).unlink()
     for compiled in (folder / "__pycache__").glob("__init__.*.pyc"):
         compiled.unlink()
