@@ -18,6 +18,7 @@ from hatch_epcontext.tables import (
     KEY,
     ModelTable,
     NarrowableTable,
+    Options,
     RootTable,
     TargetTable,
     ToleranceTable,
@@ -139,6 +140,43 @@ def check_narrowable(key: str, table: NarrowableTable, provider: Provider) -> It
             f"the {provider.name} provider does not run on {show(table.device)}.",
             f"Allowed: {', '.join(provider.devices)}, any.",
         )
+
+
+def fitting(table: ModelTable, provider: Provider) -> ModelTable:
+    """``table`` with those of its narrowed keys alone that ``provider`` can have."""
+    return dataclasses.replace(
+        table,
+        provider_options=_known(table.provider_options, [provider]),
+        load_options=_known(table.load_options, [provider]),
+        device=table.device if table.device in ("any", *provider.devices) else None,
+        embed=table.embed if provider.product == "context" else None,
+    )
+
+
+def check_narrowing(key: str, table: ModelTable, providers: list[Provider]) -> Iterator[Problem]:
+    """What a model narrows, for the providers of all its targets.
+
+    Options that one of them knows are for that one; what none of them has is a mistake.
+    """
+    for provider in providers:
+        yield from check_narrowable(key, fitting(table, provider), provider)
+    for provider in providers[:1]:
+        yield from check_options(
+            key,
+            _unknown(table.provider_options, providers),
+            _unknown(table.load_options, providers),
+            provider,
+        )
+        if table.device is not None and not any(fitting(table, p).device for p in providers):
+            yield from check_narrowable(key, NarrowableTable(device=table.device), provider)
+
+
+def _known(options: Options, providers: list[Provider]) -> Options:
+    return {n: value for n, value in options.items() if any(n in p.options for p in providers)}
+
+
+def _unknown(options: Options, providers: list[Provider]) -> Options:
+    return {n: v for n, v in options.items() if n not in _known(options, providers)}
 
 
 def _check_coverage(key: str, table: NarrowableTable) -> Iterator[Problem]:

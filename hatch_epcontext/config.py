@@ -13,10 +13,11 @@ from hatch_epcontext.checks import (
     check_hook,
     check_model,
     check_name,
-    check_narrowable,
+    check_narrowing,
     check_root,
     check_target,
     check_twins,
+    fitting,
 )
 from hatch_epcontext.environment import Editable, Validate, read_environment
 from hatch_epcontext.errors import ConfigError, Problem
@@ -285,20 +286,22 @@ class _Reader:
             names = self._defaults if self._defaults is not None else tuple(self._targets)
         if not names and self._targets:
             self.problems.append(Problem(f"{key}.targets", "names no target."))
-        targets = []
-        for name in dict.fromkeys(names):
-            target_key, target = self._targets.get(name, ("", None))
-            if target is None or target.provider not in PROVIDERS:
-                continue
-            self.problems += check_narrowable(key, table, PROVIDERS[target.provider])
-            narrowed_key = key if table.provider_options else target_key
-            narrowed = self._narrow(narrowed_key, name, target, table)
-            if self._wanted is None or name in self._wanted:
-                targets.append(narrowed)
-        return tuple(targets)
+        known = [
+            (name, *self._targets[name])
+            for name in dict.fromkeys(names)
+            if name in self._targets and self._targets[name][1].provider in PROVIDERS
+        ]
+        providers = [PROVIDERS[target.provider] for _, _, target in known]
+        self.problems += check_narrowing(key, table, providers)
+        targets = [
+            self._narrow(key if table.provider_options else target_key, name, target, table)
+            for name, target_key, target in known
+        ]
+        return tuple(t for t in targets if self._wanted is None or t.name in self._wanted)
 
     def _narrow(self, key: str, name: str, target: TargetTable, model: ModelTable) -> Target:
         provider = PROVIDERS[target.provider]
+        model = fitting(model, provider)
         options = provider.complete(
             render_options({**target.provider_options, **model.provider_options}, provider)
         )
@@ -322,6 +325,6 @@ class _Reader:
             platforms=target.platforms,
             requirements=target.requirements,
             optimization=first("optimization", "basic"),
-            embed=first("embed", False) and provider.product == "context",
+            embed=first("embed", False),
             min_coverage=first("min_coverage", 1.0),
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 if TYPE_CHECKING:
+    from hatch_epcontext.build import Result
     from hatch_epcontext.config import Config
 
 
@@ -38,12 +39,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return list(plan(self._config()).requirements)
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build all jobs, and hand the files to Hatch."""
-        from hatch_epcontext import tree, wheel
-        from hatch_epcontext.build import Result, build, inspect
-        from hatch_epcontext.cache import Cache, default_root
-        from hatch_epcontext.plan import TOOLS, check_environment, plan
-
+        """Build all jobs, and hand the files to Hatch; an editable install gets them in the project."""
         if reason := self._skipped():
             self._info(f"skipped: {reason}")
             return
@@ -51,40 +47,64 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             config = self._config()
             for override in config.overrides:
                 self._info(f"{override} (from the environment)")
-            editable = version == "editable"
-            if editable and config.editable == "skip":
-                self._info('nothing to do: editable = "skip"')
-                return
-            files = self._tree()
-            output = wheel.output_folder(config, files)
-            ours = self._leftover(output, files)
-            wheel.check_collisions(output, files, ours)
-            folder = tree.folder_of(output, files) if editable else None
-            if folder is not None:
-                tree.check(folder)
-            self._staging = tempfile.TemporaryDirectory(
-                prefix="hatch-epcontext-", ignore_cleanup_errors=True
-            )
-            # Resolved, for EPs compare paths, and a temporary folder is often behind a link.
-            staging = Path(self._staging.name).resolve()
-            planned = plan(config)
-            root = (config.cache_dir or default_root()) if config.use_cache else None
-            cache = Cache(root, staging / "cache", self._warning)
-            if editable and config.editable == "source":
-                check_environment((), TOOLS)
-                result = Result(inspect(planned, staging), ())
+            if version == "editable":
+                self._install_editable(config)
             else:
-                result = build(planned, staging, cache, self._info)
-            if folder is not None:
-                tree.write(result, folder)
-                self._info(f"wrote {folder}")
-                return
-            bundle = wheel.bundle(result, config, staging)
-            build_data["force_include"].update(bundle.entries(output))
-            self._output = PurePosixPath(
-                Path(self.build_config.get_distribution_path(str(Path(output)))).as_posix()
-            )
-            self._set_tag(config, build_data)
+                self._fill_wheel(config, build_data)
+
+    def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
+        from hatch_epcontext import wheel
+
+        output = self._output_folder(config)
+        staging = self._stage()
+        bundle = wheel.bundle(self._build(config, staging), config, staging)
+        build_data["force_include"].update(bundle.entries(output))
+        self._output = output
+        self._set_tag(config, build_data)
+
+    def _install_editable(self, config: Config) -> None:
+        from hatch_epcontext import tree
+        from hatch_epcontext.build import Result, inspect
+        from hatch_epcontext.plan import TOOLS, check_environment, plan
+
+        if config.editable == "skip":
+            self._info('nothing to do: editable = "skip"')
+            return
+        folder = tree.folder_of(self._output_folder(config), self._tree())
+        tree.check(folder)
+        staging = self._stage()
+        if config.editable == "compile":
+            result = self._build(config, staging)
+        else:
+            check_environment((), TOOLS)
+            result = Result(inspect(plan(config), staging), ())
+        tree.write(result, folder)
+        self._info(f"wrote {folder}")
+        self._clean_up()
+
+    def _build(self, config: Config, staging: Path) -> Result:
+        from hatch_epcontext.build import build
+        from hatch_epcontext.cache import Cache, default_root
+        from hatch_epcontext.plan import plan
+
+        root = (config.cache_dir or default_root()) if config.use_cache else None
+        cache = Cache(root, staging / "cache", self._warning)
+        return build(plan(config), staging, cache, self._info)
+
+    def _stage(self) -> Path:
+        self._staging = tempfile.TemporaryDirectory(
+            prefix="hatch-epcontext-", ignore_cleanup_errors=True
+        )
+        # Resolved, for a temporary folder is often behind a link, and EPs compare paths.
+        return Path(self._staging.name).resolve()
+
+    def _output_folder(self, config: Config) -> PurePosixPath:
+        from hatch_epcontext import wheel
+
+        files = self._tree()
+        output = wheel.output_folder(config, files)
+        wheel.check_collisions(output, files, self._leftover(output, files))
+        return output
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Prove the finished wheel, which is removed if it is not right."""
@@ -94,8 +114,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self._output is None:
             return
         with self._told():
+            # Where Hatch's own rules for paths have put it.
+            output = Path(self.build_config.get_distribution_path(str(Path(self._output))))
             try:
-                count = wheel.prove(Path(artifact_path), self._output)
+                count = wheel.prove(Path(artifact_path), PurePosixPath(output.as_posix()))
             except WheelError:
                 Path(artifact_path).unlink(missing_ok=True)
                 raise
@@ -104,23 +126,17 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def clean(self, versions: list[str]) -> None:
         """Remove what an editable install wrote into the project, and nothing else."""
-        from hatch_epcontext import tree, wheel
+        from hatch_epcontext import tree
+        from hatch_epcontext.manifest import FILE
 
         if self.target_name != "wheel":
             return
+        # Not by the configuration, which may have changed since, or be wrong.
         with self._told():
-            files = self._tree()
-            table = self.metadata.config.get("tool", {}).get("epcontext") or {}
-            output = table.get("output") if isinstance(table, dict) else None
-            if not isinstance(output, str):
-                with contextlib.suppress(Exception):
-                    output = str(wheel.output_folder(self._config(), files))
-            if not output:
-                return
-            with contextlib.suppress(Exception):
-                folder = tree.folder_of(PurePosixPath(output), files)
-                for kept in tree.remove(folder):
-                    self._warning(f"kept {kept}, which was changed after it was written")
+            for path, source in self._tree().items():
+                if PurePosixPath(path).name == FILE:
+                    for kept in tree.remove(source.parent):
+                        self._warning(f"kept {kept}, which was changed after it was written")
 
     def _skipped(self) -> str:
         """Why there is nothing to do, or ""."""
@@ -134,9 +150,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _config(self) -> Config:
         from hatch_epcontext.config import load
+        from hatch_epcontext.pyproject import tool_table
 
-        table = self.metadata.config.get("tool", {}).get("epcontext")
-        return load(Path(self.root), table, self.config)
+        root = Path(self.root)
+        return load(root, tool_table(root), self.config)
 
     def _tree(self) -> dict[str, Path]:
         selected = []

@@ -16,7 +16,7 @@ from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.protocol import DONE, FAILED, REFUSED, Refusal, Request
 from hatch_epcontext.structure import from_json, to_json
 
-TAIL = 20
+TAIL = 30
 """How many lines of a worker's log an error shows."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
 
-from hatch_epcontext.artifact import link_or_copy
 from hatch_epcontext.errors import ModelError, Problem
 from hatch_epcontext.protocol import (
     InspectReply,
@@ -167,7 +167,8 @@ def prepare(spec: ModelSpec, scratch: Path) -> Path:
     for name in graph.external_data(model, source.parent, spec.key):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy((source.parent / name).resolve(), target)
+        # Not a link: onnx refuses external data that is one, hard or symbolic.
+        shutil.copyfile(source.parent / name, target)
     fix(model, spec)
     prepared = folder / f"{spec.name}.onnx"
     onnx.save(model, prepared)

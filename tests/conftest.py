@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.artifact import Artifact, FileRecord, Record, record_files
+from hatch_epcontext.environment import PREFIX
+from hatch_epcontext.protocol import Context, TensorFacts
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+needs_qnn = pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime_qnn") is None,
+    reason="onnxruntime-qnn has no wheels for this Python or platform",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting of whoever runs the tests gets in, and nothing reaches their cache."""
+    import os
+
+    for name in os.environ:
+        if name.startswith((PREFIX, "HATCH_BUILD")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv(f"{PREFIX}CACHE_DIR", str(tmp_path / "user-cache"))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project's folder with a package and two (empty) models."""
+    root = tmp_path / "project"
+    (root / "my_app").mkdir(parents=True)
+    (root / "my_app" / "__init__.py").touch()
+    (root / "models").mkdir()
+    for name in ("a", "b"):
+        (root / "models" / f"{name}.onnx").write_bytes(b"model " + name.encode())
+    return root
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    """An artifact of one model ``a`` in a folder of its own."""
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    (folder / "a_ctx.onnx").write_bytes(b"context")
+    (folder / "a_ctx_qnn.bin").write_bytes(b"blob" * 100)
+    return Artifact(folder, make_record(record_files(folder)))
+
+
+def make_record(files: dict[str, FileRecord]) -> Record:
+    tensor = TensorFacts("x", "float32", (1, 4))
+    context = Context("a", "a_ctx.onnx", (tensor,), (tensor,))
+    return Record("context", (context,), files, {"onnxruntime": "1.0"}, 0.5)

@@ -1,0 +1,82 @@
+"""Small ONNX models, made by the tests that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+Shape = Sequence[int | str | None]
+
+
+def value(name: str, shape: Shape, dtype: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    """An input or output."""
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def weights(name: str, *shape: int) -> onnx.TensorProto:
+    """A float32 initializer, the same in every run."""
+    rng = np.random.default_rng(len(name))
+    return numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) * 0.3, name)
+
+
+def model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    initializers: Sequence[onnx.TensorProto] = (),
+    ir_version: int = 8,
+) -> onnx.ModelProto:
+    """A checked model of opset 17."""
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, initializers)
+    made = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=ir_version
+    )
+    onnx.checker.check_model(made)
+    return made
+
+
+def network(batch: int | str | None = "batch") -> onnx.ModelProto:
+    """``x`` (batch x 1 x 8 x 8) -> convolution, ReLU, matrix product -> ``y`` (batch x 10)."""
+    return model(
+        [
+            helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv", pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["c"], ["r"], "relu"),
+            helper.make_node("Flatten", ["r"], ["f"], "flatten"),
+            helper.make_node("MatMul", ["f", "dense"], ["y"], "dense"),
+        ],
+        [value("x", [batch, 1, 8, 8])],
+        [value("y", [batch, 10])],
+        [weights("w", 4, 1, 3, 3), weights("b", 4), weights("dense", 256, 10)],
+    )
+
+
+def half_for_the_cpu() -> onnx.ModelProto:
+    """A matrix product, and after it an operator that no NPU has."""
+    return model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["m"], "product"),
+            helper.make_node("Relu", ["m"], ["r"], "relu"),
+            helper.make_node("NonZero", ["r"], ["y"], "where"),
+        ],
+        [value("x", [2, 4])],
+        [value("y", [2, None], TensorProto.INT64)],
+        [weights("w", 4, 4)],
+    )
+
+
+def save(made: onnx.ModelProto, path: Path) -> Path:
+    """Save ``made`` at ``path``, whose folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(made, path)
+    return path
+
+
+def save_with_data(made: onnx.ModelProto, path: Path, location: str = "network.data") -> Path:
+    """Save ``made`` at ``path`` with its initializers in a file beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(made, path, save_as_external_data=True, location=location, size_threshold=0)
+    return path

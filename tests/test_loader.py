@@ -1,0 +1,225 @@
+"""The shipped module, with the real onnxruntime; only hardware that is not there is made up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from hatch_epcontext.manifest import loader as loader_file
+from tests.models import network, save
+
+X = {"x": np.ones((1, 1, 8, 8), np.float32)}
+
+CPU = {
+    "target": "cpu",
+    "product": "optimized",
+    "ep": "CPUExecutionProvider",
+    "device": "cpu",
+    "plugin": None,
+    "model_file": "a/cpu/a_optimized.onnx",
+    "compatibility_string": "",
+    "session_options": {"session.intra_op_num_threads": "1"},
+    "provider_options": {},
+}
+NPU = {
+    **CPU,
+    "target": "npu",
+    "product": "context",
+    "ep": "SomeExecutionProvider",
+    "device": "npu",
+    "plugin": {"module": "no_such_ep", "package": "no-such-ep", "registration_name": "Some"},
+    "model_file": "a/npu/a_ctx.onnx",
+    "compatibility_string": "v1",
+    "session_options": {},
+}
+
+Ship = Callable[..., Any]
+
+
+@pytest.fixture
+def ship(tmp_path: Path) -> Ship:
+    """Make a shipped package with the given targets, and import it."""
+
+    def shipped(*targets: dict[str, Any], source: str | None = "a/source/a.onnx") -> ModuleType:
+        folder = tmp_path / "shipped"
+        for file in ("a/source/a.onnx", "a/cpu/a_optimized.onnx"):
+            save(network(), folder / file)
+        model = {"source": {"model_file": source}, "targets": targets}
+        (folder / "epcontext.json").write_text(
+            json.dumps({"models": {"a": model}}), encoding="utf-8"
+        )
+        (folder / "__init__.py").write_bytes(loader_file().read_bytes())
+        spec = importlib.util.spec_from_file_location("shipped", folder / "__init__.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return shipped
+
+
+def told(steps: list[Any]) -> list[tuple[str, str]]:
+    return [(step.target, step.outcome) for step in steps]
+
+
+def test_the_first_target_that_can_be_opened_is(ship: Ship) -> None:
+    app = ship(CPU)
+    session = app.load("a")
+    assert isinstance(session, onnxruntime.InferenceSession)
+    assert session.run(None, X)[0].shape == (1, 10)
+    assert app.target_of(session) == "cpu"
+    assert app.models() == ["a"]
+    assert told(app.explain("a")) == [("cpu", "opened"), ("source", "not tried")]
+
+
+def test_without_the_eps_package_the_source_is_opened_and_the_reason_told(
+    ship: Ship, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = ship(NPU)
+    with caplog.at_level(logging.INFO):
+        session = app.load("a")
+    assert app.target_of(session) == "source"
+    assert "a on npu: skipped, no-such-ep is not installed" in caplog.text
+    npu, source = app.explain("a")
+    assert str(npu).startswith("npu: skipped, no-such-ep is not installed")
+    assert str(source) == "source: opened, CPUExecutionProvider on cpu"
+
+
+def test_a_library_that_cannot_be_loaded_is_a_reason(
+    ship: Ship, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libnothing.so"
+    library.write_text("not a library", encoding="utf-8")
+    (tmp_path / "broken_ep.py").write_text(
+        f"def get_library_path(): return {str(library)!r}\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    app = ship({**NPU, "plugin": {**NPU["plugin"], "module": "broken_ep"}})  # type: ignore[dict-item]
+    npu, source = app.explain("a")
+    assert npu.outcome == "skipped"
+    assert "the library of no-such-ep cannot be loaded" in npu.reason
+    assert source.outcome == "opened"
+
+
+def test_a_broken_file_is_a_failure_and_the_next_is_tried(
+    ship: Ship, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = ship(CPU)
+    (Path(app.__file__).parent / "a" / "cpu" / "a_optimized.onnx").write_bytes(b"broken")
+    session = app.load("a")
+    assert app.target_of(session) == "source"
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "a on cpu: failed, InvalidProtobuf" in warning.getMessage()
+
+
+def test_one_target_may_be_asked_for_and_is_not_replaced(ship: Ship) -> None:
+    app = ship(CPU, NPU)
+    assert app.target_of(app.load("a", target="source")) == "source"
+    with pytest.raises(app.LoadError, match=r"cannot be opened here:\n  npu: skipped, no-such-ep"):
+        app.load("a", target="npu")
+
+
+def test_one_kind_of_device_may_be_asked_for_and_is_not_replaced(ship: Ship) -> None:
+    app = ship(NPU, CPU)
+    assert app.target_of(app.load("a", device="cpu")) == "cpu"
+    with pytest.raises(app.LoadError) as raised:
+        app.load("a", device="npu")
+    assert "source: skipped, it is for the cpu, and npu was asked for" in str(raised.value)
+
+
+def test_names_that_are_not_there_are_told_with_those_that_are(ship: Ship) -> None:
+    app = ship(CPU)
+    with pytest.raises(app.LoadError, match=r"no model 'aa' here\. Did you mean 'a'"):
+        app.load("aa")
+    with pytest.raises(app.LoadError, match="There are: cpu, source"):
+        app.explain("a", target="gpu")
+
+
+def test_a_source_that_was_not_shipped_is_no_fallback(ship: Ship) -> None:
+    app = ship(NPU, source=None)
+    with pytest.raises(app.LoadError, match="source: skipped, the source model is not shipped"):
+        app.load("a")
+
+
+def test_the_apps_own_session_options_count(ship: Ship) -> None:
+    app = ship(CPU)
+    options = onnxruntime.SessionOptions()
+    options.logid = "mine"
+    app.load("a", session_options=options)
+    assert options.get_session_config_entry("session.intra_op_num_threads") == "1"
+
+
+def test_a_function_makes_fresh_session_options_for_each_target(ship: Ship) -> None:
+    made = []
+
+    def make() -> onnxruntime.SessionOptions:
+        made.append(onnxruntime.SessionOptions())
+        return made[-1]
+
+    app = ship(CPU)
+    (Path(app.__file__).parent / "a" / "cpu" / "a_optimized.onnx").write_bytes(b"broken")
+    app.load("a", session_options=make)
+    assert len(made) == 2
+
+
+def test_sessions_may_be_opened_at_once(ship: Ship) -> None:
+    app = ship(NPU, CPU)
+    with ThreadPoolExecutor(8) as pool:
+        sessions = list(pool.map(app.load, ["a"] * 16))
+    assert {app.target_of(session) for session in sessions} == {"cpu"}
+
+
+def device(kind: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        ep_name="SomeExecutionProvider", device=SimpleNamespace(type=SimpleNamespace(name=kind))
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "reason"),
+    [
+        (["CPU"], None, "finds no npu here, only cpu (device='any' would take it)"),
+        (["CPU", "GPU"], "npu", "finds no npu here, only cpu, gpu"),
+        ([], None, "finds no npu here"),
+        ([], "any", "finds no any here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_a_reason(
+    ship: Ship, monkeypatch: pytest.MonkeyPatch, there: list[str], asked: str, reason: str
+) -> None:
+    app = ship(NPU)
+    monkeypatch.setattr(app, "_offered", lambda ort, entry: [device(kind) for kind in there])
+    npu = app.explain("a", device=asked)[0]
+    assert npu.outcome == "skipped"
+    assert reason in npu.reason
+
+
+def test_an_ep_that_says_it_is_unsupported_is_believed(
+    ship: Ship, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = ship(NPU)
+    monkeypatch.setattr(app, "_offered", lambda ort, entry: [device("NPU")])
+    monkeypatch.setattr(app, "_compatibility", lambda devices, text: "EP_UNSUPPORTED")
+    npu, source = app.explain("a")
+    assert npu.outcome == "skipped"
+    assert "does not support what it was compiled for" in npu.reason
+    assert source.outcome == "opened"
+
+
+def test_the_wanted_device_comes_before_any_other(ship: Ship) -> None:
+    app = ship(NPU)
+    devices = [device("CPU"), device("NPU")]
+    for asked in ("npu", "any"):
+        app._offered = lambda ort, entry: devices
+        assert app._devices(onnxruntime, NPU, asked) == [devices[1]]

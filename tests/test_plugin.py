@@ -1,0 +1,324 @@
+"""The hook inside hatchling's own builder, with real workers for the CPU."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from hatchling.plugin.manager import PluginManager
+
+from hatch_epcontext import wheel
+from hatch_epcontext.plugin import EpcontextBuildHook
+from tests.models import network, save
+
+PROJECT = """
+[build-system]
+requires = ["hatchling", "hatch-epcontext"]
+build-backend = "hatchling.build"
+
+[project]
+name = "my-app"
+version = "1.0"
+requires-python = ">=3.10"
+
+[tool.hatch.build.targets.wheel.hooks.epcontext]
+
+[tool.epcontext]
+provider = "cpu"
+models = ["models/*.onnx"]
+"""
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def root(project: Path) -> Path:
+    """A whole project with one real model."""
+    (project / "models" / "b.onnx").unlink()
+    save(network(), project / "models" / "a.onnx")
+    (project / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    return project
+
+
+def configure(root: Path, more: str) -> None:
+    (root / "pyproject.toml").write_text(PROJECT + more, encoding="utf-8")
+
+
+def make(root: Path, version: str = "standard", **how: Any) -> Path:
+    """Build the wheel of ``root``."""
+    builder = WheelBuilder(str(root), plugin_manager=PluginManager())
+    (path,) = builder.build(directory=str(root / "dist"), versions=[version], **how)
+    return Path(path)
+
+
+def clean(root: Path) -> None:
+    list(
+        WheelBuilder(str(root), plugin_manager=PluginManager()).build(
+            directory=str(root / "dist"), clean_only=True
+        )
+    )
+
+
+def failure(root: Path, capsys: pytest.CaptureFixture[str], version: str = "standard") -> str:
+    """What is printed when the build of ``root`` fails."""
+    with pytest.raises(SystemExit):
+        make(root, version)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def hook(root: Path, target: str = "wheel") -> EpcontextBuildHook:
+    builder = WheelBuilder(str(root), plugin_manager=PluginManager())
+    return EpcontextBuildHook(str(root), {}, builder.config, builder.metadata, "", target)
+
+
+def files(root: Path) -> set[str]:
+    return {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*")
+        if path.is_file() and "dist" not in path.parts
+    }
+
+
+def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(root)
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert {name for name in names if name.startswith("my_app/epcontext/")} == {
+        "my_app/epcontext/__init__.py",
+        "my_app/epcontext/epcontext.json",
+        "my_app/epcontext/a/cpu/a_optimized.onnx",
+        "my_app/epcontext/a/source/a.onnx",
+    }
+    assert files(root) == before, "something was left in the project"
+    told = capsys.readouterr().err
+    assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in told
+    assert "epcontext: 3 files of the manifest are in the wheel, each with its sha256" in told
+
+
+def test_the_second_build_is_a_cache_hit_and_the_same(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make(root).read_bytes()
+    assert "from the cache" not in capsys.readouterr().err
+    assert make(root).read_bytes() == first
+    assert "from the cache" in capsys.readouterr().err
+
+
+def test_a_changed_model_or_setting_is_no_cache_hit(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(root)
+    configure(root, 'optimization = "all"\n')
+    make(root)
+    changed = network()
+    changed.graph.initializer[0].raw_data = changed.graph.initializer[0].raw_data[::-1]
+    save(changed, root / "models" / "a.onnx")
+    make(root)
+    assert "from the cache" not in capsys.readouterr().err
+
+
+def test_a_changed_validation_needs_no_new_compilation(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(root)
+    monkeypatch.setenv("HATCH_EPCONTEXT_VALIDATE", "structure")
+    make(root)
+    told = capsys.readouterr().err
+    assert "structure checked, NOT run" in told
+    assert "from the cache" in told
+
+
+def test_without_a_cache_it_is_compiled_again(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_NO_CACHE", "1")
+    make(root)
+    make(root)
+    told = capsys.readouterr().err
+    assert "from the cache" not in told
+    assert "HATCH_EPCONTEXT_NO_CACHE=1 (from the environment)" in told
+    assert not (tmp_path / "user-cache").exists()
+
+
+def test_what_is_needed_is_asked_of_the_front_end(root: Path) -> None:
+    assert hook(root).dependencies() == ["onnxruntime>=1.23", "onnx>=1.17", "numpy>=1.26"]
+
+
+def test_other_targets_and_skipped_builds_need_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hook(root, "sdist").dependencies() == []
+    monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
+    assert hook(root).dependencies() == []
+
+
+def test_a_skipped_build_is_told_and_has_no_models(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert not any("epcontext" in name for name in names)
+    assert "epcontext: skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
+
+
+def test_a_wrong_configuration_is_one_message(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(root, "jbs = 1\n")
+    told = failure(root, capsys)
+    assert told.startswith("epcontext: the configuration is not right:\ntool.epcontext.jbs\n")
+
+
+def test_a_failed_job_is_one_message_and_leaves_nothing(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (root / "models" / "a.onnx").write_text("text", encoding="utf-8")
+    assert "a.onnx is not an ONNX model" in failure(root, capsys)
+    assert list((root / "dist").iterdir()) == []
+    assert not (tmp_path / "user-cache").exists()
+
+
+def test_all_failed_jobs_are_told_and_the_others_are_kept(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(network(1), root / "models" / "b.onnx")
+    more = '[[tool.epcontext.models]]\npath = "models/{0}.onnx"\ninputs = "{0}.npz"\n'
+    text = PROJECT.replace('models = ["models/*.onnx"]\n', "")
+    text += (
+        more.format("a")
+        + more.format("b")
+        + '[[tool.epcontext.models]]\npath = "models/a.onnx"\nname = "c"'
+    )
+    (root / "pyproject.toml").write_text(text, encoding="utf-8")
+    for name in ("a", "b"):
+        (root / f"{name}.npz").write_text("no arrays", encoding="utf-8")
+    told = failure(root, capsys)
+    assert "a.npz is not an .npz" in told
+    assert "b.npz is not an .npz" in told
+    assert "epcontext: c -> cpu (cpu): optimized graph" in told
+
+
+def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:
+    configure(root, 'platforms = ["win_arm64"]\n')
+    path = make(root)
+    assert path.name == "my_app-1.0-py3-none-win_arm64.whl"
+    text = zipfile.ZipFile(path).read("my_app-1.0.dist-info/WHEEL").decode()
+    assert "Root-Is-Purelib: false" in text
+    assert "Tag: py3-none-win_arm64" in text
+
+
+def test_without_platforms_the_tag_is_hatchs(root: Path) -> None:
+    assert make(root).name == "my_app-1.0-py3-none-any.whl"
+
+
+def test_another_hooks_tag_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(
+        root,
+        'platforms = ["win_arm64"]\n[tool.hatch.build.targets.wheel.hooks.custom]\npath = "custom.py"\n',
+    )
+    # Hatch runs the hooks in the order in which they are written.
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    ours = "[tool.hatch.build.targets.wheel.hooks.epcontext]\n"
+    (root / "pyproject.toml").write_text(text.replace(ours, "") + ours, encoding="utf-8")
+    (root / "custom.py").write_text(
+        "from hatchling.builders.hooks.plugin.interface import BuildHookInterface\n"
+        "class Hook(BuildHookInterface):\n"
+        "    def initialize(self, version, build_data):\n"
+        "        build_data['tag'] = 'py3-none-win_amd64'\n",
+        encoding="utf-8",
+    )
+    assert make(root).name.endswith("win_amd64.whl")
+    assert "another build hook set the wheel's tag (py3-none-win_amd64)" in capsys.readouterr().err
+
+
+def test_a_source_layout(root: Path) -> None:
+    (root / "src").mkdir()
+    (root / "my_app").rename(root / "src" / "my_app")
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert "my_app/epcontext/epcontext.json" in names
+    make(root, "editable")
+    assert (root / "src" / "my_app" / "epcontext" / "epcontext.json").is_file()
+
+
+def test_a_wheel_that_is_not_right_is_removed(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = wheel.bundle
+
+    def spoiled(*arguments: Any) -> wheel.Bundle:
+        made = bundle(*arguments)
+        (made.folder / "__init__.py").write_text("changed afterwards", encoding="utf-8")
+        return made
+
+    monkeypatch.setattr(wheel, "bundle", spoiled)
+    assert "__init__.py is not what the manifest says" in failure(root, capsys)
+    assert list((root / "dist").iterdir()) == []
+
+
+def test_an_editable_install_runs_the_source_where_it_is(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = zipfile.ZipFile(make(root, "editable")).namelist()
+    assert not any("epcontext" in name for name in names)
+    assert files(root / "my_app" / "epcontext") == {".gitignore", "__init__.py", "epcontext.json"}
+    assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err
+
+
+def test_an_editable_install_may_compile(root: Path) -> None:
+    configure(root, 'editable = "compile"\n')
+    make(root, "editable")
+    assert (root / "my_app" / "epcontext" / "a" / "cpu" / "a_optimized.onnx").is_file()
+
+
+def test_an_editable_install_may_do_nothing(root: Path) -> None:
+    configure(root, 'editable = "skip"\n')
+    before = files(root)
+    make(root, "editable")
+    assert files(root) == before
+
+
+def test_what_an_editable_install_left_is_not_in_the_next_wheel(root: Path) -> None:
+    plain = make(root).read_bytes()
+    configure(root, 'editable = "compile"\n')
+    make(root, "editable")
+    (root / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    assert make(root).read_bytes() == plain
+
+
+def test_an_editable_install_does_not_overwrite_what_was_changed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(root, "editable")
+    module = root / "my_app" / "epcontext" / "__init__.py"
+    module.write_text("mine", encoding="utf-8")
+    capsys.readouterr()
+    assert "and then changed: __init__.py" in failure(root, capsys, "editable")
+    assert module.read_text(encoding="utf-8") == "mine"
+
+
+def test_cleaning_removes_what_is_ours_and_nothing_else(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(root)
+    make(root, "editable")
+    clean(root)
+    assert files(root) == before
+    make(root, "editable")
+    (root / "my_app" / "epcontext" / "notes.txt").touch()
+    (root / "pyproject.toml").write_text(PROJECT.replace('"cpu"', '"broken"'), encoding="utf-8")
+    clean(root)
+    assert files(root) == before | {"my_app/epcontext/notes.txt"}
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_project_of_models_alone_says_where_they_go(root: Path) -> None:
+    (root / "my_app" / "__init__.py").unlink()
+    configure(root, 'output = "my_models"\n')
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert "my_models/epcontext.json" in names

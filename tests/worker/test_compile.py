@@ -1,0 +1,167 @@
+"""Compiling with real EPs, in this process: what is asked of the workers, and how they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.protocol import CompileReply, CompileRequest, ModelSpec, TargetSpec
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.worker import compile as compile_module
+from hatch_epcontext.worker.compile import compile_job
+from tests.conftest import needs_qnn
+from tests.models import half_for_the_cpu, model, network, save, save_with_data, value
+
+X_ELITE = {"soc_model": "60", "htp_arch": "73"}
+
+
+def target(
+    provider: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    optimization: str = "basic",
+    embed: bool = False,
+) -> TargetSpec:
+    known = PROVIDERS[provider]
+    complete = known.complete(options or {})
+    return TargetSpec(
+        name=provider,
+        provider=provider,
+        provider_options=complete,
+        session_options={},
+        load_options=known.loading(complete),
+        device=known.devices[0],
+        optimization=optimization,  # type: ignore[arg-type]
+        embed=embed,
+    )
+
+
+def compiled(path: Path, to: TargetSpec, tmp_path: Path) -> tuple[CompileReply, Path]:
+    made, scratch = tmp_path / "made", tmp_path / "scratch"
+    made.mkdir()
+    scratch.mkdir()
+    spec = ModelSpec("a", str(path), "models[0]", {"batch": 1} if "batch" in path.name else {})
+    return compile_job(CompileRequest((spec,), to, str(made), str(scratch))), made
+
+
+@needs_qnn
+def test_a_context_is_compiled_for_a_chip_that_is_not_here(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "batch.onnx")
+    reply, made = compiled(path, target("qnn", X_ELITE), tmp_path)
+    (context,) = reply.contexts
+    assert reply.product == "context"
+    assert sorted(file.name for file in made.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
+    assert context.model_file == "a_ctx.onnx"
+    assert context.inputs[0].shape == (1, 1, 8, 8)
+    assert context.compatibility.split(":")[4:6] == ["73", "60"]
+    assert context.ep_sdk_version
+    assert context.coverage is not None
+    assert (context.coverage.partitions, context.coverage.left) == (1, ())
+    assert context.coverage.share == 1.0
+    (node,) = onnx.load(made / "a_ctx.onnx").graph.node
+    assert node.op_type == "EPContext"
+
+
+@needs_qnn
+def test_an_embedded_context_is_one_file(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    _, made = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
+    assert [file.name for file in made.iterdir()] == ["a_ctx.onnx"]
+
+
+@needs_qnn
+def test_the_nodes_that_are_left_to_the_cpu_are_named(tmp_path: Path) -> None:
+    path = save(half_for_the_cpu(), tmp_path / "a.onnx")
+    reply, _ = compiled(path, target("qnn", X_ELITE), tmp_path)
+    coverage = reply.contexts[0].coverage
+    assert coverage is not None
+    assert (coverage.nodes, coverage.compiled, coverage.partitions) == (3, 2, 1)
+    assert [(node.name, node.op) for node in coverage.left] == [("where", "NonZero")]
+
+
+@needs_qnn
+def test_a_source_with_external_data_gives_a_context_that_needs_none(tmp_path: Path) -> None:
+    path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
+    _, made = compiled(path, target("qnn", X_ELITE), tmp_path)
+    assert sorted(file.name for file in made.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
+
+
+@needs_qnn
+def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
+    only = model(
+        [helper.make_node("NonZero", ["x"], ["y"])],
+        [value("x", [2, 2])],
+        [value("y", [2, None], TensorProto.INT64)],
+    )
+    path = save(only, tmp_path / "a.onnx")
+    with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
+        compiled(path, target("qnn", X_ELITE), tmp_path)
+
+
+@needs_qnn
+def test_a_chip_that_the_ep_did_not_compile_for_is_an_error(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    with pytest.raises(BuildError, match="htp_arch = 999 was asked for and the EP compiled for 0"):
+        compiled(path, target("qnn", {"soc_model": "60", "htp_arch": "999"}), tmp_path)
+
+
+@pytest.mark.parametrize("optimization", ["none", "basic", "extended", "all"])
+def test_the_cpu_gets_an_optimized_graph_and_no_context(tmp_path: Path, optimization: str) -> None:
+    path = save(network(), tmp_path / "batch.onnx")
+    reply, made = compiled(path, target("cpu", optimization=optimization), tmp_path)
+    (context,) = reply.contexts
+    assert reply.product == "optimized"
+    assert context.coverage is None
+    assert [file.name for file in made.iterdir()] == ["a_optimized.onnx"]
+    operators = {node.op_type for node in onnx.load(made / "a_optimized.onnx").graph.node}
+    # From the extended level on, the convolution takes the ReLU in.
+    assert ("Relu" in operators) == (optimization in ("none", "basic"))
+
+
+def test_an_optimized_graph_has_its_weights_with_it(tmp_path: Path) -> None:
+    path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
+    _, made = compiled(path, target("cpu"), tmp_path)
+    session = onnxruntime.InferenceSession(
+        made / "a_optimized.onnx", providers=["CPUExecutionProvider"]
+    )
+    assert session.get_outputs()[0].shape == [1, 10]
+
+
+def context_node(**attributes: str | int) -> onnx.NodeProto:
+    node = helper.make_node("EPContext", ["x"], ["y"], "n", domain="com.microsoft")
+    for name, given in attributes.items():
+        node.attribute.append(helper.make_attribute(name, given))
+    return node
+
+
+@pytest.mark.parametrize(
+    ("nodes", "what"),
+    [
+        ([], "without a single EPContext node"),
+        ([context_node(source="OtherEP")], "was made by 'OtherEP', not by QNN"),
+        ([context_node(source="QNNExecutionProvider", embed_mode=0, ep_cache_context="no.bin")],
+         "names 'no.bin', which is not there"),
+        ([context_node(source="QNNExecutionProvider", embed_mode=0, ep_cache_context="../x.bin")],
+         "names a file elsewhere: '../x.bin'"),
+    ],
+)  # fmt: skip
+def test_what_an_ep_wrote_is_not_taken_on_trust(
+    tmp_path: Path, nodes: list[onnx.NodeProto], what: str
+) -> None:
+    found = compile_module._wrong_contexts(nodes, tmp_path / "a_ctx.onnx", PROVIDERS["qnn"])
+    assert what in next(found).what
+
+
+def test_embedded_and_secondary_contexts_name_no_file(tmp_path: Path) -> None:
+    nodes = [
+        context_node(source="QNNExecutionProvider", ep_cache_context="blob"),
+        context_node(source="QNNExecutionProvider", embed_mode=0, main_context=0),
+    ]
+    found = compile_module._wrong_contexts(nodes, tmp_path / "a_ctx.onnx", PROVIDERS["qnn"])
+    assert not list(found)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.errors import ModelError
+from hatch_epcontext.worker import graph
+from tests.models import model, network, save, save_with_data, value, weights
+
+
+def context_model() -> onnx.ModelProto:
+    node = helper.make_node("EPContext", ["x"], ["y"], domain="com.microsoft")
+    made = helper.make_graph([node], "g", [value("x", [1])], [value("y", [1])])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(made, opset_imports=opsets)
+
+
+def branching() -> onnx.ModelProto:
+    """An ``If`` whose branches have a node each, one with a tensor of its own."""
+    then = helper.make_graph(
+        [helper.make_node("Add", ["x", "one"], ["t"], "add")],
+        "then",
+        [],
+        [value("t", [2])],
+        [weights("one", 2)],
+    )
+    other = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["e"], "relu")], "else", [], [value("e", [2])]
+    )
+    return model(
+        [helper.make_node("If", ["c"], ["y"], "if", then_branch=then, else_branch=other)],
+        [value("x", [2]), value("c", [], TensorProto.BOOL)],
+        [value("y", [2])],
+    )
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ModelError) as raised:
+        graph.read(path, "models[0]")
+    assert raised.value.problems[0].where == "models[0]"
+    return str(raised.value)
+
+
+def test_a_source_model_is_read(tmp_path: Path) -> None:
+    assert graph.read(save(network(), tmp_path / "a.onnx"), "a").graph.name == "graph"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"),
+        (b"", "is empty"),
+        (b"hello, this is text", "is not an ONNX model"),
+        (b"\x08\x08", "it has no graph"),
+        (network().SerializeToString()[:2000], "is not an ONNX model"),
+    ],
+)
+def test_what_is_no_model_is_told_as_what_it_is(tmp_path: Path, content: bytes, what: str) -> None:
+    path = tmp_path / "a.onnx"
+    path.write_bytes(content)
+    assert what in refused(path)
+
+
+def test_a_context_model_is_not_compiled_again(tmp_path: Path) -> None:
+    assert "is a context model already" in refused(save(context_model(), tmp_path / "a.onnx"))
+
+
+def test_nodes_inside_nodes_count() -> None:
+    found = [node.op_type for node in graph.nodes(branching().graph)]
+    assert sorted(found) == ["Add", "If", "Relu"]
+    assert len(graph.compute_nodes(network().graph)) == 4
+
+
+def test_external_data_is_found_by_its_place(tmp_path: Path) -> None:
+    path = save_with_data(network(), tmp_path / "a.onnx")
+    loaded = graph.read(path, "a")
+    assert graph.external_data(loaded, tmp_path, "a") == ("network.data",)
+    assert graph.external_data(network(), tmp_path, "a") == ()
+
+
+def test_external_data_inside_nodes_is_found_too(tmp_path: Path) -> None:
+    path = save_with_data(branching(), tmp_path / "a.onnx")
+    assert graph.external_data(graph.read(path, "a"), tmp_path, "a") == ("network.data",)
+
+
+@pytest.mark.parametrize("harm", ["missing", "short", "outside", "absolute"])
+def test_external_data_that_is_not_right_is_told(tmp_path: Path, harm: str) -> None:
+    folder = tmp_path / "models"
+    path = save_with_data(network(), folder / "a.onnx")
+    loaded = graph.read(path, "a")
+    data = folder / "network.data"
+    what = {"missing": "is not there", "short": "is shorter than"}.get(harm, "leads out of")
+    if harm == "missing":
+        data.unlink()
+    elif harm == "short":
+        data.write_bytes(data.read_bytes()[:10])
+    else:
+        elsewhere = tmp_path / "network.data"
+        data.rename(elsewhere)
+        location = "../network.data" if harm == "outside" else str(elsewhere)
+        for tensor in loaded.graph.initializer:
+            tensor.external_data[0].value = location
+    with pytest.raises(ModelError, match=what):
+        graph.external_data(loaded, folder, "a")
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["", "/a", "../a", "a/../../b", "C:\\a", "C:a", "\\a", "..\\a", "\\\\host\\share\\a"],
+)
+def test_names_that_lead_out_on_any_system(tmp_path: Path, location: str) -> None:
+    assert not graph.stays_inside(tmp_path, location)
+
+
+def test_a_link_that_leads_out(tmp_path: Path) -> None:
+    inside = tmp_path / "models"
+    inside.mkdir()
+    (tmp_path / "data").touch()
+    (inside / "data").symlink_to(tmp_path / "data")
+    assert not graph.stays_inside(inside, "data")
+    assert graph.stays_inside(inside, "sub/data")
+
+
+def test_initializers_among_the_inputs_need_not_be_fed() -> None:
+    made = model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [value("x", [1, 2]), value("w", [2, 2])],
+        [value("y", [1, 2])],
+        [weights("w", 2, 2)],
+        ir_version=3,
+    )
+    assert [each.name for each in graph.inputs(made.graph)] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (TensorProto.FLOAT, "float32"),
+        (TensorProto.FLOAT16, "float16"),
+        (TensorProto.BFLOAT16, "bfloat16"),
+        (TensorProto.INT64, "int64"),
+        (TensorProto.BOOL, "bool"),
+        (TensorProto.STRING, "string"),
+    ],
+)
+def test_dtypes_have_numpys_names(dtype: int, name: str) -> None:
+    assert graph.facts(value("x", [1], dtype)).dtype == name
+
+
+def test_open_dimensions_have_their_names_or_none() -> None:
+    assert graph.facts(value("x", [2, "batch", None, "?"])).shape == (2, "batch", None, None)
+
+
+def test_what_is_no_tensor_is_told_by_its_kind() -> None:
+    sequence = helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, [1])
+    assert graph.facts(sequence).dtype == "sequence_type"

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from hatch_epcontext.errors import ModelError
+from hatch_epcontext.protocol import ModelSpec, TensorFacts
+from hatch_epcontext.worker.inputs import dummy_inputs
+
+SPEC = ModelSpec("a", "a.onnx", "models[0]")
+X = TensorFacts("x", "float32", (2, "n"))
+I = TensorFacts("i", "int64", (3,))  # noqa: E741
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint64", "bool"])
+def test_made_up_inputs_have_the_shape_and_dtype(dtype: str) -> None:
+    tensor = TensorFacts("x", dtype, (2, 3))
+    for kind in ("ones", "zeros", "random"):
+        array = dummy_inputs(kind, [tensor], SPEC)["x"]
+        assert (array.shape, array.dtype.name) == ((2, 3), dtype)
+    assert (dummy_inputs("ones", [tensor], SPEC)["x"] == 1).all()
+    assert (dummy_inputs("zeros", [tensor], SPEC)["x"] == 0).all()
+
+
+def test_random_inputs_are_the_same_in_every_run_and_differ_by_input() -> None:
+    tensors = [X, TensorFacts("z", "float32", (2, 1))]
+    one, two = (dummy_inputs("random", tensors, SPEC) for _ in range(2))
+    assert np.array_equal(one["x"], two["x"])
+    assert not np.array_equal(one["x"], one["z"])
+
+
+def test_random_integers_are_small_enough_to_be_indices() -> None:
+    array = dummy_inputs("random", [TensorFacts("i", "int64", (100,))], SPEC)["i"]
+    assert set(array.tolist()) == {0, 1}
+
+
+def test_an_open_dimension_counts_as_one() -> None:
+    assert dummy_inputs("ones", [X], SPEC)["x"].shape == (2, 1)
+
+
+@pytest.mark.parametrize("dtype", ["string", "complex64", "bfloat16"])
+def test_what_cannot_be_made_up_has_to_be_given(dtype: str) -> None:
+    with pytest.raises(ModelError, match=r"models\[0\]\.inputs\n.*which cannot be made up"):
+        dummy_inputs("random", [TensorFacts("x", dtype, (1,))], SPEC)
+
+
+def test_inputs_from_an_npz(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.npz"
+    np.savez(path, x=np.full((2, 7), 3, np.float32), i=np.arange(3), more=np.zeros(1))
+    arrays = dummy_inputs(str(path), [X, I], SPEC)
+    assert arrays.keys() == {"x", "i"}
+    assert arrays["x"].shape == (2, 7)
+
+
+def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None:
+    first = numpy_helper.from_array(np.arange(3), "i")
+    second = numpy_helper.from_array(np.zeros((2, 2), np.float32))
+    onnx.save_tensor(second, tmp_path / "input_0.pb")
+    onnx.save_tensor(first, tmp_path / "input_1.pb")
+    onnx.save_tensor(first, tmp_path / "output_0.pb")
+    arrays = dummy_inputs(str(tmp_path), [X, I], SPEC)
+    assert arrays["i"].tolist() == [0, 1, 2]
+    assert arrays["x"].shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "what"),
+    [
+        ({"i": np.arange(3)}, "has no array for the input 'x'"),
+        ({"x": np.zeros((2, 2)), "i": np.arange(3)}, r"has float64 \[2, 2\] for the input 'x'"),
+        ({"x": np.zeros((3, 2), np.float32), "i": np.arange(3)}, "takes float32 2 x n"),
+        ({"x": np.zeros(2, np.float32), "i": np.arange(3)}, "takes float32 2 x n"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_told(
+    tmp_path: Path, arrays: dict[str, np.ndarray], what: str
+) -> None:
+    path = tmp_path / "inputs.npz"
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=what):
+        dummy_inputs(str(path), [X, I], SPEC)
+
+
+def test_a_file_that_is_no_npz_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.npz"
+    path.write_text("text", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"is not an \.npz of plain arrays"):
+        dummy_inputs(str(path), [X], SPEC)
+    (tmp_path / "input_0.pb").write_bytes(b"text")
+    with pytest.raises(ModelError, match="is not an ONNX tensor"):
+        dummy_inputs(str(tmp_path), [X], SPEC)

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.errors import ModelError, Problem
+from hatch_epcontext.protocol import InspectRequest, ModelSpec
+from hatch_epcontext.worker.prepare import fix, inspect, prepare
+from tests.models import model, network, save, save_with_data, value
+
+
+def two_inputs() -> onnx.ModelProto:
+    """``y = x * scale``, with a shared dimension and a scalar-like input."""
+    return model(
+        [
+            helper.make_node("Mul", ["x", "scale"], ["m"]),
+            helper.make_node("Add", ["m", "z"], ["y"]),
+        ],
+        [value("x", ["n", 4]), value("z", ["n", None]), value("scale", [1])],
+        [value("y", ["n", 4])],
+    )
+
+
+def spec(**settings: Any) -> ModelSpec:
+    return ModelSpec("a", "a.onnx", "models[0]", **settings)
+
+
+def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:
+    return {
+        each.name: [dim.dim_value or dim.dim_param for dim in each.type.tensor_type.shape.dim]
+        for each in (*made.graph.input, *made.graph.output)
+    }
+
+
+def refused(made: onnx.ModelProto, **settings: Any) -> Problem:
+    with pytest.raises(ModelError) as raised:
+        fix(made, spec(**settings))
+    (problem,) = raised.value.problems
+    return problem
+
+
+def test_dims_are_fixed_wherever_they_appear() -> None:
+    made = two_inputs()
+    fix(made, spec(dims={"n": 3}))
+    assert shapes(made) == {"x": [3, 4], "z": [3, ""], "scale": [1], "y": [3, 4]}
+
+
+def test_a_whole_shape_fixes_its_dims_everywhere_else_too() -> None:
+    made = two_inputs()
+    fix(made, spec(shapes={"z": (2, 4)}))
+    assert shapes(made) == {"x": [2, 4], "z": [2, 4], "scale": [1], "y": [2, 4]}
+
+
+def test_constants_become_initializers_of_the_inputs_dtype() -> None:
+    made = two_inputs()
+    fix(made, spec(constants={"scale": 2}))
+    assert [each.name for each in made.graph.input] == ["x", "z"]
+    (stored,) = made.graph.initializer
+    array = numpy_helper.to_array(stored)
+    assert array.dtype == np.float32
+    assert array.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "what"),
+    [
+        ({"dims": {"m": 1}}, "models[0].dims.m", "has no open dimension 'm'"),
+        ({"shapes": {"w": (1,)}}, "models[0].shapes.w", "has no input 'w'"),
+        ({"shapes": {"x": (1,)}}, "models[0].shapes.x", "is [1], and the input has n x 4"),
+        ({"shapes": {"x": (1, 5)}}, "models[0].shapes.x", "is [1, 5], and the input has n x 4"),
+        ({"shapes": {"x": (1, 4), "z": (2, 4)}}, "models[0].shapes.z", "makes 'n' 2, and elsewhere it is 1"),
+        ({"dims": {"n": 2}, "shapes": {"x": (1, 4)}}, "models[0].shapes.x", "makes 'n' 1"),
+        ({"constants": {"w": 1}}, "models[0].constants.w", "has no input 'w'"),
+        ({"constants": {"scale": "x"}}, "models[0].constants.scale", "does not fit the input"),
+        ({"constants": {"scale": [1, 2]}}, "models[0].constants.scale", "has the shape [2]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_model_is_told(
+    settings: dict[str, Any], where: str, what: str
+) -> None:
+    problem = refused(two_inputs(), **settings)
+    assert problem.where == where
+    assert what in problem.what
+
+
+def test_a_number_that_is_too_large_for_the_dtype_is_told() -> None:
+    made = model(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [value("x", [1], TensorProto.INT8)],
+        [value("y", [1], TensorProto.INT8)],
+    )
+    assert "does not fit the input, which is int8" in refused(made, constants={"x": 1000}).what
+
+
+def request_for(path: Path, static: str = "", **settings: Any) -> InspectRequest:
+    one = ModelSpec("a", str(path), "models[0]", **settings)
+    return InspectRequest((one,), {"a": static} if static else {})
+
+
+def test_inspection_tells_the_fixed_inputs_and_the_data(tmp_path: Path) -> None:
+    path = save_with_data(network(), tmp_path / "a.onnx")
+    (facts,) = inspect(request_for(path, "QNN", dims={"batch": 2})).models
+    assert facts.inputs[0].shape == (2, 1, 8, 8)
+    assert facts.outputs[0].shape == (2, 10)
+    assert facts.external_data == ("network.data",)
+
+
+def test_open_dimensions_are_fine_where_nobody_minds(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    (facts,) = inspect(request_for(path)).models
+    assert facts.inputs[0].shape == ("batch", 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "fix_"),
+    [("batch", "dims = { batch = 1 }"), (None, "shapes = { x = [1, 1, 8, 8] }")],
+)
+def test_an_open_dimension_is_told_with_what_to_write(
+    tmp_path: Path, batch: str | None, fix_: str
+) -> None:
+    path = save(network(batch), tmp_path / "a.onnx")
+    with pytest.raises(ModelError) as raised:
+        inspect(request_for(path, "QNNExecutionProvider"))
+    (problem,) = raised.value.problems
+    assert "the input 'x' has an open dimension" in problem.what
+    assert "QNNExecutionProvider compiles only what has fixed shapes" in problem.what
+    assert fix_ in problem.fix
+
+
+def test_every_models_problems_are_told_at_once(tmp_path: Path) -> None:
+    good = save(network(1), tmp_path / "good.onnx")
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"")
+    specs = [ModelSpec(path.stem, str(path), path.stem) for path in (bad, good, bad)]
+    with pytest.raises(ModelError) as raised:
+        inspect(InspectRequest(tuple(specs), {}))
+    assert [problem.where for problem in raised.value.problems] == ["bad", "bad"]
+
+
+def test_the_prepared_copy_has_its_data_and_the_source_is_as_it_was(tmp_path: Path) -> None:
+    source = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    before = source.read_bytes()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    prepared = prepare(ModelSpec("a", str(source), "m", {"batch": 1}), scratch)
+    assert prepared.is_relative_to(scratch)
+    assert shapes(onnx.load(prepared))["x"] == [1, 1, 8, 8]
+    assert source.read_bytes() == before
+    assert sorted(path.name for path in source.parent.iterdir()) == ["a.onnx", "network.data"]
