@@ -1,0 +1,136 @@
+"""Real wheels, real front ends, real EPs, fresh environments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+INTEGRATION = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(INTEGRATION):
+            item.add_marker(pytest.mark.integration)
+
+
+def run(*command: str | Path, cwd: Path, env: Mapping[str, str], fails: bool = False) -> str:
+    """What ``command`` printed, stdout and stderr together; it has to succeed, or else to fail."""
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=dict(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stdout
+    return done.stdout
+
+
+def tool(name: str) -> Path:
+    """A command that was installed beside this Python."""
+    found = shutil.which(name, path=sysconfig.get_path("scripts"))
+    assert found is not None, f"{name} is missing: pip install -e '.[test]'"
+    return Path(found)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and what its processes see."""
+
+    folder: Path
+    env: Mapping[str, str]
+
+    def executable(self, name: str) -> Path:
+        scripts = "Scripts" if sys.platform == "win32" else "bin"
+        found = shutil.which(name, path=str(self.folder / scripts))
+        assert found is not None
+        return Path(found)
+
+    def install(self, *what: str | Path) -> None:
+        python = self.executable("python")
+        run(
+            tool("uv"),
+            "pip",
+            "install",
+            "-q",
+            "--python",
+            python,
+            *what,
+            cwd=self.folder,
+            env=self.env,
+        )
+
+    def python(self, *arguments: str | Path, fails: bool = False) -> str:
+        # From a folder where nothing lies beside the script.
+        return run(
+            self.executable("python"), *arguments, cwd=self.folder, env=self.env, fails=fails
+        )
+
+
+@pytest.fixture(scope="session")
+def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel of this checkout, as users get it from an index."""
+    folder = tmp_path_factory.mktemp("wheelhouse")
+    run(
+        sys.executable, "-m", "build", "-n", "-w", "-o", folder, REPOSITORY,
+        cwd=REPOSITORY, env=os.environ,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def env(wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of front ends: they find this checkout's wheel, and share one cache."""
+    mine = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HATCH_", "PYTHON", "VIRTUAL_ENV"))
+    }
+    links = [*mine.get("PIP_FIND_LINKS", "").split(), wheelhouse.as_uri()]
+    return mine | {
+        "PIP_FIND_LINKS": " ".join(links),
+        "UV_FIND_LINKS": str(wheelhouse),
+        # Hatch keeps environments between builds: not those of another checkout.
+        "HATCH_DATA_DIR": str(tmp_path_factory.mktemp("hatch")),
+        "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        # Each run makes the same version anew, and uv would take its own copy.
+        "UV_CACHE_DIR": str(tmp_path_factory.mktemp("uv")),
+    }
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, env: dict[str, str]) -> Environment:
+    """An empty virtual environment of this Python."""
+    return make_environment(tmp_path / "venv", env)
+
+
+def make_environment(folder: Path, env: Mapping[str, str]) -> Environment:
+    run(tool("uv"), "venv", "-q", "--python", sys.executable, folder, cwd=folder.parent, env=env)
+    return Environment(folder, env)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A copy of the example project."""
+    return copy_example(tmp_path / "digits-app")
+
+
+def copy_example(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns("dist", "epcontext", "__pycache__")
+    return Path(shutil.copytree(REPOSITORY / "example_project", folder, ignore=ignored))

@@ -1,0 +1,169 @@
+"""The main job from end to end: the example project through every front end, and its app."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from tests.conftest import REPOSITORY, needs_qnn
+from tests.integration.conftest import (
+    Environment,
+    copy_example,
+    make_environment,
+    run,
+    tool,
+)
+
+pytestmark = needs_qnn
+
+WHEEL = "digits_app-1.0.0-py3-none-any.whl"
+SHIPPED = {
+    "__init__.py",
+    "epcontext.json",
+    "digits/cpu/digits_optimized.onnx",
+    "digits/snapdragon/digits_ctx.onnx",
+    "digits/snapdragon/digits_ctx_qnn.bin",
+    "digits/source/digits.onnx",
+}
+
+Env = dict[str, str]
+FrontEnd = Callable[[Path, Path, Env], str]
+
+
+def with_build(project: Path, out: Path, env: Env) -> str:
+    return run(sys.executable, "-m", "build", "-o", out, project, cwd=project, env=env)
+
+
+def with_hatch(project: Path, out: Path, env: Env) -> str:
+    return run(tool("hatch"), "build", out, cwd=project, env=env)
+
+
+def with_pip(project: Path, out: Path, env: Env) -> str:
+    command = ("-m", "pip", "wheel", "-v", "--no-deps", "-w", out, project)
+    return run(sys.executable, *command, cwd=project, env=env)
+
+
+def with_uv(project: Path, out: Path, env: Env) -> str:
+    return run(tool("uv"), "build", "-o", out, project, cwd=project, env=env)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, env: Env) -> Path:
+    """The example's wheel, made by ``python -m build`` from its sdist."""
+    folder = tmp_path_factory.mktemp("example")
+    project = copy_example(folder / "digits-app")
+    told = with_build(project, folder / "dist", env)
+    assert "digits -> snapdragon (qnn): 10/10 nodes in 1 context, ran and agrees" in told
+    assert "digits -> cpu (cpu): optimized graph, ran and agrees with the CPU" in told
+    return folder / "dist" / WHEEL
+
+
+@pytest.fixture(scope="module")
+def app(built: Path, env: Env, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """A fresh environment with the app and the EP's package."""
+    installed = make_environment(tmp_path_factory.mktemp("app") / "venv", env)
+    installed.install(built, "onnxruntime-qnn")
+    return installed
+
+
+@pytest.fixture(scope="module")
+def plain_app(built: Path, env: Env, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """A fresh environment with the app alone, as on a machine without an NPU."""
+    installed = make_environment(tmp_path_factory.mktemp("plain") / "venv", env)
+    installed.install(built)
+    return installed
+
+
+def test_the_wheel_has_the_artifacts_and_the_sdist_the_model(built: Path) -> None:
+    with zipfile.ZipFile(built) as archive:
+        names = {n.removeprefix("digits_app/epcontext/") for n in archive.namelist()}
+        manifest = json.loads(archive.read("digits_app/epcontext/epcontext.json"))
+    assert names >= SHIPPED
+    (npu, cpu) = manifest["models"]["digits"]["targets"]
+    assert (npu["product"], npu["ep"], npu["device"]) == ("context", "QNNExecutionProvider", "npu")
+    assert npu["compatibility_string"].split(":")[4:6] == ["73", "60"]
+    assert npu["coverage"] == {"nodes": 10, "compiled": 10, "partitions": 1, "left": []}
+    assert npu["validation"]["how"] == "run"
+    assert cpu["product"] == "optimized"
+    assert cpu["coverage"] is None
+    assert (built.parent / "digits_app-1.0.0.tar.gz").is_file()
+
+
+@pytest.mark.parametrize("front_end", [with_build, with_hatch, with_pip, with_uv])
+def test_every_front_end_makes_the_same_wheel_from_the_cache(
+    front_end: FrontEnd, built: Path, example: Path, env: Env, tmp_path: Path
+) -> None:
+    told = front_end(example, tmp_path / "out", env)
+    assert (tmp_path / "out" / WHEEL).read_bytes() == built.read_bytes()
+    if front_end is not with_uv:
+        assert told.count("from the cache") == 2
+    assert not (example / "digits_app" / "epcontext").exists()
+
+
+def test_the_compiled_context_reads_digits(app: Environment, tmp_path: Path) -> None:
+    data = load_digits()
+    images = (data.images / 16).astype(np.float32)[:, None]
+    # The quarter that training/train.py holds out.
+    _, images, _, labels = train_test_split(
+        images, data.target, test_size=0.25, random_state=7, stratify=data.target
+    )
+    np.savez(tmp_path / "held_out.npz", images=images)
+    script = tmp_path / "read_digits.py"
+    script.write_text(
+        "import sys\n"
+        "import numpy as np\n"
+        "from digits_app.epcontext import load, target_of\n"
+        "def answers(session):\n"
+        "    images = np.load(sys.argv[1])['images']\n"
+        "    return np.concatenate([session.run(None, {'image': i[None]})[0] for i in images])\n"
+        "compiled, source = load('digits', device='any'), load('digits', target='source')\n"
+        "print(target_of(compiled), target_of(source), compiled.get_providers()[0])\n"
+        "np.savez(sys.argv[2], compiled=answers(compiled), source=answers(source))\n",
+        encoding="utf-8",
+    )
+    told = app.python(script, tmp_path / "held_out.npz", tmp_path / "answers.npz")
+    assert "snapdragon source QNNExecutionProvider" in told
+    answers = np.load(tmp_path / "answers.npz")
+    compiled, source = answers["compiled"], answers["source"]
+    assert len(labels) == 450
+    assert (compiled.argmax(1) == labels).mean() >= 0.97
+    assert (compiled.argmax(1) == source.argmax(1)).all()
+    # Near, and not the same: the NPU computes in float16.
+    assert 0 < np.abs(compiled - source).max() < 0.05
+
+
+def test_a_simulated_npu_is_not_taken_for_one(app: Environment) -> None:
+    sample = REPOSITORY / "example_project" / "samples" / "7.png"
+    command = app.executable("digits-app")
+    told = run(command, sample, "--explain", cwd=app.folder, env=app.env)
+    assert told.startswith("7 (")
+    assert "on cpu)" in told.splitlines()[0]
+    assert "snapdragon: skipped, QNNExecutionProvider finds no npu here, only cpu" in told
+    told = run(command, sample, "--device", "any", cwd=app.folder, env=app.env)
+    assert "on snapdragon)" in told
+    told = run(command, sample, "--device", "npu", cwd=app.folder, env=app.env, fails=True)
+    assert "digits-app: the model 'digits' cannot be opened here:" in told
+    assert "Traceback" not in told
+
+
+def test_without_the_eps_package_the_app_falls_back_and_says_why(plain_app: Environment) -> None:
+    sample = REPOSITORY / "example_project" / "samples" / "3.png"
+    command = plain_app.executable("digits-app")
+    told = run(command, sample, "--explain", cwd=plain_app.folder, env=plain_app.env)
+    assert told.startswith("3 (")
+    assert "snapdragon: skipped, onnxruntime-qnn is not installed" in told
+    assert "cpu: opened, CPUExecutionProvider on cpu" in told
+
+
+def test_an_editable_install_runs_the_source(example: Path, fresh: Environment) -> None:
+    fresh.install("-e", example)
+    told = fresh.python("-c", "from digits_app.epcontext import *; print(*explain('digits'))")
+    assert "source: opened, CPUExecutionProvider on cpu" in told
