@@ -131,7 +131,7 @@ class _Builder:
     timeout: float
 
     def build(self, job: Job) -> Built:
-        scratch = self.staging / job.folder
+        scratch = self.staging / "jobs" / job.folder
         scratch.mkdir(parents=True)
         key = self._fingerprint(job)
         artifact = self.cache.get(key)

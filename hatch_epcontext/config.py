@@ -145,7 +145,12 @@ def load(
     jobs = settings.jobs or parsed.jobs
     return Config(
         root=root,
-        models=tuple(_validated(m, settings.validate) for m in models if m.targets),
+        # A model that none of the wanted targets is for can still be shipped as it is.
+        models=tuple(
+            _validated(model, settings.validate)
+            for model in models
+            if model.targets or parsed.fallback == "source"
+        ),
         output=PurePosixPath(parsed.output) if parsed.output is not None else None,
         jobs=min(os.cpu_count() or 1, MOST_JOBS) if jobs == "auto" else jobs,
         timeout=settings.timeout or parsed.timeout,

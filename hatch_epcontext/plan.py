@@ -107,7 +107,7 @@ def _flavour(targets: Iterable[Target]) -> str:
 def _requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     targets = list(targets)
     if not targets:
-        return ()
+        return TOOLS
     flavour = _flavour(targets)
     old = [
         Problem(

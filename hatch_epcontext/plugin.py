@@ -102,7 +102,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext import wheel
 
         files = self._tree()
-        output = wheel.output_folder(config, files)
+        output = wheel.output_folder(config.output, files)
         wheel.check_collisions(output, files, self._leftover(output, files))
         return output
 
@@ -126,17 +126,24 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def clean(self, versions: list[str]) -> None:
         """Remove what an editable install wrote into the project, and nothing else."""
-        from hatch_epcontext import tree
-        from hatch_epcontext.manifest import FILE
+        from hatch_epcontext import tree, wheel
+        from hatch_epcontext.errors import ConfigError
+        from hatch_epcontext.pyproject import tool_table
 
         if self.target_name != "wheel":
             return
-        # Not by the configuration, which may have changed since, or be wrong.
         with self._told():
-            for path, source in self._tree().items():
-                if PurePosixPath(path).name == FILE:
-                    for kept in tree.remove(source.parent):
-                        self._warning(f"kept {kept}, which was changed after it was written")
+            # A project can be cleaned whatever is wrong with the rest of its configuration.
+            table = tool_table(Path(self.root))
+            given = table.get("output") if isinstance(table, dict) else None
+            configured = PurePosixPath(given) if isinstance(given, str) else None
+            files = self._tree()
+            try:
+                folder = tree.folder_of(wheel.output_folder(configured, files), files)
+            except ConfigError:
+                return
+            for kept in tree.remove(folder):
+                self._warning(f"kept {kept}, which was changed after it was written")
 
     def _skipped(self) -> str:
         """Why there is nothing to do, or ""."""

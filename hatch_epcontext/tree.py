@@ -54,8 +54,16 @@ def owned(output: PurePosixPath, folder: Path) -> frozenset[str]:
 
 
 def check(folder: Path) -> None:
-    """Raise ConfigError when somebody has changed what an earlier install wrote into ``folder``."""
+    """Raise ConfigError when ``folder`` has files that are not ours, or that somebody has changed."""
     found = read(folder)
+    if found is None and any(path.is_file() for path in folder.glob("*")):
+        raise ConfigError(
+            Problem(
+                str(folder),
+                "has files of its own, and an editable install would write there.",
+                f"Give the models a folder of their own with {KEY}.output.",
+            )
+        )
     if changed := [
         name for name in (found.files if found else ()) if _is_changed(folder, name, found)
     ]:

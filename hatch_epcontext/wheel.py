@@ -33,13 +33,13 @@ class Bundle:
         return {str(self.folder / name): str(output / name) for name in self.files}
 
 
-def output_folder(config: Config, tree: Tree) -> PurePosixPath:
+def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath:
     """Where in the wheel the package goes; raises ConfigError when that has to be said.
 
     By default ``<import package>/epcontext``, for the one outermost package of the wheel.
     """
-    if config.output is not None:
-        return config.output
+    if configured is not None:
+        return configured
     packages = {PurePosixPath(path).parent for path in tree if path.endswith("/__init__.py")}
     outermost = sorted(str(p) for p in packages if packages.isdisjoint(p.parents))
     if len(outermost) != 1:

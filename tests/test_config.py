@@ -163,7 +163,7 @@ def test_the_environment_wins(project: Path, tmp_path: Path) -> None:
         NO_CACHE="1",
     )
     assert [target.name for target in config.targets] == ["cpu"]
-    # The second model is not for the CPU, so that nothing is left to do for it.
+    # The second model is not for the CPU, and its source is not to be shipped.
     assert [model.name for model in config.models] == ["first"]
     assert (config.jobs, config.timeout, config.editable) == (1, 5, "skip")
     assert config.models[0].validate == "structure"
@@ -269,6 +269,13 @@ def test_a_problem_of_a_shared_target_is_told_once(project: Path) -> None:
     provider-options = { soc_model = 60, htp_arch = 75 }
     """
     assert list(problems(project, toml)) == ["targets.q.provider-options.htp_arch"]
+
+
+def test_a_model_without_a_wanted_target_is_still_a_fallback(project: Path) -> None:
+    config = read(project, LONG.replace('fallback = "none"', ""), None, TARGETS="cpu")
+    first, second = config.models
+    assert [target.name for target in first.targets] == ["cpu"]
+    assert second.targets == ()
 
 
 def test_an_unknown_target_in_the_environment(project: Path) -> None:

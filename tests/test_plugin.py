@@ -13,7 +13,7 @@ from hatchling.plugin.manager import PluginManager
 
 from hatch_epcontext import wheel
 from hatch_epcontext.plugin import EpcontextBuildHook
-from tests.models import network, save
+from tests.models import network, save, save_with_data
 
 PROJECT = """
 [build-system]
@@ -315,6 +315,32 @@ def test_cleaning_removes_what_is_ours_and_nothing_else(
     clean(root)
     assert files(root) == before | {"my_app/epcontext/notes.txt"}
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_cleaning_finds_what_git_ignores(root: Path) -> None:
+    (root / ".git").mkdir()
+    (root / ".gitignore").write_text("epcontext/\n", encoding="utf-8")
+    make(root, "editable")
+    clean(root)
+    assert not (root / "my_app" / "epcontext").exists()
+
+
+def test_one_file_may_be_two_models(root: Path) -> None:
+    text = PROJECT.replace('models = ["models/*.onnx"]\n', "")
+    for name, size in (("one", 1), ("bundle", 2)):
+        text += '[[tool.epcontext.models]]\npath = "models/a.onnx"\n'
+        text += f'name = "{name}"\ndims = {{ batch = {size} }}\n'
+    (root / "pyproject.toml").write_text(text, encoding="utf-8")
+    names = zipfile.ZipFile(make(root)).namelist()
+    for name in ("one", "bundle"):
+        assert f"my_app/epcontext/{name}/cpu/{name}_optimized.onnx" in names
+        assert f"my_app/epcontext/{name}/source/a.onnx" in names
+
+
+def test_external_data_is_shipped_with_the_source(root: Path) -> None:
+    save_with_data(network(), root / "models" / "a.onnx")
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert "my_app/epcontext/a/source/network.data" in names
 
 
 def test_a_project_of_models_alone_says_where_they_go(root: Path) -> None:

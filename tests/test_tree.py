@@ -116,6 +116,13 @@ def test_changed_files_are_not_overwritten(result: Result, folder: Path) -> None
         tree.check(folder)
 
 
+def test_files_of_somebody_else_are_not_written_over(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "__init__.py").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has files of its own"):
+        tree.check(folder)
+
+
 def test_the_paths_that_are_ours(result: Result, folder: Path) -> None:
     output = PurePosixPath("my_app/epcontext")
     assert tree.owned(output, folder) == frozenset()

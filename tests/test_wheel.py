@@ -25,19 +25,18 @@ def tree(*paths: str) -> dict[str, Path]:
         (["ns/my_app/__init__.py", "ns/my_app/x.py"], "ns/my_app/epcontext"),
     ],
 )
-def test_the_package_goes_into_the_apps_own(project: Path, paths: list[str], output: str) -> None:
-    assert wheel.output_folder(configured(project), tree(*paths)) == PurePosixPath(output)
+def test_the_package_goes_into_the_apps_own(paths: list[str], output: str) -> None:
+    assert wheel.output_folder(None, tree(*paths)) == PurePosixPath(output)
 
 
-def test_the_configuration_may_say_where(project: Path) -> None:
-    config = configured(project, TOML + 'output = "other/models"')
-    assert wheel.output_folder(config, {}) == PurePosixPath("other/models")
+def test_the_configuration_may_say_where() -> None:
+    assert wheel.output_folder(PurePosixPath("other/models"), {}) == PurePosixPath("other/models")
 
 
 @pytest.mark.parametrize("paths", [[], ["a/__init__.py", "b/__init__.py"], ["module.py"]])
-def test_where_it_has_to_be_said(project: Path, paths: list[str]) -> None:
+def test_where_it_has_to_be_said(paths: list[str]) -> None:
     with pytest.raises(ConfigError, match="no one import package to put it in"):
-        wheel.output_folder(configured(project), tree(*paths))
+        wheel.output_folder(None, tree(*paths))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""Plans that are run, with real workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext import build as build_module
+from hatch_epcontext.artifact import Artifact, Proof
+from hatch_epcontext.build import Result, build, describe
+from hatch_epcontext.cache import Cache
+from hatch_epcontext.config import Model, load
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.plan import Job, plan
+from hatch_epcontext.protocol import Agreement, Coverage
+from hatch_epcontext.pyproject import parse
+from tests.conftest import needs_qnn
+from tests.models import half_for_the_cpu, network, save
+from tests.results import configured, resulting
+
+QNN = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+"""
+
+CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+Run = Callable[[str], Result]
+
+
+@pytest.fixture
+def told() -> list[str]:
+    """What the build said."""
+    return []
+
+
+@pytest.fixture
+def run(project: Path, tmp_path: Path, told: list[str]) -> Run:
+    """Build the project with the given configuration; all builds share one cache."""
+    save(network(), project / "models" / "a.onnx")
+    count = iter(range(100))
+
+    def built(toml: str) -> Result:
+        staging = tmp_path / f"staging-{next(count)}"
+        staging.mkdir()
+        cache = Cache(tmp_path / "cache", staging / "cache", told.append)
+        return build(plan(load(project, parse(toml), {}, {})), staging, cache, told.append)
+
+    return built
+
+
+@needs_qnn
+def test_a_context_is_compiled_and_proven_once(run: Run, told: list[str]) -> None:
+    first, second = run(QNN), run(QNN)
+    assert (first.built[0].cached, second.built[0].cached) == (False, True)
+    assert first.built[0].artifact == second.built[0].artifact
+    assert first.built[0].proofs == second.built[0].proofs
+    proof = first.built[0].proofs["a"]
+    assert proof.how == "run"
+    assert proof.cosine is not None
+    assert proof.cosine > 0.999
+    assert told[0].startswith("a -> qnn (qnn): 4/4 nodes in 1 context, ran and agrees with the CPU")
+    assert told[1].endswith("from the cache")
+
+
+@needs_qnn
+def test_what_is_left_to_the_cpu_fails_by_default_and_is_named(project: Path, run: Run) -> None:
+    toml = QNN.replace("dims = { batch = 1 }", 'inputs = "ones"')
+    save(half_for_the_cpu(), project / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.where == "a -> qnn"
+    assert "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%" in problem.what
+    assert "Left to the CPU: NonZero where." in problem.what
+    (built,) = run(toml + "min-coverage = 0.6\n").built
+    assert built.cached, "a lower bound is no reason to compile again"
+
+
+@needs_qnn
+def test_another_tolerance_is_proven_anew_without_compiling(run: Run) -> None:
+    run(QNN)
+    strict = QNN.replace("dims", "tolerance = { rtol = 0, atol = 0 }, dims")
+    with pytest.raises(BuildError, match=r"a -> qnn: validation\n.*disagrees with the CPU's"):
+        run(strict)
+    (built,) = run(QNN.replace("dims", 'inputs = "ones", dims')).built
+    assert built.cached
+
+
+def test_other_inputs_in_the_same_file_are_proven_anew(project: Path, run: Run) -> None:
+    import numpy as np
+
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", inputs = "x.npz" }')
+    x = np.ones((1, 1, 8, 8), np.float32)
+    np.savez(project / "x.npz", x=x)
+    run(toml)
+    np.savez(project / "x.npz", y=x)
+    with pytest.raises(BuildError, match="has no array for the input 'x'"):
+        run(toml)
+
+
+@pytest.mark.parametrize(
+    ("validate", "how"), [('"auto"', "structure"), ('"structure"', "structure"), ("false", "none")]
+)
+def test_where_the_ep_cannot_run_only_the_structure_is_checked_and_that_is_said(
+    run: Run, told: list[str], monkeypatch: pytest.MonkeyPatch, validate: str, how: str
+) -> None:
+    cannot(monkeypatch)
+    toml = CPU.replace('"models/a.onnx"', f'{{ path = "models/a.onnx", validate = {validate} }}')
+    assert run(toml).built[0].proofs["a"] == Proof(how)
+    assert "NOT" in told[0]
+
+
+def test_a_required_run_fails_where_there_can_be_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cannot(monkeypatch)
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
+    with pytest.raises(BuildError, match="cannot run its contexts on this machine"):
+        run(toml)
+
+
+def cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build machine on which no provider can run what it compiles."""
+    find = build_module._how
+
+    def how(job: Job, model: Model) -> str:
+        provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
+        target = dataclasses.replace(job.target, provider=provider)
+        return find(dataclasses.replace(job, target=target), model)
+
+    monkeypatch.setattr(build_module, "_how", how)
+
+
+def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
+    (built,) = resulting(configured(project), artifact).built
+    assert describe(built) == (
+        "a -> cpu (cpu): optimized graph, structure checked, NOT run, 407 bytes, compiled in 0.5 s"
+    )
+    proof = Proof("run", (Agreement("y", 0.0125, 0.99876), Agreement("z", 0.001, 1.0)))
+    (context,) = artifact.record.contexts
+    context = dataclasses.replace(context, coverage=Coverage(12, 10, 2))
+    record = dataclasses.replace(artifact.record, contexts=(context,))
+    artifact = dataclasses.replace(artifact, record=record)
+    done = dataclasses.replace(built, artifact=artifact, proofs={"a": proof}, cached=True)
+    assert describe(done) == (
+        "a -> cpu (cpu): 10/12 nodes in 2 contexts, "
+        "ran and agrees with the CPU (cosine 0.99876, at most 0.013 apart), "
+        "407 bytes, from the cache"
+    )
