@@ -190,7 +190,7 @@ def check_name(key: str, name: str) -> Iterator[Problem]:
         yield Problem(
             key,
             f"{show(name)} cannot be the name of a folder in the wheel.",
-            "Use letters, digits, '.', '_' and '-', with a letter or digit first.",
+            "Give it a name of letters, digits, '.', '_' and '-', with a letter or digit first.",
         )
 
 
