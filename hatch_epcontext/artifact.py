@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.fingerprint import file_sha256
-from hatch_epcontext.protocol import Agreement, Context
+from hatch_epcontext.protocol import Agreement, Context, Folding
 from hatch_epcontext.providers import Product
 
 
@@ -22,14 +22,39 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """How a model was prepared: by which library, the nodes before and after, and what failed first."""
+
+    folding: Folding
+    nodes_before: int
+    nodes: int
+    control_flow: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds; those of loading are None where they could not be measured, and ``unmeasured`` says why."""
+
+    prepare: float
+    compile: float
+    load_source: float | None = None
+    load_context: float | None = None
+    unmeasured: str = ""
+
+
+@dataclass(frozen=True)
 class Record:
-    """What a job made. ``files``: by name in the artifact's folder; ``versions``: of what compiled it."""
+    """What a job made. ``preparations`` and ``contexts``: one for each of the job's models, in order;
+    ``files``: by name in the artifact's folder; ``versions``: of what compiled it.
+    """
 
     product: Product
+    preparations: tuple[Preparation, ...]
     contexts: tuple[Context, ...]
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
-    seconds: float
+    times: Times
 
 
 @dataclass(frozen=True)
@@ -45,7 +70,8 @@ class Proof:
 
     @property
     def cosine(self) -> float | None:
-        return min((a.cosine for a in self.agreements), default=None)
+        """The least of the outputs' cosine similarities, if any was to be told."""
+        return min((a.cosine for a in self.agreements if a.cosine is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A content-addressed store of artifacts in the user's cache folder, safe for several builds at once.
 
 Below its root: ``v1/<first two digits>/<fingerprint>/`` with ``files/``, ``record.json`` and
-``proof-<digest>.json`` for each way in which the artifact was validated.
+``proof-<digest>.json`` for each way in which the artifact was validated; and ``reports/``, with the
+report of each project's last build.
 """
 
 from __future__ import annotations
@@ -74,6 +75,17 @@ class Cache:
         file = self._proof_file(artifact, key)
         with contextlib.suppress(OSError):
             _write(file.with_suffix(f".{os.getpid()}.tmp"), to_json(proof)).replace(file)
+
+    def keep_report(self, name: str, text: str) -> Path | None:
+        """Keep the report of the last build of ``name``; returns where, or None if nothing is kept."""
+        if self._root is None:
+            return None
+        file = self._root / "reports" / f"{name}.json"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return _write(file.with_suffix(f".{os.getpid()}.tmp"), text).replace(file)
+        except OSError:
+            return None
 
     def _proof_file(self, artifact: Artifact, key: str) -> Path:
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]

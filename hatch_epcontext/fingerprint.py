@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
-"""Raised when what a worker makes of the same request changes."""
+FORMAT = 2
+"""Raised when what a worker makes of the same request, or what it takes for proof, changes."""
 
 _CHUNK = 1 << 20
 

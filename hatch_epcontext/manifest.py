@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hatch_epcontext
-from hatch_epcontext.artifact import FileRecord, Proof
-from hatch_epcontext.build import Built, Result, Source
+from hatch_epcontext.artifact import FileRecord, Preparation, Proof
+from hatch_epcontext.build import Result
 from hatch_epcontext.checks import SOURCE
+from hatch_epcontext.job import Built, Source
 from hatch_epcontext.protocol import Coverage, TensorFacts
 from hatch_epcontext.providers import Device, Plugin, Product
 
@@ -51,6 +52,7 @@ class TargetEntry:
     provider_options: Mapping[str, str]
     compiled_for: Mapping[str, str]
     compiled_with: Mapping[str, str]
+    preparation: Preparation
     coverage: Coverage | None
     validation: Proof
 
@@ -124,10 +126,11 @@ def _targets(built: Built, model: str) -> list[TargetEntry]:
             provider_options=target.load_options,
             compiled_for=target.provider_options,
             compiled_with=record.versions,
+            preparation=preparation,
             coverage=context.coverage,
             validation=built.proofs[model],
         )
-        for context in record.contexts
+        for preparation, context in zip(record.preparations, record.contexts, strict=True)
         if context.model == model
     ]
 

@@ -19,7 +19,7 @@ from hatch_epcontext.tables import KEY
 ONNX_RUNTIME = ">=1.23"
 """Older ones have no ModelCompiler that fails when nothing was compiled."""
 
-TOOLS = ("onnx>=1.17", "numpy>=1.26")
+TOOLS = ("onnx>=1.17", "onnxslim>=0.1.80", "numpy>=1.26")
 """What a worker imports beside ONNX Runtime."""
 
 
@@ -62,7 +62,13 @@ def plan(config: Config) -> Plan:
 def model_spec(model: Model) -> ModelSpec:
     """What a worker is told of a model."""
     return ModelSpec(
-        model.name, str(model.path), model.key, model.dims, model.shapes, model.constants
+        model.name,
+        str(model.path),
+        model.key,
+        model.dims,
+        model.shapes,
+        model.constants,
+        model.inputs,
     )
 
 

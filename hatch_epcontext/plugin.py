@@ -86,10 +86,16 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build import build
         from hatch_epcontext.cache import Cache, default_root
         from hatch_epcontext.plan import plan
+        from hatch_epcontext.report import make
+        from hatch_epcontext.structure import to_json
 
         root = (config.cache_dir or default_root()) if config.use_cache else None
         cache = Cache(root, staging / "cache", self._warning)
-        return build(plan(config), staging, cache, self._info)
+        result = build(plan(config), staging, cache, self._info)
+        name = f"{self.metadata.name}-{self.metadata.version}"
+        if kept := cache.keep_report(name, to_json(make(result.sources, result.built))):
+            self._info(f"report: {kept}")
+        return result
 
     def _stage(self) -> Path:
         self._staging = tempfile.TemporaryDirectory(

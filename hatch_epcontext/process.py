@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.errors import BuildError, ModelError, Problem
 from hatch_epcontext.protocol import DONE, FAILED, REFUSED, Refusal, Request
 from hatch_epcontext.structure import from_json, to_json
 
@@ -35,8 +35,8 @@ def call(request: Request, folder: Path, *, where: str, timeout: float) -> Any:
     """The worker's reply to ``request``, of the type that the request names.
 
     ``folder`` is where the request, the reply and the log are written; it is made, and is the
-    worker's working directory. ``timeout`` is in seconds. Raises BuildError when the worker refuses,
-    crashes or takes too long.
+    worker's working directory. ``timeout`` is in seconds. Raises ModelError when the worker refuses,
+    and BuildError when it fails, crashes or takes too long.
     """
     folder.mkdir(parents=True)
     asked, answered, log = folder / "request.json", folder / "reply.json", folder / "worker.log"
@@ -65,7 +65,7 @@ def call(request: Request, folder: Path, *, where: str, timeout: float) -> Any:
     text = answered.read_text(encoding="utf-8")
     if ended == DONE:
         return from_json(text, request.reply)
-    raise BuildError(
+    raise (ModelError if ended == REFUSED else BuildError)(
         *(
             replace(problem, where=problem.where or where, log=tail if ended == FAILED else "")
             for problem in from_json(text, Refusal).problems

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.artifact import Artifact, FileRecord, Record, record_files
+from hatch_epcontext.artifact import (
+    Artifact,
+    FileRecord,
+    Preparation,
+    Record,
+    Times,
+    record_files,
+)
 from hatch_epcontext.environment import PREFIX
 from hatch_epcontext.protocol import Context, TensorFacts
 
@@ -53,4 +60,11 @@ def artifact(tmp_path: Path) -> Artifact:
 def make_record(files: dict[str, FileRecord]) -> Record:
     tensor = TensorFacts("x", "float32", (1, 4))
     context = Context("a", "a_ctx.onnx", (tensor,), (tensor,))
-    return Record("context", (context,), files, {"onnxruntime": "1.0"}, 0.5)
+    return Record(
+        "context",
+        (Preparation("onnxruntime", 5, 4),),
+        (context,),
+        files,
+        {"onnxruntime": "1.0"},
+        Times(0.1, 0.5, 0.8, 0.2),
+    )

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 Shape = Sequence[int | str | None]
 
 
-def value(name: str, shape: Shape, dtype: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+def value(name: str, shape: Shape | None, dtype: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
     """An input or output."""
     return helper.make_tensor_value_info(name, dtype, shape)
 

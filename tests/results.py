@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from hatch_epcontext.artifact import Artifact, Proof
-from hatch_epcontext.build import Built, Result, Source
+from hatch_epcontext.build import Result
 from hatch_epcontext.config import Config, load
+from hatch_epcontext.job import Built, Source
 from hatch_epcontext.plan import plan
 from hatch_epcontext.protocol import ModelFacts
 from hatch_epcontext.pyproject import parse

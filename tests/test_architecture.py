@@ -26,6 +26,8 @@ ORDER = [
     {"checks"},
     {"config", "process", "cache"},
     {"plan"},
+    {"job"},
+    {"report"},
     {"build"},
     {"manifest"},
     {"wheel"},

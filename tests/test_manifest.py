@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hatch_epcontext.artifact import FileRecord, Proof
+from hatch_epcontext.artifact import FileRecord, Preparation, Proof
 from hatch_epcontext.manifest import Manifest, ModelEntry, SourceEntry, TargetEntry
 from hatch_epcontext.protocol import Agreement, Coverage, NodeFacts, TensorFacts
 from hatch_epcontext.providers import PROVIDERS
@@ -26,6 +26,7 @@ def made() -> Manifest:
         provider_options={"backend_type": "htp"},
         compiled_for={"soc_model": "60"},
         compiled_with={"onnxruntime": "1.31.1"},
+        preparation=Preparation("onnxslim", 9, 3, (), ("onnxruntime: crashed",)),
         coverage=Coverage(3, 2, 1, (NodeFacts("where", "NonZero"),)),
         validation=Proof("run", (Agreement("y", 0.001, 0.9999),)),
     )

@@ -111,7 +111,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_an_environment_that_has_all(project: Path, installed: dict[str, str]) -> None:
-    installed |= {"onnxruntime": "1.31.1", "onnx": "1.23.2", "numpy": "2.0"}
+    installed |= {"onnxruntime": "1.31.1", "onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
     planned = plan(config(project, TARGETS="cpu"))
     versions = check_environment(planned.config.targets, planned.requirements)
     assert versions == installed
@@ -120,7 +120,12 @@ def test_an_environment_that_has_all(project: Path, installed: dict[str, str]) -
 def test_any_flavour_that_serves_the_targets_will_do(
     project: Path, installed: dict[str, str]
 ) -> None:
-    installed |= {"onnxruntime-gpu": "1.31.1", "onnx": "1.23.2", "numpy": "2.0"}
+    installed |= {
+        "onnxruntime-gpu": "1.31.1",
+        "onnx": "1.23.2",
+        "onnxslim": "0.1.98",
+        "numpy": "2.0",
+    }
     planned = plan(config(project, TARGETS="cpu"))
     versions = check_environment(planned.config.targets, planned.requirements)
     assert versions["onnxruntime-gpu"] == "1.31.1"
@@ -129,7 +134,7 @@ def test_any_flavour_that_serves_the_targets_will_do(
 def test_what_is_missing_or_too_old_is_told_with_the_pip_command(
     project: Path, installed: dict[str, str]
 ) -> None:
-    installed |= {"onnxruntime": "1.20.0", "numpy": "2.0"}
+    installed |= {"onnxruntime": "1.20.0", "onnxslim": "0.1.98", "numpy": "2.0"}
     planned = plan(config(project, TARGETS="cpu"))
     with pytest.raises(RequirementError) as raised:
         check_environment(planned.config.targets, planned.requirements)

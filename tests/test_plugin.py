@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
+from onnx import helper
 
 from hatch_epcontext import wheel
+from hatch_epcontext.plan import TOOLS
 from hatch_epcontext.plugin import EpcontextBuildHook
-from tests.models import network, save, save_with_data
+from tests.models import model, network, save, save_with_data, value
 
 PROJECT = """
 [build-system]
@@ -147,7 +149,7 @@ def test_without_a_cache_it_is_compiled_again(
 
 
 def test_what_is_needed_is_asked_of_the_front_end(root: Path) -> None:
-    assert hook(root).dependencies() == ["onnxruntime>=1.23", "onnx>=1.17", "numpy>=1.26"]
+    assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS]
 
 
 def test_other_targets_and_skipped_builds_need_nothing(
@@ -187,21 +189,20 @@ def test_a_failed_job_is_one_message_and_leaves_nothing(
 def test_all_failed_jobs_are_told_and_the_others_are_kept(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(network(1), root / "models" / "b.onnx")
-    more = '[[tool.epcontext.models]]\npath = "models/{0}.onnx"\ninputs = "{0}.npz"\n'
-    text = PROJECT.replace('models = ["models/*.onnx"]\n', "")
-    text += (
-        more.format("a")
-        + more.format("b")
-        + '[[tool.epcontext.models]]\npath = "models/a.onnx"\nname = "c"'
+    # NaN for half of the random inputs.
+    save(
+        model([helper.make_node("Sqrt", ["x"], ["y"])], [value("x", [9])], [value("y", [9])]),
+        root / "models" / "roots.onnx",
     )
+    text = PROJECT.replace('models = ["models/*.onnx"]\n', "")
+    for name, path in (("one", "roots"), ("two", "roots"), ("three", "a")):
+        text += f'[[tool.epcontext.models]]\nname = "{name}"\npath = "models/{path}.onnx"\n'
+        text += "tolerance = false\n"
     (root / "pyproject.toml").write_text(text, encoding="utf-8")
-    for name in ("a", "b"):
-        (root / f"{name}.npz").write_text("no arrays", encoding="utf-8")
     told = failure(root, capsys)
-    assert "a.npz is not an .npz" in told
-    assert "b.npz is not an .npz" in told
-    assert "epcontext: c -> cpu (cpu): optimized graph" in told
+    assert "one -> cpu: validation\n    the output 'y' has NaN or Inf" in told
+    assert "two -> cpu: validation\n    the output 'y' has NaN or Inf" in told
+    assert "epcontext: three -> cpu (cpu): optimized graph, ran, outputs finite" in told
 
 
 def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:

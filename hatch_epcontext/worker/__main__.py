@@ -16,10 +16,18 @@ def _answer(request: Any) -> Any:
         from hatch_epcontext.worker.prepare import inspect
 
         return inspect(request)
+    if request.action == "prepare":
+        from hatch_epcontext.worker.prepare import prepare
+
+        return prepare(request)
     if request.action == "compile":
         from hatch_epcontext.worker.compile import compile_job
 
         return compile_job(request)
+    if request.action == "measure":
+        from hatch_epcontext.worker.measure import measure
+
+        return measure(request)
     from hatch_epcontext.worker.validate import validate
 
     return validate(request)

@@ -20,8 +20,8 @@ from hatch_epcontext.protocol import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.prepare import prepare
-from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
+from hatch_epcontext.worker.reference import optimize
+from hatch_epcontext.worker.session import LEVELS, options, provider_of
 
 _COMPATIBILITY = "ep_compatibility_info."
 
@@ -29,49 +29,23 @@ _COMPATIBILITY = "ep_compatibility_info."
 def compile_job(request: CompileRequest) -> CompileReply:
     """Compile the request's models into its folder, and read back what was made.
 
-    Raises ModelError when a model is at fault, and BuildError when the EP does not deliver what was
-    asked for: no node compiled, another EP's context, another chip, a sidecar that is not there.
+    Raises BuildError when the EP does not deliver what was asked for: no node compiled, another EP's
+    context, another chip, a sidecar that is not there.
     """
     start = time.monotonic()
     provider, folder = provider_of(request.target), Path(request.folder)
     contexts = []
-    for spec in request.models:
-        scratch = Path(request.scratch)
-        prepared = _optimized(prepare(spec, scratch), request.target)
+    for spec, path in zip(request.models, request.prepared, strict=True):
+        prepared = Path(path)
         if provider.product == "context":
             result = folder / f"{spec.name}_ctx.onnx"
             _compile(prepared, result, request.target)
             contexts.append(_read_context(spec.name, prepared, result, request.target))
         else:
             result = folder / f"{spec.name}_optimized.onnx"
-            _optimize(prepared, result, request.target.optimization)
+            optimize(prepared, result, LEVELS[request.target.optimization])
             contexts.append(_read_optimized(spec.name, result))
     return CompileReply(provider.product, tuple(contexts), time.monotonic() - start)
-
-
-def _optimized(prepared: Path, target: TargetSpec) -> Path:
-    """The prepared model after ONNX Runtime's basic optimizations: what became constant is folded.
-
-    They are the same for every EP, unlike the higher levels, which put in what only the CPU can run.
-    """
-    if target.optimization == "none":
-        return prepared
-    result = prepared.with_name(f"{prepared.stem}.folded.onnx")
-    _optimize(prepared, result, "basic")
-    return result
-
-
-def _optimize(source: Path, result: Path, level: str) -> None:
-    session_options = ort.SessionOptions()
-    session_options.graph_optimization_level = LEVELS[level]
-    session_options.optimized_model_filepath = str(result)
-    model = onnx.load(source, load_external_data=False)
-    if graph.external_data(model, source.parent, source.name):
-        session_options.add_session_config_entry(
-            "session.optimized_model_external_initializers_file_name", f"{result.stem}.data"
-        )
-    session_options.add_provider("CPUExecutionProvider", {})
-    open_session(source, session_options)
 
 
 def _compile(prepared: Path, result: Path, target: TargetSpec) -> None:
@@ -126,6 +100,7 @@ def _read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -
     graph.external_data(model, result.parent, result.name)
     left = [n for n in graph.compute_nodes(model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))
+    opened = _opened(source) if left else frozenset()
     return Context(
         model=name,
         model_file=result.name,
@@ -135,15 +110,31 @@ def _read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -
             nodes=total,
             compiled=max(total - len(left), 0),
             partitions=len(contexts),
-            left=tuple(NodeFacts(node.name, _op(node)) for node in left),
+            left=tuple(_left(node, opened) for node in left),
         ),
         compatibility=compatibility,
         ep_sdk_version=_text(contexts[0], "ep_sdk_version"),
     )
 
 
-def _op(node: onnx.NodeProto) -> str:
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+def _opened(prepared: onnx.ModelProto) -> frozenset[str]:
+    """The values whose shapes are known only when the model runs, although its inputs are fixed."""
+    inferred = onnx.shape_inference.infer_shapes(prepared, data_prop=True).graph
+    values = (*inferred.input, *inferred.value_info, *inferred.output)
+    return frozenset(
+        value.name
+        for value in values
+        if not all(isinstance(size, int) for size in graph.facts(value).shape)
+    )
+
+
+def _left(node: onnx.NodeProto, opened: frozenset[str]) -> NodeFacts:
+    op = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    if still := sorted(opened.intersection(node.input)):
+        return NodeFacts(node.name, op, f"the shape of {still[0]!r} depends on the data")
+    if still := sorted(opened.intersection(node.output)):
+        return NodeFacts(node.name, op, f"the shape of its output {still[0]!r} depends on the data")
+    return NodeFacts(node.name, op)
 
 
 def _wrong_contexts(

@@ -124,6 +124,31 @@ def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     return [value for value in graph.input if value.name not in stored]
 
 
+_SAME_VALUES = frozenset(
+    {"Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Transpose", "Expand"}
+)
+
+
+def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
+    """For each input whose values are used as indices: the size of the smallest axis that they index."""
+    sizes = {tensor.name: list(tensor.dims) for tensor in main.initializer}
+    for value in (*main.input, *main.value_info):
+        sizes.setdefault(value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim])
+    origin = {value.name: value.name for value in main.input}
+    bounds: dict[str, int] = {}
+    for node in main.node:
+        if node.op_type in _SAME_VALUES and node.input and node.input[0] in origin:
+            origin.update(dict.fromkeys(node.output, origin[node.input[0]]))
+        if node.op_type not in ("Gather", "GatherElements") or node.input[1] not in origin:
+            continue
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        shape = sizes.get(node.input[0], [])
+        if -len(shape) <= axis < len(shape) and shape[axis] > 0:
+            name = origin[node.input[1]]
+            bounds[name] = min(bounds.get(name, shape[axis]), shape[axis])
+    return bounds
+
+
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:
     """Name, dtype and shape of an input or output. Anything but a tensor has its kind as its dtype."""
     kind = value.type.WhichOneof("value")

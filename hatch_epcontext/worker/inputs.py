@@ -7,77 +7,95 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from hatch_epcontext.errors import ModelError, Problem
 from hatch_epcontext.protocol import ModelSpec, TensorFacts
-
-Arrays = dict[str, NDArray[np.generic]]
+from hatch_epcontext.tables import MADE_UP
+from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
 
 SEED = 20240229
 
+_WORDS = ("alpha", "beta")
 
-def dummy_inputs(kind: str, inputs: Sequence[TensorFacts], spec: ModelSpec) -> Arrays:
-    """An array for each of ``inputs``, of its shape and dtype; open dimensions count as 1.
 
-    ``kind``: ``"ones"``, ``"zeros"``, ``"random"`` (the same in every run: floats are normal, integers
-    and booleans 0 or 1), or the path of an ``.npz`` or of a folder with ``input_*.pb``. Raises
+def dummy_inputs(
+    inputs: Sequence[TensorFacts], spec: ModelSpec, bounds: Mapping[str, int] | None = None
+) -> dict[str, Array]:
+    """An array for each of ``inputs``, of its shape and dtype, as ``spec.inputs`` says.
+
+    ``"ones"``, ``"zeros"``, ``"random"`` (the same in every run: floats are normal, booleans and
+    integers 0 or 1, and integers below their bound in ``bounds``, strings one of two words; open
+    dimensions count as 1), or the path of an ``.npz`` or of a folder with ``input_*.pb``. Raises
     ModelError when the file does not hold what the model takes, or a dtype cannot be made up.
     """
-    if kind in ("ones", "zeros", "random"):
+    if spec.inputs in MADE_UP:
         rng = np.random.default_rng(SEED)
-        return {each.name: _made_up(kind, each, rng, spec) for each in inputs}
-    path = Path(kind)
-    found = _from_folder(path, inputs, spec) if path.is_dir() else _from_npz(path, spec)
+        limits = bounds or {}
+        return {each.name: _made_up(each, rng, limits.get(each.name, 2), spec) for each in inputs}
+    path = Path(spec.inputs)
+    found = _from_folder(path, "input", inputs, spec) if path.is_dir() else _from_npz(path, spec)
     return {each.name: _checked(found, each, path, spec) for each in inputs}
+
+
+def expected_outputs(outputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[str, Array]:
+    """What ONNX's test data say should come out: ``output_*.pb`` beside the inputs, if there are any."""
+    path = Path(spec.inputs)
+    if spec.inputs in MADE_UP or not path.is_dir():
+        return {}
+    return _from_folder(path, "output", outputs, spec)
 
 
 def _refuse(spec: ModelSpec, what: str, fix: str = "") -> ModelError:
     return ModelError(Problem(f"{spec.key}.inputs", what, fix))
 
 
-def _made_up(
-    kind: str, tensor: TensorFacts, rng: np.random.Generator, spec: ModelSpec
-) -> NDArray[np.generic]:
+def _made_up(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: ModelSpec) -> Array:
     shape = tuple(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
-        dtype = np.dtype(tensor.dtype)
+        dtype = numpy_dtype(tensor.dtype)
     except TypeError:
-        dtype = np.dtype(object)
-    if dtype.kind not in "fiub":
         raise _refuse(
             spec,
             f"the input {tensor.name!r} is {tensor.dtype}, which cannot be made up.",
             "Give an .npz with an array for each input.",
-        )
-    if kind == "ones":
-        return np.ones(shape, dtype)
-    if kind == "zeros":
+        ) from None
+    if tensor.dtype == "string":
+        chosen = rng.integers(0, 2, shape) if spec.inputs == "random" else np.zeros(shape, int)
+        return np.array(_WORDS, dtype=object)[chosen]
+    if spec.inputs == "zeros":
         return np.zeros(shape, dtype)
-    if dtype.kind == "f":
+    if spec.inputs == "ones":
+        return np.ones(shape, dtype)
+    if is_float(dtype) or dtype.kind == "c":
         return np.asarray(rng.standard_normal(shape)).astype(dtype)
-    return np.asarray(rng.integers(0, 2, shape)).astype(dtype)
+    return np.asarray(rng.integers(0, max(min(bound, 2), 1), shape)).astype(dtype)
 
 
-def _from_npz(path: Path, spec: ModelSpec) -> Arrays:
+def _from_npz(path: Path, spec: ModelSpec) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            found = {name: file[name] for name in file.files}
     except (OSError, ValueError, AttributeError) as error:
         raise _refuse(spec, f"{path.name} is not an .npz of plain arrays: {error}.") from None
+    # NumPy's own strings are of a fixed length; ONNX Runtime wants Python's.
+    return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
 
 
-def _from_folder(path: Path, inputs: Sequence[TensorFacts], spec: ModelSpec) -> Arrays:
-    """ONNX's test data: ``input_<n>.pb`` by the name inside, or else for the n-th input."""
-    found: Arrays = {}
-    names = [each.name for each in inputs]
-    for file in sorted(path.glob("input_*.pb")):
+def _from_folder(
+    path: Path, what: str, tensors: Sequence[TensorFacts], spec: ModelSpec
+) -> dict[str, Array]:
+    """ONNX's test data: ``<what>_<n>.pb`` by the name inside, or else for the n-th tensor."""
+    found: dict[str, Array] = {}
+    names = [each.name for each in tensors]
+    for file in sorted(path.glob(f"{what}_*.pb")):
         try:
             tensor = onnx.load_tensor(file)
             array = onnx.numpy_helper.to_array(tensor)
         except Exception as error:
             raise _refuse(spec, f"{file.name} is not an ONNX tensor: {error}.") from None
-        number = file.stem.removeprefix("input_")
+        number = file.stem.removeprefix(f"{what}_")
+        if tensor.data_type == onnx.TensorProto.STRING:
+            array = np.array([s.decode() for s in tensor.string_data], object).reshape(array.shape)
         if tensor.name in names:
             found[tensor.name] = array
         elif number.isdigit() and int(number) < len(names):
@@ -85,9 +103,7 @@ def _from_folder(path: Path, inputs: Sequence[TensorFacts], spec: ModelSpec) -> 
     return found
 
 
-def _checked(
-    found: Mapping[str, NDArray[np.generic]], tensor: TensorFacts, path: Path, spec: ModelSpec
-) -> NDArray[np.generic]:
+def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: ModelSpec) -> Array:
     if tensor.name not in found:
         raise _refuse(
             spec,
@@ -95,14 +111,12 @@ def _checked(
             f"It has: {', '.join(sorted(found)) or 'none'}.",
         )
     array = found[tensor.name]
-    if array.dtype.name != tensor.dtype or not (
-        len(array.shape) == len(tensor.shape)
-        and all(
-            not isinstance(size, int) or size == given
-            for given, size in zip(array.shape, tensor.shape, strict=True)
-        )
-    ):
-        wanted = " x ".join(str(size) for size in tensor.shape)
+    fits = len(array.shape) == len(tensor.shape) and all(
+        not isinstance(size, int) or size == given
+        for given, size in zip(array.shape, tensor.shape, strict=True)
+    )
+    if array.dtype != numpy_dtype(tensor.dtype) or not fits:
+        wanted = " x ".join(str(size) for size in tensor.shape) or "no dimensions"
         raise _refuse(
             spec,
             f"{path.name} has {array.dtype.name} {list(array.shape)} for the input "

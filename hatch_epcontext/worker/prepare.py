@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 from hatch_epcontext.errors import ModelError, Problem
@@ -15,10 +14,17 @@ from hatch_epcontext.protocol import (
     InspectRequest,
     ModelFacts,
     ModelSpec,
+    PrepareReply,
+    PrepareRequest,
     TensorFacts,
 )
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.structure import at, suggestion
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.inputs import dummy_inputs
+from hatch_epcontext.worker.reference import check_outputs, constant, optimize, reference
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.tensors import Array, run
 
 
 def inspect(request: InspectRequest) -> InspectReply:
@@ -44,6 +50,8 @@ def _inspect(spec: ModelSpec, static_for: str) -> ModelFacts:
     problems = list(_unusable(inputs, spec, static_for))
     if problems:
         raise ModelError(*problems)
+    # Those that do not fit are to be told before anything is compiled.
+    feeds_for(model, spec)
     return ModelFacts(inputs, tuple(map(graph.facts, model.graph.output)), data)
 
 
@@ -74,6 +82,12 @@ def _words(tensor: TensorFacts) -> str:
     return " x ".join("?" if size is None else str(size) for size in tensor.shape)
 
 
+def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
+    """Dummy inputs for a model whose shapes are fixed, indices within what they index."""
+    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    return dummy_inputs(inputs, spec, graph.index_bounds(model.graph))
+
+
 def fix(model: onnx.ModelProto, spec: ModelSpec) -> None:
     """Freeze the constants, shapes and dims of ``spec`` in ``model``, in place.
 
@@ -94,19 +108,17 @@ def _unknown(key: str, name: str, what: str, known: list[str]) -> Problem:
 
 def _freeze(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
     by_name = {value.name: value for value in graph.inputs(main)}
-    for name, constant in spec.constants.items():
+    for name in spec.constants:
         key = f"{spec.key}.constants{at(name)}"
         if name not in by_name:
             yield _unknown(key, name, "input", list(by_name))
             continue
         facts = graph.facts(by_name[name])
         try:
-            array = np.asarray(constant, dtype=object if facts.dtype == "string" else facts.dtype)
+            array = constant(spec, by_name[name])
         except (TypeError, ValueError, OverflowError) as error:
             yield Problem(key, f"does not fit the input, which is {facts.dtype}: {error}.")
             continue
-        if len(facts.shape) != array.ndim and array.size == 1:
-            array = array.reshape([1] * len(facts.shape))
         if not _fits(array.shape, facts):
             yield Problem(
                 key, f"has the shape {list(array.shape)}, and the input has {_words(facts)}."
@@ -158,18 +170,54 @@ def _set_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
                     dim.dim_value = dims[dim.dim_param]
 
 
-def prepare(spec: ModelSpec, scratch: Path) -> Path:
-    """The path of a copy of the model in ``scratch``, with what ``spec`` fixes; the source is only read."""
+def prepare(request: PrepareRequest) -> PrepareReply:
+    """Write the request's model, fixed and folded, into its folder; the source is only read.
+
+    Raises ModelError when the model does not fit its configuration or cannot be run on the CPU, and
+    BuildError when what came out does not agree with the source: folding must not change a model.
+    """
+    spec, folder = request.model, Path(request.folder)
+    fixed = _fixed(spec, folder)
+    result = folder / f"{spec.name}.{request.folding}.onnx"
+    before = len(graph.compute_nodes(onnx.load(fixed, load_external_data=False).graph))
+    if request.folding == "onnxruntime":
+        optimize(fixed, result, LEVELS["basic"])
+    elif request.folding == "onnxslim":
+        import onnxslim
+
+        slim = folder / f"{spec.name}.slim.onnx"
+        onnx.save(onnxslim.slim(onnx.load(fixed)), slim)
+        optimize(slim, result, LEVELS["basic"])
+    else:
+        result = fixed
+    model = onnx.load(result, load_external_data=False)
+    if request.compare and request.folding != "none":
+        _compare(spec, result, model)
+    nodes = graph.compute_nodes(model.graph)
+    control = dict.fromkeys(node.op_type for node in nodes if node.op_type in _CONTROL_FLOW)
+    return PrepareReply(str(result), before, len(nodes), tuple(control))
+
+
+_CONTROL_FLOW = ("If", "Loop", "Scan")
+
+
+def _fixed(spec: ModelSpec, folder: Path) -> Path:
     source = Path(spec.path)
     model = graph.read(source, spec.key)
-    folder = scratch / spec.name
-    folder.mkdir()
     for name in graph.external_data(model, source.parent, spec.key):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         # Not a link: onnx refuses external data that is one, hard or symbolic.
         shutil.copyfile(source.parent / name, target)
     fix(model, spec)
-    prepared = folder / f"{spec.name}.onnx"
-    onnx.save(model, prepared)
-    return prepared
+    fixed = folder / f"{spec.name}.fixed.onnx"
+    onnx.save(model, fixed)
+    return fixed
+
+
+def _compare(spec: ModelSpec, prepared: Path, model: onnx.ModelProto) -> None:
+    feeds = feeds_for(model, spec)
+    outputs = run(open_session(prepared, cpu_options()), feeds)
+    # The order of additions may change, and nothing else.
+    tolerance = Tolerance(rtol=1e-2, atol=1e-3, cosine=0.999)
+    check_outputs(outputs, reference(spec, feeds), tolerance, spec, "the source model's")

@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.protocol import TargetSpec
-from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.providers import PROVIDERS, Product, Provider
 
 LEVELS = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -36,7 +36,23 @@ def options(target: TargetSpec, provider_options: Mapping[str, str]) -> ort.Sess
     return result
 
 
-def open_session(model: Path, session_options: ort.SessionOptions) -> ort.InferenceSession:
+def cpu_options() -> ort.SessionOptions:
+    """Session options for the CPU EP alone."""
+    result = ort.SessionOptions()
+    result.add_provider("CPUExecutionProvider", {})
+    return result
+
+
+def context_options(target: TargetSpec, product: Product) -> ort.SessionOptions:
+    """Session options to open an artifact with, as the loader does."""
+    result = options(target, target.load_options)
+    if product == "context":
+        # What would have to be compiled now was not compiled then.
+        result.add_session_config_entry("session.disable_model_compile", "1")
+    return result
+
+
+def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> ort.InferenceSession:
     """A session that stays with its EP: by default one that fails is replaced by the CPU's."""
     return ort.InferenceSession(model, session_options, enable_fallback=0)
 

@@ -11,10 +11,19 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.protocol import CompileReply, CompileRequest, ModelSpec, TargetSpec
+from hatch_epcontext.protocol import (
+    CompileReply,
+    CompileRequest,
+    Folding,
+    ModelSpec,
+    PrepareReply,
+    PrepareRequest,
+    TargetSpec,
+)
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import compile as compile_module
 from hatch_epcontext.worker.compile import compile_job
+from hatch_epcontext.worker.prepare import prepare
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, model, network, save, save_with_data, value
 
@@ -42,12 +51,25 @@ def target(
     )
 
 
-def compiled(path: Path, to: TargetSpec, tmp_path: Path) -> tuple[CompileReply, Path]:
-    made, scratch = tmp_path / "made", tmp_path / "scratch"
+def prepared(spec: ModelSpec, tmp_path: Path, folding: Folding = "onnxruntime") -> PrepareReply:
+    """The model of ``spec``, prepared in a folder of its own."""
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    return prepare(PrepareRequest(spec, folding, str(folder), True))
+
+
+def compile_request(spec: ModelSpec, to: TargetSpec, tmp_path: Path) -> CompileRequest:
+    """A request to compile the model of ``spec``, which is prepared as the target wants it."""
+    made = tmp_path / "made"
     made.mkdir()
-    scratch.mkdir()
+    reply = prepared(spec, tmp_path, "none" if to.optimization == "none" else "onnxruntime")
+    return CompileRequest((spec,), (reply.path,), to, str(made))
+
+
+def compiled(path: Path, to: TargetSpec, tmp_path: Path) -> tuple[CompileReply, Path]:
     spec = ModelSpec("a", str(path), "models[0]", {"batch": 1} if "batch" in path.name else {})
-    return compile_job(CompileRequest((spec,), to, str(made), str(scratch))), made
+    request = compile_request(spec, to, tmp_path)
+    return compile_job(request), Path(request.folder)
 
 
 @needs_qnn
@@ -82,7 +104,9 @@ def test_the_nodes_that_are_left_to_the_cpu_are_named(tmp_path: Path) -> None:
     coverage = reply.contexts[0].coverage
     assert coverage is not None
     assert (coverage.nodes, coverage.compiled, coverage.partitions) == (3, 2, 1)
-    assert [(node.name, node.op) for node in coverage.left] == [("where", "NonZero")]
+    (left,) = coverage.left
+    assert (left.name, left.op) == ("where", "NonZero")
+    assert left.reason == "the shape of its output 'y' depends on the data"
 
 
 @needs_qnn

@@ -135,6 +135,22 @@ def test_initializers_among_the_inputs_need_not_be_fed() -> None:
     assert [each.name for each in graph.inputs(made.graph)] == ["x"]
 
 
+def test_indices_are_bounded_by_what_they_index() -> None:
+    made = model(
+        [
+            helper.make_node("Cast", ["i"], ["wide"], to=TensorProto.INT64),
+            helper.make_node("Gather", ["table", "wide"], ["row"]),
+            helper.make_node("Gather", ["row", "j"], ["y"], axis=-1),
+        ],
+        [value("i", [1], TensorProto.INT32), value("j", [1], TensorProto.INT64)],
+        [value("y", ["a", "b"])],
+        [weights("table", 7, 3)],
+    )
+    assert graph.index_bounds(made.graph) == {"i": 7}
+    made.graph.value_info.append(value("row", [1, 3]))
+    assert graph.index_bounds(made.graph) == {"i": 7, "j": 3}
+
+
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [

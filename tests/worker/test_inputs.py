@@ -11,47 +11,73 @@ from hatch_epcontext.errors import ModelError
 from hatch_epcontext.protocol import ModelSpec, TensorFacts
 from hatch_epcontext.worker.inputs import dummy_inputs
 
-SPEC = ModelSpec("a", "a.onnx", "models[0]")
+
+def spec(inputs: object) -> ModelSpec:
+    return ModelSpec("a", "a.onnx", "models[0]", inputs=str(inputs))
+
+
 X = TensorFacts("x", "float32", (2, "n"))
 I = TensorFacts("i", "int64", (3,))  # noqa: E741
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint64", "bool"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "int4",
+        "int8",
+        "uint64",
+        "bool",
+    ],
+)
 def test_made_up_inputs_have_the_shape_and_dtype(dtype: str) -> None:
     tensor = TensorFacts("x", dtype, (2, 3))
     for kind in ("ones", "zeros", "random"):
-        array = dummy_inputs(kind, [tensor], SPEC)["x"]
+        array = dummy_inputs([tensor], spec(kind))["x"]
         assert (array.shape, array.dtype.name) == ((2, 3), dtype)
-    assert (dummy_inputs("ones", [tensor], SPEC)["x"] == 1).all()
-    assert (dummy_inputs("zeros", [tensor], SPEC)["x"] == 0).all()
+    assert (dummy_inputs([tensor], spec("ones"))["x"] == 1).all()
+    assert (dummy_inputs([tensor], spec("zeros"))["x"] == 0).all()
 
 
 def test_random_inputs_are_the_same_in_every_run_and_differ_by_input() -> None:
     tensors = [X, TensorFacts("z", "float32", (2, 1))]
-    one, two = (dummy_inputs("random", tensors, SPEC) for _ in range(2))
+    one, two = (dummy_inputs(tensors, spec("random")) for _ in range(2))
     assert np.array_equal(one["x"], two["x"])
     assert not np.array_equal(one["x"], one["z"])
 
 
 def test_random_integers_are_small_enough_to_be_indices() -> None:
-    array = dummy_inputs("random", [TensorFacts("i", "int64", (100,))], SPEC)["i"]
+    array = dummy_inputs([TensorFacts("i", "int64", (100,))], spec("random"))["i"]
     assert set(array.tolist()) == {0, 1}
 
 
 def test_an_open_dimension_counts_as_one() -> None:
-    assert dummy_inputs("ones", [X], SPEC)["x"].shape == (2, 1)
+    assert dummy_inputs([X], spec("ones"))["x"].shape == (2, 1)
 
 
-@pytest.mark.parametrize("dtype", ["string", "complex64", "bfloat16"])
-def test_what_cannot_be_made_up_has_to_be_given(dtype: str) -> None:
+def test_indices_stay_within_what_they_index() -> None:
+    array = dummy_inputs([I], spec("random"), {"i": 1})["i"]
+    assert array.tolist() == [0, 0, 0]
+
+
+def test_strings_are_words() -> None:
+    words = dummy_inputs([TensorFacts("s", "string", (20,))], spec("random"))["s"]
+    assert set(words.tolist()) == {"alpha", "beta"}
+
+
+def test_what_cannot_be_made_up_has_to_be_given() -> None:
     with pytest.raises(ModelError, match=r"models\[0\]\.inputs\n.*which cannot be made up"):
-        dummy_inputs("random", [TensorFacts("x", dtype, (1,))], SPEC)
+        dummy_inputs([TensorFacts("x", "sequence_type", (1,))], spec("random"))
 
 
 def test_inputs_from_an_npz(tmp_path: Path) -> None:
     path = tmp_path / "inputs.npz"
     np.savez(path, x=np.full((2, 7), 3, np.float32), i=np.arange(3), more=np.zeros(1))
-    arrays = dummy_inputs(str(path), [X, I], SPEC)
+    arrays = dummy_inputs([X, I], spec(path))
     assert arrays.keys() == {"x", "i"}
     assert arrays["x"].shape == (2, 7)
 
@@ -62,7 +88,7 @@ def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None
     onnx.save_tensor(second, tmp_path / "input_0.pb")
     onnx.save_tensor(first, tmp_path / "input_1.pb")
     onnx.save_tensor(first, tmp_path / "output_0.pb")
-    arrays = dummy_inputs(str(tmp_path), [X, I], SPEC)
+    arrays = dummy_inputs([X, I], spec(tmp_path))
     assert arrays["i"].tolist() == [0, 1, 2]
     assert arrays["x"].shape == (2, 2)
 
@@ -82,14 +108,14 @@ def test_arrays_that_do_not_fit_are_told(
     path = tmp_path / "inputs.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=what):
-        dummy_inputs(str(path), [X, I], SPEC)
+        dummy_inputs([X, I], spec(path))
 
 
 def test_a_file_that_is_no_npz_is_told(tmp_path: Path) -> None:
     path = tmp_path / "inputs.npz"
     path.write_text("text", encoding="utf-8")
     with pytest.raises(ModelError, match=r"is not an \.npz of plain arrays"):
-        dummy_inputs(str(path), [X], SPEC)
+        dummy_inputs([X], spec(path))
     (tmp_path / "input_0.pb").write_bytes(b"text")
     with pytest.raises(ModelError, match="is not an ONNX tensor"):
-        dummy_inputs(str(tmp_path), [X], SPEC)
+        dummy_inputs([X], spec(tmp_path))

@@ -5,13 +5,21 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxslim
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.errors import ModelError, Problem
-from hatch_epcontext.protocol import InspectRequest, ModelSpec
+from hatch_epcontext.errors import BuildError, ModelError, Problem
+from hatch_epcontext.protocol import (
+    FOLDINGS,
+    Folding,
+    InspectRequest,
+    ModelSpec,
+    PrepareReply,
+    PrepareRequest,
+)
 from hatch_epcontext.worker.prepare import fix, inspect, prepare
-from tests.models import model, network, save, save_with_data, value
+from tests.models import model, network, save, save_with_data, value, weights
 
 
 def two_inputs() -> onnx.ModelProto:
@@ -142,13 +150,108 @@ def test_every_models_problems_are_told_at_once(tmp_path: Path) -> None:
     assert [problem.where for problem in raised.value.problems] == ["bad", "bad"]
 
 
-def test_the_prepared_copy_has_its_data_and_the_source_is_as_it_was(tmp_path: Path) -> None:
+def run(
+    path: Path, tmp_path: Path, folding: Folding, compare: bool = True, **settings: Any
+) -> PrepareReply:
+    folder = tmp_path / f"prepared-{folding}"
+    folder.mkdir()
+    one = ModelSpec("a", str(path), "models[0]", **settings)
+    return prepare(PrepareRequest(one, folding, str(folder), compare))
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+def test_a_prepared_model_has_its_data_and_the_source_is_as_it_was(
+    tmp_path: Path, folding: Folding
+) -> None:
     source = save_with_data(network(), tmp_path / "models" / "a.onnx")
     before = source.read_bytes()
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    prepared = prepare(ModelSpec("a", str(source), "m", {"batch": 1}), scratch)
-    assert prepared.is_relative_to(scratch)
-    assert shapes(onnx.load(prepared))["x"] == [1, 1, 8, 8]
+    reply = run(source, tmp_path, folding, dims={"batch": 1})
+    assert Path(reply.path).is_relative_to(tmp_path / f"prepared-{folding}")
+    assert shapes(onnx.load(reply.path))["x"] == [1, 1, 8, 8]
+    assert (reply.nodes_before, reply.nodes, reply.control_flow) == (4, 4, ())
     assert source.read_bytes() == before
     assert sorted(path.name for path in source.parent.iterdir()) == ["a.onnx", "network.data"]
+
+
+def choosing() -> onnx.ModelProto:
+    """``y = x + w if rate == 16000 else relu(x)``, with ``w`` of the outer graph, and a ``Loop``."""
+    then = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["t"])], "then", [], [value("t", [2])]
+    )
+    other = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["e"])], "else", [], [value("e", [2])]
+    )
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["carried", "w"], ["sum"]),
+            helper.make_node("Identity", ["on"], ["on_"]),
+        ],
+        "body",
+        [
+            value("i", [], TensorProto.INT64),
+            value("on", [], TensorProto.BOOL),
+            value("carried", [2]),
+        ],
+        [value("on_", [], TensorProto.BOOL), value("sum", [2])],
+    )
+    return model(
+        [
+            helper.make_node("Equal", ["rate", "wanted"], ["c"]),
+            helper.make_node("If", ["c"], ["chosen"], then_branch=then, else_branch=other),
+            helper.make_node("Loop", ["times", "", "chosen"], ["y"], body=body),
+        ],
+        [value("x", [2]), value("rate", [], TensorProto.INT64)],
+        [value("y", [2])],
+        [
+            weights("w", 2),
+            numpy_helper.from_array(np.array(16000), "wanted"),
+            numpy_helper.from_array(np.array(3), "times"),
+        ],
+    )
+
+
+def test_a_frozen_condition_is_folded_away(tmp_path: Path) -> None:
+    path = save(choosing(), tmp_path / "a.onnx")
+    reply = run(path, tmp_path, "onnxruntime", constants={"rate": 16000})
+    assert reply.control_flow == ("Loop",)
+    assert run(path, tmp_path, "none", constants={"rate": 16000}).control_flow == ("If", "Loop")
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+def test_initializers_among_the_inputs(tmp_path: Path, folding: Folding) -> None:
+    made = model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [value("x", [1, 2]), value("w", [2, 2])],
+        [value("y", [1, 2])],
+        [weights("w", 2, 2)],
+        ir_version=3,
+    )
+    assert run(save(made, tmp_path / "a.onnx"), tmp_path, folding).nodes == 1
+
+
+@pytest.mark.parametrize("opset", [7, 11, 13, 18, 21])
+def test_opsets_old_and_new(tmp_path: Path, opset: int) -> None:
+    made = network(1)
+    made.opset_import[0].version = opset
+    path = save(made, tmp_path / "a.onnx")
+    for folding in FOLDINGS:
+        assert run(path, tmp_path, folding).nodes == 4
+
+
+def test_folding_must_not_change_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(made: onnx.ModelProto) -> onnx.ModelProto:
+        changed = numpy_helper.to_array(made.graph.initializer[2]) * 1.5
+        made.graph.initializer[2].CopyFrom(numpy_helper.from_array(changed, "dense"))
+        return made
+
+    monkeypatch.setattr(onnxslim, "slim", wrong)
+    path = save(network(1), tmp_path / "a.onnx")
+    with pytest.raises(BuildError, match="disagrees with the source model's"):
+        run(path, tmp_path, "onnxslim")
+
+
+def test_inputs_that_do_not_fit_are_told_on_inspection(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    np.savez(tmp_path / "inputs.npz", z=np.zeros(1))
+    with pytest.raises(ModelError, match="has no array for the input 'x'"):
+        inspect(request_for(path, inputs=str(tmp_path / "inputs.npz")))

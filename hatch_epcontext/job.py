@@ -1,0 +1,328 @@
+"""One job, from its fingerprint to its proof: cache, preparation, compiling, measuring, validation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from hatch_epcontext.artifact import (
+    Artifact,
+    Preparation,
+    Proof,
+    Record,
+    Times,
+    link_or_copy,
+    record_files,
+)
+from hatch_epcontext.cache import Cache
+from hatch_epcontext.config import Model
+from hatch_epcontext.errors import BuildError, ModelError, Problem
+from hatch_epcontext.fingerprint import FORMAT, file_sha256, fingerprint
+from hatch_epcontext.plan import Job, distributions, model_spec, target_spec
+from hatch_epcontext.process import call
+from hatch_epcontext.protocol import (
+    FOLDINGS,
+    CompileReply,
+    CompileRequest,
+    Context,
+    Coverage,
+    Folding,
+    MeasureReply,
+    MeasureRequest,
+    ModelFacts,
+    NodeFacts,
+    PrepareReply,
+    PrepareRequest,
+    ValidateReply,
+    ValidateRequest,
+)
+
+MOST_NODES = 10
+"""How many of the nodes left to the CPU a message names."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source model as this build found it."""
+
+    model: Model
+    facts: ModelFacts
+    sha256: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the model's file and its external data."""
+        folder = self.model.path.parent
+        names = (self.model.path.name, *self.facts.external_data)
+        return sum((folder / name).stat().st_size for name in names)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A job that is done: its artifact, and the proof of each of its models."""
+
+    job: Job
+    artifact: Artifact
+    proofs: Mapping[str, Proof]
+    cached: bool
+
+
+@dataclass(frozen=True)
+class JobRunner:
+    """Runs jobs of one build; ``versions`` are of all that is installed for it, ``timeout`` in seconds."""
+
+    sources: Mapping[str, Source]
+    versions: Mapping[str, str]
+    cache: Cache
+    staging: Path
+    timeout: float
+
+    def run(self, job: Job) -> Built:
+        """Take the job's artifact from the cache or make it, and prove it.
+
+        Raises BuildError with what is wrong with the job.
+        """
+        scratch = self.staging / "jobs" / job.folder
+        scratch.mkdir(parents=True)
+        key = self._fingerprint(job)
+        artifact = self.cache.get(key)
+        cached = artifact is not None
+        if artifact is None:
+            artifact = self._compile(job, key, scratch)
+        for context in artifact.record.contexts:
+            _check_coverage(job, context)
+        proofs = {
+            context.model: self._prove(job, model, artifact, context, scratch)
+            for model, context in zip(job.models, artifact.record.contexts, strict=True)
+        }
+        return Built(job, artifact, proofs, cached)
+
+    def _fingerprint(self, job: Job) -> str:
+        spec = target_spec(job.target)
+        models = [
+            (
+                self.sources[model.name].sha256,
+                {
+                    "name": model.name,
+                    "dims": model.dims,
+                    "shapes": model.shapes,
+                    "constants": model.constants,
+                },
+            )
+            for model in job.models
+        ]
+        target = {
+            "provider": spec.provider,
+            "provider_options": spec.provider_options,
+            "session_options": spec.session_options,
+            "optimization": spec.optimization,
+            "embed": spec.embed,
+        }
+        return fingerprint(models, target, self._versions(job))
+
+    def _versions(self, job: Job) -> dict[str, str]:
+        relevant = distributions(job.target)
+        return {name: v for name, v in self.versions.items() if name in relevant}
+
+    def _compile(self, job: Job, key: str, scratch: Path) -> Artifact:
+        start = time.monotonic()
+        prepared = [self._prepare(job, model, scratch) for model in job.models]
+        prepare_seconds = time.monotonic() - start
+        made = scratch / "artifact"
+        made.mkdir()
+        request = CompileRequest(
+            models=tuple(map(model_spec, job.models)),
+            prepared=tuple(path for path, _ in prepared),
+            target=target_spec(job.target),
+            folder=str(made),
+        )
+        reply: CompileReply = call(
+            request, scratch / "compile", where=job.where, timeout=self.timeout
+        )
+        # Hashed before anything else comes near them.
+        files = record_files(made)
+        times = Times(prepare_seconds, reply.seconds)
+        record = Record(
+            reply.product,
+            tuple(preparation for _, preparation in prepared),
+            reply.contexts,
+            files,
+            self._versions(job),
+            self._measured(job, request, reply, times, scratch),
+        )
+        return self.cache.store(key, made, record)
+
+    def _prepare(self, job: Job, model: Model, scratch: Path) -> tuple[str, Preparation]:
+        """The prepared model and how it came about: by the strongest way that works.
+
+        One that leaves control flow is taken only when no gentler one does better: most EPs compile
+        none.
+        """
+        failed: list[str] = []
+        best: tuple[PrepareReply, Folding] | None = None
+        error: BuildError | None = None
+        foldings = FOLDINGS if job.target.optimization != "none" else FOLDINGS[-1:]
+        for folding in foldings:
+            folder = scratch / f"prepared-{model.name}-{folding}"
+            folder.mkdir()
+            compare = model.tolerance is not False
+            request = PrepareRequest(model_spec(model), folding, str(folder), compare)
+            where = f"{job.where}: preparation"
+            try:
+                reply: PrepareReply = call(
+                    request,
+                    scratch / f"prepare-{model.name}-{folding}",
+                    where=where,
+                    timeout=self.timeout,
+                )
+            except ModelError:
+                raise
+            except BuildError as failure:
+                error = failure
+                failed += [f"{folding}: {problem.what}" for problem in failure.problems]
+                continue
+            if best is None or len(reply.control_flow) < len(best[0].control_flow):
+                best = reply, folding
+            if not best[0].control_flow:
+                break
+        if best is None:
+            assert error is not None
+            raise error
+        reply, folding = best
+        return reply.path, Preparation(
+            folding, reply.nodes_before, reply.nodes, reply.control_flow, tuple(failed)
+        )
+
+    def _measured(
+        self, job: Job, compiled: CompileRequest, reply: CompileReply, times: Times, scratch: Path
+    ) -> Times:
+        """``times`` with those of loading, for jobs of one model that can be run here."""
+        if not _can_run(job):
+            return replace(
+                times, unmeasured=f"{job.target.provider.ep} cannot run its contexts here"
+            )
+        request = MeasureRequest(
+            compiled.prepared[0], compiled.target, reply.product, reply.contexts[0], compiled.folder
+        )
+        try:
+            measured: MeasureReply = call(
+                request, scratch / "measure", where=job.where, timeout=self.timeout
+            )
+        except BuildError as error:
+            return replace(times, unmeasured="; ".join(p.what for p in error.problems))
+        return replace(times, load_source=measured.load_source, load_context=measured.load_context)
+
+    def _prove(
+        self, job: Job, model: Model, artifact: Artifact, context: Context, scratch: Path
+    ) -> Proof:
+        how = _how(job, model)
+        if how != "run":
+            return Proof(how)
+        tolerance = model.tolerance_for(job.target.provider)
+        key = json.dumps(
+            {
+                "format": FORMAT,
+                "model": model.name,
+                "inputs": _inputs_digest(model.inputs),
+                "tolerance": asdict(tolerance) if tolerance else None,
+                "load_options": job.target.load_options,
+            },
+            sort_keys=True,
+        )
+        if proof := self.cache.proof(artifact, key):
+            return proof
+        moved = scratch / f"moved-{model.name}"
+        shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
+        request = ValidateRequest(
+            model_spec(model),
+            target_spec(job.target),
+            artifact.record.product,
+            context,
+            str(moved),
+            tolerance,
+        )
+        reply: ValidateReply = call(
+            request,
+            scratch / f"validate-{model.name}",
+            where=f"{job.where}: validation",
+            timeout=self.timeout,
+        )
+        shutil.rmtree(moved)
+        proof = Proof("run", reply.agreements)
+        self.cache.keep_proof(artifact, key, proof)
+        return proof
+
+
+def _how(job: Job, model: Model) -> str:
+    if model.validate is False:
+        return "none"
+    if model.validate == "structure":
+        return "structure"
+    if _can_run(job):
+        return "run"
+    if model.validate == "require":
+        raise BuildError(
+            Problem(
+                f"{job.where}: validation",
+                f"{job.target.provider.ep} cannot run its contexts on this machine "
+                f'({sys.platform}, {platform.machine()}), and validate is "require".',
+                f'Build elsewhere, or take "auto" in {model.key}.validate: it checks the structure.',
+            )
+        )
+    return "structure"
+
+
+def _can_run(job: Job) -> bool:
+    return job.target.provider.runs_on(sys.platform, platform.machine())
+
+
+def _inputs_digest(inputs: str) -> str:
+    path = Path(inputs)
+    if path.is_file():
+        return file_sha256(path)
+    if path.is_dir():
+        return hashlib.sha256(
+            json.dumps({n: f.sha256 for n, f in record_files(path).items()}).encode()
+        ).hexdigest()
+    return inputs
+
+
+def _check_coverage(job: Job, context: Context) -> None:
+    coverage = context.coverage
+    if coverage is None or coverage.share >= job.target.min_coverage:
+        return
+    named = [_named(node) for node in coverage.left[:MOST_NODES]]
+    more = len(coverage.left) - len(named)
+    raise BuildError(
+        Problem(
+            job.where,
+            f"{job.target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
+            f"({coverage.share:.1%}), and min-coverage is {job.target.min_coverage:.1%}. "
+            f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
+            _way_out(coverage, job),
+        )
+    )
+
+
+def _way_out(coverage: Coverage, job: Job) -> str:
+    if any(node.reason for node in coverage.left):
+        return (
+            "Shapes that depend on the data are not for an EP that wants fixed ones: cut the model "
+            "before them, freeze more with constants, or lower min-coverage."
+        )
+    return (
+        f"{job.target.provider.ep} lacks these operators, or takes them only with other types or "
+        "attributes: change the model there, or lower min-coverage."
+    )
+
+
+def _named(node: NodeFacts) -> str:
+    reason = f" ({node.reason})" if node.reason else ""
+    return f"{node.op} {node.name}".rstrip() + reason

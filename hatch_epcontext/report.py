@@ -1,0 +1,124 @@
+"""What a build came to: in one line for each job, and in full as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import hatch_epcontext
+from hatch_epcontext.artifact import FileRecord, Preparation, Proof, Times
+from hatch_epcontext.job import Built, Source
+from hatch_epcontext.protocol import Coverage
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model of a job. ``source_size``: bytes of the source and its external data."""
+
+    model: str
+    source_sha256: str
+    source_size: int
+    preparation: Preparation
+    coverage: Coverage | None
+    validation: Proof
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """One job. ``size``: bytes of all its ``files``; times are of the build that compiled it."""
+
+    target: str
+    provider: str
+    cached: bool
+    models: tuple[ModelReport, ...]
+    times: Times
+    speedup: float | None
+    size: int
+    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All jobs of a build."""
+
+    generator: str
+    jobs: tuple[JobReport, ...]
+
+
+def make(sources: Iterable[Source], built: Iterable[Built]) -> Report:
+    """The report of a build: what the manifest says, and what it must not say, the times."""
+    by_name = {source.model.name: source for source in sources}
+    return Report(
+        f"hatch-epcontext {hatch_epcontext.__version__}",
+        tuple(_job(done, by_name) for done in built),
+    )
+
+
+def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
+    record = built.artifact.record
+    times = record.times
+    models = zip(built.job.models, record.preparations, record.contexts, strict=True)
+    return JobReport(
+        target=built.job.target.name,
+        provider=built.job.target.provider.name,
+        cached=built.cached,
+        models=tuple(
+            ModelReport(
+                model.name,
+                sources[model.name].sha256,
+                sources[model.name].size,
+                preparation,
+                context.coverage,
+                built.proofs[model.name],
+            )
+            for model, preparation, context in models
+        ),
+        times=times,
+        speedup=times.load_source / times.load_context
+        if times.load_source and times.load_context
+        else None,
+        size=built.artifact.size,
+        files=record.files,
+        versions=record.versions,
+    )
+
+
+def describe(built: Built) -> str:
+    """A finished job in one line."""
+    record = built.artifact.record
+    parts = [f"{built.job.where} ({built.job.target.provider.name})"]
+    for preparation, context in zip(record.preparations, record.contexts, strict=True):
+        if preparation.failed:
+            parts.append(f"prepared with {preparation.folding} ({'; '.join(preparation.failed)})")
+        if (coverage := context.coverage) is None:
+            parts.append("optimized graph")
+        else:
+            contexts = "context" if coverage.partitions == 1 else "contexts"
+            parts.append(
+                f"{coverage.compiled}/{coverage.nodes} nodes in {coverage.partitions} {contexts}"
+            )
+        parts.append(_told(built.proofs[context.model]))
+    parts.append(_size(built.artifact.size))
+    parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
+    return f"{parts[0]}: {', '.join(parts[1:])}"
+
+
+def _told(proof: Proof) -> str:
+    if proof.how == "none":
+        return "NOT validated (validate = false)"
+    if proof.how == "structure":
+        return "structure checked, NOT run"
+    if not proof.agreements:
+        return "ran, outputs finite, not compared"
+    furthest = max(agreement.max_abs for agreement in proof.agreements)
+    cosine = f"cosine {proof.cosine:.5f}, " if proof.cosine is not None else ""
+    return f"ran and agrees with the CPU ({cosine}at most {furthest:.2g} apart)"
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,0 +1,150 @@
+"""Arrays of every ONNX dtype: made up, fed to a session, and compared."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.protocol import Agreement
+from hatch_epcontext.providers import Tolerance
+
+Array = NDArray[np.generic]
+Arrays = Mapping[str, Array]
+
+NOISE = 0.01
+"""The part of ``atol`` that an output may be off on the average, whatever its direction: with the
+0.05 of an EP that computes in float16, that is the rounding of a value near 1."""
+
+_STRING = np.dtype(object)
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """The NumPy dtype of a `TensorFacts` dtype, ml_dtypes' for those that NumPy lacks.
+
+    Raises TypeError when there is none.
+    """
+    if name == "string":
+        return _STRING
+    if hasattr(ml_dtypes, name):
+        name = getattr(ml_dtypes, name)
+    dtype: np.dtype[np.generic] = np.dtype(name)
+    return dtype
+
+
+def is_float(dtype: np.dtype[np.generic]) -> bool:
+    """Whether ``dtype`` is a floating-point type, ml_dtypes' included."""
+    # Its integers of four bits and fewer are of the kind "V" as well.
+    return dtype.kind == "f" or (dtype.kind == "V" and "int" not in dtype.name)
+
+
+def run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, Array]:
+    """The outputs of ``session`` by name, of every dtype that ONNX Runtime runs."""
+    names = [output.name for output in session.get_outputs()]
+    natural = all(array.dtype.kind != "V" for array in feeds.values())
+    if natural and not any(_is_exotic(output.type) for output in session.get_outputs()):
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+    values = {name: _to_value(array) for name, array in feeds.items()}
+    outputs = session.run_with_ort_values(names, values)
+    return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
+
+
+def _is_exotic(type_: str) -> bool:
+    """Whether ONNX Runtime gives a tensor of ``type_``, such as "tensor(bfloat16)", no NumPy array."""
+    return "bfloat16" in type_ or "float8" in type_ or "int4" in type_
+
+
+def _to_value(array: Array) -> ort.OrtValue:
+    if array.dtype.kind != "V":
+        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+    raw = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+    elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, elem_type)
+
+
+def _to_array(value: ort.OrtValue) -> Array:
+    if not _is_exotic(value.data_type()):
+        array: Array = value.numpy()
+        return array
+    name = value.data_type().removeprefix("tensor(").removesuffix(")")
+    dtype = np.dtype(getattr(ml_dtypes, name.replace("float8", "float8_")))
+    count = int(np.prod(value.shape()))
+    raw = ctypes.string_at(value.data_ptr(), count * dtype.itemsize)
+    made: Array = np.frombuffer(raw, dtype).reshape(value.shape())
+    return made
+
+
+def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
+    """Raise BuildError for NaN and Inf, unless ``reference`` has them in the same place.
+
+    With a reference, outputs that it does not have are left out.
+    """
+    problems = []
+    for name, output in outputs.items():
+        if not is_float(output.dtype) or (reference and name not in reference):
+            continue
+        bad = ~np.isfinite(output.astype(np.float64))
+        if name in reference and reference[name].shape == output.shape:
+            bad &= np.isfinite(reference[name].astype(np.float64))
+        if bad.any():
+            where = " where the CPU has none." if name in reference else "."
+            what = f"the output {name!r} has NaN or Inf in {int(bad.sum())} of {bad.size} places{where}"
+            problems.append(Problem("", what))
+    if problems:
+        raise BuildError(*problems)
+
+
+def compare(name: str, output: Array, reference: Array, tolerance: Tolerance) -> Agreement:
+    """How near ``output`` is to ``reference``; places where either is not finite are left out.
+
+    Strings and booleans are equal or not. Raises BuildError when they differ in shape.
+    """
+    if output.shape != reference.shape:
+        raise BuildError(
+            Problem(
+                "",
+                f"the output {name!r} has the shape {list(output.shape)}, and "
+                f"{list(reference.shape)} on the CPU.",
+            )
+        )
+    a, b = _numbers(output, reference)
+    if not a.size:
+        return Agreement(name, 0.0, 1.0)
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    # Without a direction there is nothing to compare: all zeros agree with all zeros only.
+    cosine = float(a @ b) / norms if norms else float(np.array_equal(a, b))
+    error = np.abs(a - b)
+    rounding = float(np.sqrt((error**2).mean())) <= NOISE * _atol(b, tolerance)
+    told = None if rounding and cosine < tolerance.cosine else min(cosine, 1.0)
+    return Agreement(name, float(error.max()), told)
+
+
+def within(output: Array, reference: Array, agreement: Agreement, tolerance: Tolerance) -> bool:
+    """Whether ``output`` is as near to ``reference`` as ``tolerance`` wants."""
+    a, b = _numbers(output, reference)
+    if not a.size:
+        return True
+    if (np.abs(a - b) > _atol(b, tolerance) + tolerance.rtol * np.abs(b)).any():
+        return False
+    return agreement.cosine is None or agreement.cosine >= tolerance.cosine
+
+
+def _atol(reference: NDArray[np.float64], tolerance: Tolerance) -> float:
+    return tolerance.atol * max(1.0, float(np.abs(reference).max()))
+
+
+def _numbers(output: Array, reference: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    if reference.dtype == _STRING:
+        # As numbers, equal strings are 1 and 1, and different ones 0 and 1.
+        ones = np.ones(reference.size)
+        return (output.ravel() == reference.ravel()).astype(np.float64), ones
+    a = np.asarray(output, dtype=np.float64).ravel()
+    b = np.asarray(reference, dtype=np.float64).ravel()
+    finite = np.isfinite(a) & np.isfinite(b)
+    return a[finite], b[finite]
