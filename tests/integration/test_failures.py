@@ -142,7 +142,9 @@ def test_a_provider_that_is_not_installed(
     python = fresh.executable("python")
     told = workshop.failure(python)
     assert "lacks what the targets are compiled with: onnxruntime>=1.23 (is not installed)" in told
-    assert '-m pip install "onnxruntime>=1.23" "onnx>=1.17" "numpy>=1.26"' in told
+    assert (
+        '-m pip install "onnxruntime>=1.23" "onnx>=1.17" "onnxslim>=0.1.80" "numpy>=1.26"' in told
+    )
 
 
 def test_a_worker_that_dies(workshop: Workshop) -> None:

@@ -22,17 +22,7 @@ I = TensorFacts("i", "int64", (3,))  # noqa: E741
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        "bfloat16",
-        "float16",
-        "float32",
-        "float64",
-        "float8_e4m3fn",
-        "int4",
-        "int8",
-        "uint64",
-        "bool",
-    ],
+    "float64 float32 float16 bfloat16 float8_e4m3fn int8 uint64 int4 bool".split(),  # noqa: SIM905
 )
 def test_made_up_inputs_have_the_shape_and_dtype(dtype: str) -> None:
     tensor = TensorFacts("x", dtype, (2, 3))
