@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ import hatch_epcontext
 from hatch_epcontext.artifact import FileRecord, Preparation, Proof, Times
 from hatch_epcontext.job import Built, Source
 from hatch_epcontext.protocol import Coverage
+
+MOST_WORDS = 90
+"""Characters of a failed preparation's message that a line has room for; the report has all."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ def describe(built: Built) -> str:
     parts = [f"{built.job.where} ({built.job.target.provider.name})"]
     for preparation, context in zip(record.preparations, record.contexts, strict=True):
         if preparation.failed:
-            parts.append(f"prepared with {preparation.folding} ({'; '.join(preparation.failed)})")
+            failed = "; ".join(_short(failure) for failure in preparation.failed)
+            parts.append(f"prepared with {preparation.folding} ({failed})")
         if (coverage := context.coverage) is None:
             parts.append("optimized graph")
         else:
@@ -102,6 +107,10 @@ def describe(built: Built) -> str:
     parts.append(_size(built.artifact.size))
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
     return f"{parts[0]}: {', '.join(parts[1:])}"
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text.rstrip("."), MOST_WORDS, placeholder=" ...")
 
 
 def _told(proof: Proof) -> str:

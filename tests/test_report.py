@@ -47,10 +47,12 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
 def test_another_way_of_preparing_is_told_with_what_failed(
     project: Path, artifact: Artifact
 ) -> None:
-    prepared = Preparation("onnxslim", 5, 4, (), ("onnxruntime: the worker crashed with SIGSEGV.",))
+    prepared = Preparation(
+        "onnxslim", 5, 4, (), ("onnxruntime: the worker\ncrashed with SIGSEGV.",)
+    )
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
     artifact = dataclasses.replace(artifact, record=record)
     (built,) = resulting(configured(project), artifact).built
-    assert "prepared with onnxslim (onnxruntime: the worker crashed with SIGSEGV.)" in describe(
+    assert "prepared with onnxslim (onnxruntime: the worker crashed with SIGSEGV)" in describe(
         built
     )

@@ -64,11 +64,15 @@ def _compile(prepared: Path, result: Path, target: TargetSpec) -> None:
     except Exception as error:
         if "Unable to compile any nodes" not in str(error):
             raise
+        control = graph.control_flow(onnx.load(prepared, load_external_data=False).graph)
+        inside = f" It has {' and '.join(control)}, which few EPs compile." if control else ""
         raise BuildError(
             Problem(
                 "",
-                f"{provider.ep} compiled no node of the model.",
-                "See that its provider-options name a chip that it knows, and that it has the "
+                f"{provider.ep} compiled no node of the model.{inside}",
+                "Freeze with constants what they depend on, or take them out of the model."
+                if control
+                else "See that its provider-options name a chip that it knows, and that it has the "
                 "model's operators.",
             )
         ) from error

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from hatch_epcontext.errors import ModelError, Problem
@@ -64,6 +65,12 @@ def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """The nodes of ``graph``, nested ones too, that compute something."""
     return [node for node in nodes(graph) if node.op_type != "Constant"]
+
+
+def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """The operators in ``graph`` that choose or repeat other graphs, each once."""
+    found = (node.op_type for node in nodes(graph) if node.op_type in ("If", "Loop", "Scan"))
+    return tuple(dict.fromkeys(found))
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -130,8 +137,13 @@ _SAME_VALUES = frozenset(
 
 
 def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
-    """For each input whose values are used as indices: the size of the smallest axis that they index."""
-    sizes = {tensor.name: list(tensor.dims) for tensor in main.initializer}
+    """For each input whose values choose among things: how many there are, the least if in several ways.
+
+    By an index (``Gather``, ``GatherElements``), or by being one of a range (``OneHot``, or ``Equal``
+    with a stored range, as exporters write it).
+    """
+    stored = {tensor.name: tensor for tensor in main.initializer}
+    sizes = {name: list(tensor.dims) for name, tensor in stored.items()}
     for value in (*main.input, *main.value_info):
         sizes.setdefault(value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim])
     origin = {value.name: value.name for value in main.input}
@@ -139,14 +151,35 @@ def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
     for node in main.node:
         if node.op_type in _SAME_VALUES and node.input and node.input[0] in origin:
             origin.update(dict.fromkeys(node.output, origin[node.input[0]]))
-        if node.op_type not in ("Gather", "GatherElements") or node.input[1] not in origin:
-            continue
+        for chosen, among in _choices(node, stored, sizes):
+            if chosen in origin and among > 0:
+                name = origin[chosen]
+                bounds[name] = min(bounds.get(name, among), among)
+    return bounds
+
+
+def _choices(
+    node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], sizes: dict[str, list[int]]
+) -> Iterator[tuple[str, int]]:
+    """The values that choose in ``node``, each with among how many."""
+    if node.op_type in ("Gather", "GatherElements"):
         axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
         shape = sizes.get(node.input[0], [])
-        if -len(shape) <= axis < len(shape) and shape[axis] > 0:
-            name = origin[node.input[1]]
-            bounds[name] = min(bounds.get(name, shape[axis]), shape[axis])
-    return bounds
+        if -len(shape) <= axis < len(shape):
+            yield node.input[1], shape[axis]
+    elif node.op_type == "OneHot" and node.input[1] in stored:
+        yield node.input[0], int(_stored(stored[node.input[1]]).max())
+    elif node.op_type == "Equal":
+        for chosen, range_ in (node.input, reversed(node.input)):
+            if range_ in stored and max(sizes[range_], default=1) > 1:
+                yield chosen, int(_stored(stored[range_]).max()) + 1
+
+
+def _stored(tensor: onnx.TensorProto) -> NDArray[np.float64]:
+    # What is in another file is not read: such ranges are small.
+    if uses_external_data(tensor):
+        return np.zeros(1)
+    return np.asarray(onnx.numpy_helper.to_array(tensor), np.float64)
 
 
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:

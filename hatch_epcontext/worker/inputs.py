@@ -23,8 +23,8 @@ def dummy_inputs(
 ) -> dict[str, Array]:
     """An array for each of ``inputs``, of its shape and dtype, as ``spec.inputs`` says.
 
-    ``"ones"``, ``"zeros"``, ``"random"`` (the same in every run: floats are normal, booleans and
-    integers 0 or 1, and integers below their bound in ``bounds``, strings one of two words; open
+    ``"ones"``, ``"zeros"``, ``"random"`` (the same in every run: floats are normal, integers
+    below their bound in ``bounds`` or else 0 or 1 like booleans, strings one of two words; open
     dimensions count as 1), or the path of an ``.npz`` or of a folder with ``input_*.pb``. Raises
     ModelError when the file does not hold what the model takes, or a dtype cannot be made up.
     """
@@ -68,7 +68,7 @@ def _made_up(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: Mo
         return np.ones(shape, dtype)
     if is_float(dtype) or dtype.kind == "c":
         return np.asarray(rng.standard_normal(shape)).astype(dtype)
-    return np.asarray(rng.integers(0, max(min(bound, 2), 1), shape)).astype(dtype)
+    return np.asarray(rng.integers(0, max(bound, 1), shape)).astype(dtype)
 
 
 def _from_npz(path: Path, spec: ModelSpec) -> dict[str, Array]:

@@ -193,12 +193,8 @@ def prepare(request: PrepareRequest) -> PrepareReply:
     model = onnx.load(result, load_external_data=False)
     if request.compare and request.folding != "none":
         _compare(spec, result, model)
-    nodes = graph.compute_nodes(model.graph)
-    control = dict.fromkeys(node.op_type for node in nodes if node.op_type in _CONTROL_FLOW)
-    return PrepareReply(str(result), before, len(nodes), tuple(control))
-
-
-_CONTROL_FLOW = ("If", "Loop", "Scan")
+    nodes = len(graph.compute_nodes(model.graph))
+    return PrepareReply(str(result), before, nodes, graph.control_flow(model.graph))
 
 
 def _fixed(spec: ModelSpec, folder: Path) -> Path:

