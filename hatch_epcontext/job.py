@@ -23,6 +23,7 @@ from hatch_epcontext.artifact import (
 )
 from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import Model
+from hatch_epcontext.coverage import check_coverage
 from hatch_epcontext.errors import BuildError, ModelError, Problem
 from hatch_epcontext.fingerprint import FORMAT, file_sha256, fingerprint
 from hatch_epcontext.plan import Job, distributions, model_spec, target_spec
@@ -32,20 +33,15 @@ from hatch_epcontext.protocol import (
     CompileReply,
     CompileRequest,
     Context,
-    Coverage,
     Folding,
     MeasureReply,
     MeasureRequest,
     ModelFacts,
-    NodeFacts,
     PrepareReply,
     PrepareRequest,
     ValidateReply,
     ValidateRequest,
 )
-
-MOST_NODES = 10
-"""How many of the nodes left to the CPU a message names."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class JobRunner:
         if artifact is None:
             artifact = self._compile(job, key, scratch)
         for context in artifact.record.contexts:
-            _check_coverage(job, context)
+            check_coverage(context.coverage, job.target, job.where)
         proofs = {
             context.model: self._prove(job, model, artifact, context, scratch)
             for model, context in zip(job.models, artifact.record.contexts, strict=True)
@@ -157,48 +153,56 @@ class JobRunner:
             self._versions(job),
             self._measured(job, request, reply, times, scratch),
         )
-        return self.cache.store(key, made, record)
+        artifact = self.cache.store(key, made, record)
+        # Copies of whole models, of which a build may have many.
+        for folder in scratch.glob("prepared-*"):
+            shutil.rmtree(folder)
+        return artifact
 
     def _prepare(self, job: Job, model: Model, scratch: Path) -> tuple[str, Preparation]:
         """The prepared model and how it came about: by the strongest way that works.
 
-        One that leaves control flow is taken only when no gentler one does better: most EPs compile
-        none.
+        One that leaves control flow, of which EPs with fixed shapes compile none, gives way to another
+        that leaves less.
         """
-        failed: list[str] = []
-        best: tuple[PrepareReply, Folding] | None = None
-        error: BuildError | None = None
-        foldings = FOLDINGS if job.target.optimization != "none" else FOLDINGS[-1:]
-        for folding in foldings:
-            folder = scratch / f"prepared-{model.name}-{folding}"
-            folder.mkdir()
-            compare = model.tolerance is not False
-            request = PrepareRequest(model_spec(model), folding, str(folder), compare)
-            where = f"{job.where}: preparation"
+        best: tuple[Folding, PrepareReply] | None = None
+        failures: list[tuple[Folding, BuildError]] = []
+        for folding in FOLDINGS if job.target.optimization != "none" else FOLDINGS[-1:]:
+            if best is not None and folding == "none":
+                break
             try:
-                reply: PrepareReply = call(
-                    request,
-                    scratch / f"prepare-{model.name}-{folding}",
-                    where=where,
-                    timeout=self.timeout,
-                )
+                reply = self._fold(job, model, folding, scratch)
             except ModelError:
                 raise
-            except BuildError as failure:
-                error = failure
-                failed += [f"{folding}: {problem.what}" for problem in failure.problems]
+            except BuildError as error:
+                failures.append((folding, error))
                 continue
-            if best is None or len(reply.control_flow) < len(best[0].control_flow):
-                best = reply, folding
-            if not best[0].control_flow:
+            if best is None or len(reply.control_flow) < len(best[1].control_flow):
+                best = folding, reply
+            if not (best[1].control_flow and job.target.provider.static_shapes):
                 break
         if best is None:
-            assert error is not None
-            raise error
-        reply, folding = best
+            raise failures[-1][1]
+        folding, reply = best
         return reply.path, Preparation(
-            folding, reply.nodes_before, reply.nodes, reply.control_flow, tuple(failed)
+            folding,
+            reply.nodes_before,
+            reply.nodes,
+            reply.control_flow,
+            tuple(f"{name}: {p.what}" for name, error in failures for p in error.problems),
         )
+
+    def _fold(self, job: Job, model: Model, folding: Folding, scratch: Path) -> PrepareReply:
+        folder = scratch / f"prepared-{model.name}-{folding}"
+        folder.mkdir()
+        compare = model.tolerance is not False
+        reply: PrepareReply = call(
+            PrepareRequest(model_spec(model), folding, str(folder), compare),
+            scratch / f"prepare-{model.name}-{folding}",
+            where=f"{job.where}: preparation",
+            timeout=self.timeout,
+        )
+        return reply
 
     def _measured(
         self, job: Job, compiled: CompileRequest, reply: CompileReply, times: Times, scratch: Path
@@ -292,37 +296,3 @@ def _inputs_digest(inputs: str) -> str:
             json.dumps({n: f.sha256 for n, f in record_files(path).items()}).encode()
         ).hexdigest()
     return inputs
-
-
-def _check_coverage(job: Job, context: Context) -> None:
-    coverage = context.coverage
-    if coverage is None or coverage.share >= job.target.min_coverage:
-        return
-    named = [_named(node) for node in coverage.left[:MOST_NODES]]
-    more = len(coverage.left) - len(named)
-    raise BuildError(
-        Problem(
-            job.where,
-            f"{job.target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
-            f"({coverage.share:.1%}), and min-coverage is {job.target.min_coverage:.1%}. "
-            f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
-            _way_out(coverage, job),
-        )
-    )
-
-
-def _way_out(coverage: Coverage, job: Job) -> str:
-    if any(node.reason for node in coverage.left):
-        return (
-            "Shapes that depend on the data are not for an EP that wants fixed ones: cut the model "
-            "before them, freeze more with constants, or lower min-coverage."
-        )
-    return (
-        f"{job.target.provider.ep} lacks these operators, or takes them only with other types or "
-        "attributes: change the model there, or lower min-coverage."
-    )
-
-
-def _named(node: NodeFacts) -> str:
-    reason = f" ({node.reason})" if node.reason else ""
-    return f"{node.op} {node.name}".rstrip() + reason

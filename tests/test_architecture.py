@@ -25,7 +25,7 @@ ORDER = [
     {"tables", "artifact"},
     {"checks"},
     {"config", "process", "cache"},
-    {"plan"},
+    {"plan", "coverage"},
     {"job"},
     {"report"},
     {"build"},

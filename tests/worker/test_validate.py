@@ -169,3 +169,18 @@ def test_loading_is_measured_side_by_side(tmp_path: Path) -> None:
     )
     assert times.load_source > 0
     assert times.load_context > 0
+
+
+@pytest.mark.parametrize(
+    "dtype", ["FLOAT16", "BFLOAT16", "DOUBLE", "INT8", "UINT16", "INT64", "BOOL", "STRING"]
+)
+@pytest.mark.parametrize("inputs", ["random", "ones", "zeros"])
+def test_models_of_every_dtype_go_all_the_way(tmp_path: Path, dtype: str, inputs: str) -> None:
+    elem_type = onnx.TensorProto.DataType.Value(dtype)
+    made = model(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [value("x", [3, 4], elem_type)],
+        [value("y", [3, 4], elem_type)],
+    )
+    (agreement,) = validate(built(made, "cpu", tmp_path, inputs=inputs)).agreements
+    assert agreement.max_abs == 0
