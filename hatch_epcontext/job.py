@@ -139,9 +139,12 @@ class JobRunner:
             target=target_spec(job.target),
             folder=str(made),
         )
-        reply: CompileReply = call(
-            request, scratch / "compile", where=job.where, timeout=self.timeout
-        )
+        try:
+            reply: CompileReply = call(
+                request, scratch / "compile", where=job.where, timeout=self.timeout
+            )
+        except BuildError as error:
+            raise _with_preparations(error, [preparation for _, preparation in prepared]) from None
         # Hashed before anything else comes near them.
         files = record_files(made)
         times = Times(prepare_seconds, reply.seconds)
@@ -262,6 +265,16 @@ class JobRunner:
         proof = Proof("run", reply.agreements)
         self.cache.keep_proof(artifact, key, proof)
         return proof
+
+
+def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
+    """``error`` with what had failed before it: the cause may be there."""
+    told = "".join(
+        f"\nThe model was prepared with {preparation.folding}, after this:\n{failure}"
+        for preparation in preparations
+        for failure in preparation.failed
+    )
+    return BuildError(*(replace(problem, what=problem.what + told) for problem in error.problems))
 
 
 def _how(job: Job, model: Model) -> str:

@@ -255,3 +255,15 @@ def test_inputs_that_do_not_fit_are_told_on_inspection(tmp_path: Path) -> None:
     np.savez(tmp_path / "inputs.npz", z=np.zeros(1))
     with pytest.raises(ModelError, match="has no array for the input 'x'"):
         inspect(request_for(path, inputs=str(tmp_path / "inputs.npz")))
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+def test_a_source_that_cannot_be_run_is_told_before_anything_is_folded(
+    tmp_path: Path, folding: Folding
+) -> None:
+    made = network(1)
+    del made.graph.initializer[2].dims[:]
+    made.graph.initializer[2].dims.extend([128, 20])
+    path = save(made, tmp_path / "a.onnx")
+    with pytest.raises(ModelError, match="the source model itself cannot be run on the CPU"):
+        run(path, tmp_path, folding)
