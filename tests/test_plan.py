@@ -140,8 +140,8 @@ def test_what_is_missing_or_too_old_is_told_with_the_pip_command(
         check_environment(planned.config.targets, planned.requirements)
     told = str(raised.value)
     assert "onnxruntime>=1.23 (1.20.0 is)" in told
-    assert "onnx>=1.17 (is not installed)" in told
-    assert f'{sys.executable} -m pip install "onnxruntime>=1.23" "onnx>=1.17"' in told
+    assert "onnx>=1.19 (is not installed)" in told
+    assert f'{sys.executable} -m pip install "onnxruntime>=1.23" "onnx>=1.19"' in told
 
 
 def test_two_flavours_in_one_environment_are_told(installed: dict[str, str]) -> None:
