@@ -19,7 +19,7 @@ from hatch_epcontext.tables import KEY
 ONNX_RUNTIME = ">=1.23"
 """Older ones have no ModelCompiler that fails when nothing was compiled."""
 
-TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=1.26")
+TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
 """What a worker imports beside ONNX Runtime."""
 
 

@@ -143,7 +143,7 @@ def test_a_provider_that_is_not_installed(
     told = workshop.failure(python)
     assert "lacks what the targets are compiled with: onnxruntime>=1.23 (is not installed)" in told
     assert (
-        '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=1.26"' in told
+        '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=2.0"' in told
     )
 
 
