@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -255,8 +256,10 @@ class _Reader:
         if not self._inside(key, path):
             return None
         found = self._root / path
-        if found.is_file() or (folder and found.is_dir()):
-            return found
+        # A name that is too long, or that no file can have, is an error of its own on some systems.
+        with contextlib.suppress(OSError, ValueError):
+            if found.is_file() or (folder and found.is_dir()):
+                return found
         self._absent(key, f"there is no {what} at {show(path)}.")
         return None
 

@@ -115,18 +115,18 @@ def _requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     if not targets:
         return TOOLS
     flavour = _flavour(targets)
-    old = [
+    python = (sys.version_info.major, sys.version_info.minor)
+    unavailable = [
         Problem(
             f"{KEY}: target {t.name}",
-            f"the {t.provider.name} provider needs Python {'.'.join(map(str, t.provider.python))} or "
-            f"newer, and this is {sys.version_info.major}.{sys.version_info.minor}.",
-            "Build with a newer Python, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
+            f"the {t.provider.name} provider {reason}.",
+            "Build elsewhere, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
         )
         for t in targets
-        if t.provider.python_is_too_old and t.requirements is None
+        if t.requirements is None and (reason := t.provider.unavailable(python, sys.platform))
     ]
-    if old:
-        raise RequirementError(*old)
+    if unavailable:
+        raise RequirementError(*unavailable)
     wanted = [r for t in targets for r in (t.requirements or t.provider.requirements)]
     named = {canonicalize_name(Requirement(r).name) for r in wanted}
     if rivals := sorted(named.intersection(FLAVOURS) - {flavour}):

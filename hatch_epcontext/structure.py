@@ -196,6 +196,12 @@ def from_toml(table: Any, type_: type[T], key: str) -> tuple[T, list[Problem]]:
     for path, _ in wrong:
         _leave_out(rest, path)
     problems = [problem for path, error in wrong for problem in _problem(key, path, error)]
+    try:
+        return _TOML.structure(rest, type_), problems
+    except ClassValidationError as error:
+        # What stands around it is no better without it.
+        for path, _ in _flat(error, ()):
+            rest.pop(path[0], None)
     return _TOML.structure(rest, type_), problems
 
 

@@ -54,6 +54,17 @@ def network(batch: int | str | None = "batch") -> onnx.ModelProto:
     )
 
 
+def initializer_among_the_inputs() -> onnx.ModelProto:
+    """A matrix product of ``x`` and stored ``w``, which is an input too, as it was before ONNX IR 4."""
+    return model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [value("x", [1, 2]), value("w", [2, 2])],
+        [value("y", [1, 2])],
+        [weights("w", 2, 2)],
+        ir_version=3,
+    )
+
+
 def half_for_the_cpu() -> onnx.ModelProto:
     """A matrix product, and after it an operator that no NPU has."""
     return model(

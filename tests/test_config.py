@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from datetime import date
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -179,6 +184,7 @@ def test_the_environment_wins(project: Path, tmp_path: Path) -> None:
         ('provider = "qn"\nmodels = ["models/a.onnx"]', "provider", '"qn" is not a provider'),
         ('provider = "cpu"\nmodels = ["models/a.onnx"]\njbs = 1', "jbs", "is not a known key"),
         ('provider = "cpu"\nmodels = ["nope.onnx"]', "models[0]", 'no model at "nope.onnx"'),
+        (f'provider = "cpu"\nmodels = ["{"x" * 300}"]', "models[0]", "no model at"),
         ('provider = "cpu"\nmodels = ["*.pt"]', "models[0]", "no file matches"),
         ('provider = "cpu"\nmodels = ["../a.onnx"]', "models[0]", "not a path inside"),
         ('provider = "cpu"\nmodels = ["/a.onnx"]', "models[0]", "not a path inside"),
@@ -259,6 +265,33 @@ def test_every_error_is_told_at_once_whatever_its_kind(project: Path) -> None:
         "models[1]",
         "models[2].dims.n",
     }
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in nested tables and lists."""
+    yield path
+    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(inside, dict | list):
+            yield from places(inside, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def test_no_configuration_ends_in_anything_but_its_errors(project: Path) -> None:
+    rng = random.Random(20240229)
+    odd = [-1, 0, 1.5, 10**30, "", "x", "../x", "*", "[", "\0", "x" * 300, True, [], [1], [{}], {}]
+    odd += [[[1]], {"a": 1}, {"": 1}, date(2020, 1, 1), float("nan"), float("inf")]
+    good = parse(LONG)
+    everywhere = [path for path in places(good) if path]
+    for _ in range(2000):
+        table = copy.deepcopy(good)
+        path = rng.choice(everywhere)
+        inside = table
+        for key in path[:-1]:
+            inside = inside[key]
+        inside[path[-1]] = rng.choice(odd)
+        with contextlib.suppress(ConfigError):
+            load(project, table, {}, {})
 
 
 def test_a_problem_of_a_shared_target_is_told_once(project: Path) -> None:

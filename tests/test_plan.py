@@ -74,11 +74,11 @@ def test_targets_that_no_one_flavour_serves_are_refused(
         plan(settings)
 
 
-def test_a_python_that_the_provider_has_no_wheels_for(
+def test_a_machine_that_the_provider_has_no_packages_for(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Provider, "python_is_too_old", property(lambda provider: True))
-    with pytest.raises(RequirementError, match=r"the qnn provider needs Python 3\.11 or newer"):
+    monkeypatch.setattr(Provider, "unavailable", lambda *_: "has no packages for this system")
+    with pytest.raises(RequirementError, match=r"target npu\n.*the qnn provider has no packages"):
         plan(config(project))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,16 @@ from onnx import helper
 from hatch_epcontext import wheel
 from hatch_epcontext.plan import TOOLS
 from hatch_epcontext.plugin import EpcontextBuildHook
+from tests import projects
 from tests.models import model, network, save, save_with_data, value
 
-PROJECT = """
-[build-system]
-requires = ["hatchling", "hatch-epcontext"]
-build-backend = "hatchling.build"
-
-[project]
-name = "my-app"
-version = "1.0"
-requires-python = ">=3.10"
-
-[tool.hatch.build.targets.wheel.hooks.epcontext]
-
-[tool.epcontext]
+PROJECT = (
+    projects.PROJECT
+    + """
 provider = "cpu"
 models = ["models/*.onnx"]
 """
-
-Make = Callable[..., Path]
+)
 
 
 @pytest.fixture

@@ -109,6 +109,13 @@ def test_where_qnn_contexts_can_be_run() -> None:
     assert not QNN.runs_on("darwin", "x86_64")
 
 
+def test_where_qnn_can_be_installed() -> None:
+    assert QNN.unavailable((3, 11), "linux") == ""
+    assert QNN.unavailable((3, 10), "linux") == "needs Python 3.11 or newer, and this is 3.10"
+    assert QNN.unavailable((3, 13), "darwin") == "has no packages for this system, darwin"
+    assert PROVIDERS["cpu"].unavailable((3, 10), "darwin") == ""
+
+
 def test_plugins_survive_the_way_into_the_manifest() -> None:
     assert QNN.plugin is not None
     assert from_json(to_json(QNN.plugin), type(QNN.plugin)) == QNN.plugin

@@ -69,6 +69,7 @@ def test_toml_becomes_dataclasses() -> None:
         ({"tables": {"x y": {"path": 1}}}, 'tool.tables."x y".path', "must be a string"),
         ({"tables": {"x": 1}}, "tool.tables.x", "must be a table"),
         ({"options": {"a": [1]}}, "tool.options.a", "and is [1]"),
+        ({"names": [{}]}, "tool.names[0]", "must be a string, and is {}"),
         ({"how_many": 1}, "tool.how_many", 'not a known key'),
     ],
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -134,6 +133,9 @@ class Provider:
     python: tuple[int, int] = (3, 10)
     """The oldest Python for which ``requirements`` have wheels."""
 
+    systems: tuple[str, ...] = ()
+    """The ``sys.platform`` for which ``requirements`` have wheels; empty for all."""
+
     plugin: Plugin | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -173,6 +175,11 @@ class Provider:
             if name not in self.options or self.options[name].scope != "compile"
         }
 
-    @property
-    def python_is_too_old(self) -> bool:
-        return sys.version_info[:2] < self.python
+    def unavailable(self, python: tuple[int, int], system: str) -> str:
+        """Why ``requirements`` cannot be installed on a Python and a ``sys.platform``; "" if they can."""
+        if python < self.python:
+            wanted, found = (".".join(map(str, version)) for version in (self.python, python))
+            return f"needs Python {wanted} or newer, and this is {found}"
+        if self.systems and system not in self.systems:
+            return f"has no packages for this system, {system}"
+        return ""

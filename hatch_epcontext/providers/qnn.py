@@ -120,6 +120,7 @@ PROVIDER = Provider(
     devices=("npu", "gpu", "cpu"),
     requirements=("onnxruntime-qnn>=2.7",),
     python=(3, 11),
+    systems=("linux", "win32"),
     # The registration name becomes the EP's name: another one would give another EP.
     plugin=Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider"),
     options=_OPTIONS,

@@ -201,9 +201,13 @@ def size(dim: onnx.TensorShapeProto.Dimension) -> Size:
 
 
 def dtype_name(elem_type: int) -> str:
-    """NumPy's name of an ONNX element type, such as ``"float32"``; ``"string"`` for strings."""
+    """NumPy's name of an ONNX element type, such as ``"float32"``; ``"string"`` for strings.
+
+    ``"undefined"`` for what is no element type, as a damaged file may have it.
+    """
     if elem_type == onnx.TensorProto.STRING:
         return "string"
-    if elem_type == onnx.TensorProto.UNDEFINED:
+    try:
+        return str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name)
+    except KeyError:
         return "undefined"
-    return str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name)

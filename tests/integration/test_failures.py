@@ -10,21 +10,7 @@ import pytest
 from tests.conftest import needs_qnn
 from tests.integration.conftest import Environment, run, tool
 from tests.models import network, save
-
-PROJECT = """
-[build-system]
-requires = ["hatchling", "hatch-epcontext"]
-build-backend = "hatchling.build"
-
-[project]
-name = "my-app"
-version = "1.0"
-requires-python = ">=3.10"
-
-[tool.hatch.build.targets.wheel.hooks.epcontext]
-
-[tool.epcontext]
-"""
+from tests.projects import PROJECT
 
 QNN = """
 provider = "qnn"
@@ -142,9 +128,7 @@ def test_a_provider_that_is_not_installed(
     python = fresh.executable("python")
     told = workshop.failure(python)
     assert "lacks what the targets are compiled with: onnxruntime>=1.23 (is not installed)" in told
-    assert (
-        '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=2.0"' in told
-    )
+    assert '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=2.0"' in told
 
 
 def test_a_worker_that_dies(workshop: Workshop) -> None:

@@ -9,7 +9,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.worker import graph
-from tests.models import model, network, save, save_with_data, value, weights
+from tests.models import (
+    initializer_among_the_inputs,
+    model,
+    network,
+    save,
+    save_with_data,
+    value,
+    weights,
+)
 
 
 def context_model() -> onnx.ModelProto:
@@ -126,13 +134,7 @@ def test_a_link_that_leads_out(tmp_path: Path) -> None:
 
 
 def test_initializers_among_the_inputs_need_not_be_fed() -> None:
-    made = model(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        [value("x", [1, 2]), value("w", [2, 2])],
-        [value("y", [1, 2])],
-        [weights("w", 2, 2)],
-        ir_version=3,
-    )
+    made = initializer_among_the_inputs()
     assert [each.name for each in graph.inputs(made.graph)] == ["x"]
 
 
@@ -183,6 +185,12 @@ def test_indices_are_bounded_by_what_they_index() -> None:
 )
 def test_dtypes_have_numpys_names(dtype: int, name: str) -> None:
     assert graph.facts(value("x", [1], dtype)).dtype == name
+
+
+def test_what_is_no_dtype_is_undefined() -> None:
+    damaged = value("x", [1])
+    damaged.type.tensor_type.elem_type = 84
+    assert graph.facts(damaged).dtype == "undefined"
 
 
 def test_open_dimensions_have_their_names_or_none() -> None:

@@ -19,7 +19,15 @@ from hatch_epcontext.protocol import (
     PrepareRequest,
 )
 from hatch_epcontext.worker.prepare import fix, inspect, prepare
-from tests.models import model, network, save, save_with_data, value, weights
+from tests.models import (
+    initializer_among_the_inputs,
+    model,
+    network,
+    save,
+    save_with_data,
+    value,
+    weights,
+)
 
 
 def two_inputs() -> onnx.ModelProto:
@@ -219,13 +227,7 @@ def test_a_frozen_condition_is_folded_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folding", FOLDINGS)
 def test_initializers_among_the_inputs(tmp_path: Path, folding: Folding) -> None:
-    made = model(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        [value("x", [1, 2]), value("w", [2, 2])],
-        [value("y", [1, 2])],
-        [weights("w", 2, 2)],
-        ir_version=3,
-    )
+    made = initializer_among_the_inputs()
     assert run(save(made, tmp_path / "a.onnx"), tmp_path, folding).nodes == 1
 
 
