@@ -22,6 +22,9 @@ ONNX_RUNTIME = ">=1.23"
 TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
 """What a worker imports beside ONNX Runtime."""
 
+INSPECTION = (f"{FLAVOURS[0]}{ONNX_RUNTIME}", *TOOLS)
+"""What it takes to read models, and compile none."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -115,18 +118,9 @@ def _requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     if not targets:
         return TOOLS
     flavour = _flavour(targets)
-    python = (sys.version_info.major, sys.version_info.minor)
-    unavailable = [
-        Problem(
-            f"{KEY}: target {t.name}",
-            f"the {t.provider.name} provider {reason}.",
-            "Build elsewhere, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
-        )
-        for t in targets
-        if t.requirements is None and (reason := t.provider.unavailable(python, sys.platform))
-    ]
-    if unavailable:
-        raise RequirementError(*unavailable)
+    # What cannot be installed here is left out, and told when something is to be compiled: an editable
+    # install of the source models needs none of it.
+    targets = [t for t in targets if not _unavailable(t)]
     wanted = [r for t in targets for r in (t.requirements or t.provider.requirements)]
     named = {canonicalize_name(Requirement(r).name) for r in wanted}
     if rivals := sorted(named.intersection(FLAVOURS) - {flavour}):
@@ -142,12 +136,37 @@ def _requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
 
 
+def _unavailable(target: Target) -> str:
+    """Why what ``target`` is compiled with cannot be installed here; "" if it can."""
+    if target.requirements is not None:
+        return ""
+    python = (sys.version_info.major, sys.version_info.minor)
+    return target.provider.unavailable(python, sys.platform)
+
+
+def _check_available(targets: Iterable[Target]) -> None:
+    problems = [
+        Problem(
+            f"{KEY}: target {target.name}",
+            f"the {target.provider.name} provider {reason}.",
+            "Build elsewhere, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
+        )
+        for target in targets
+        if (reason := _unavailable(target))
+    ]
+    if problems:
+        raise RequirementError(*problems)
+
+
 def check_environment(targets: Iterable[Target], requirements: Iterable[str]) -> Mapping[str, str]:
     """The version of each installed distribution that ``requirements`` names.
 
-    For builds without isolation, where nobody has installed anything. Raises RequirementError with
-    the pip command when something is missing, too old, or there twice. Imports none of it.
+    For builds without isolation, where nobody has installed anything. Raises RequirementError when a
+    target cannot be built on this machine, and with the pip command when something is missing, too
+    old, or there twice. Imports none of it.
     """
+    targets = list(targets)
+    _check_available(targets)
     flavours = {name: version for name in FLAVOURS if (version := _installed(name))}
     if len(flavours) > 1:
         raise RequirementError(
@@ -158,7 +177,7 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
                 "then install the one that is needed.",
             )
         )
-    serves = {f for t in targets for f in t.provider.flavours}
+    serves = {f for t in targets for f in t.provider.flavours} or set(FLAVOURS)
     versions: dict[str, str] = {}
     missing = []
     for requirement in map(Requirement, requirements):

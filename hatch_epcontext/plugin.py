@@ -65,7 +65,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext import tree
         from hatch_epcontext.build import Result, inspect
-        from hatch_epcontext.plan import TOOLS, check_environment, plan
+        from hatch_epcontext.plan import INSPECTION, check_environment, plan
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
@@ -76,7 +76,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if config.editable == "compile":
             result = self._build(config, staging)
         else:
-            check_environment((), TOOLS)
+            check_environment((), INSPECTION)
             result = Result(inspect(plan(config), staging), ())
         tree.write(result, folder)
         self._info(f"wrote {folder}")

@@ -9,7 +9,14 @@ import pytest
 
 from hatch_epcontext.config import Config, load
 from hatch_epcontext.errors import ConfigError, RequirementError
-from hatch_epcontext.plan import TOOLS, check_environment, distributions, plan, target_spec
+from hatch_epcontext.plan import (
+    INSPECTION,
+    TOOLS,
+    check_environment,
+    distributions,
+    plan,
+    target_spec,
+)
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.pyproject import parse
 
@@ -78,8 +85,11 @@ def test_a_machine_that_the_provider_has_no_packages_for(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Provider, "unavailable", lambda *_: "has no packages for this system")
+    planned = plan(config(project, TARGETS="npu"))
+    # An editable install of the source models is still possible.
+    assert planned.requirements == ("onnxruntime>=1.23", *TOOLS)
     with pytest.raises(RequirementError, match=r"target npu\n.*the qnn provider has no packages"):
-        plan(config(project))
+        check_environment(planned.config.targets, planned.requirements)
 
 
 def test_the_versions_that_count_are_those_of_the_target(project: Path) -> None:
@@ -129,6 +139,14 @@ def test_any_flavour_that_serves_the_targets_will_do(
     planned = plan(config(project, TARGETS="cpu"))
     versions = check_environment(planned.config.targets, planned.requirements)
     assert versions["onnxruntime-gpu"] == "1.31.1"
+
+
+def test_any_flavour_will_do_to_read_models(installed: dict[str, str]) -> None:
+    installed |= {"onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
+    with pytest.raises(RequirementError, match="onnxruntime>=1.23 \\(is not installed\\)"):
+        check_environment((), INSPECTION)
+    installed["onnxruntime-gpu"] = "1.31.1"
+    check_environment((), INSPECTION)
 
 
 def test_what_is_missing_or_too_old_is_told_with_the_pip_command(

@@ -20,7 +20,7 @@ from hatch_epcontext.protocol import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.reference import optimize
+from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.session import LEVELS, options, provider_of
 
 _COMPATIBILITY = "ep_compatibility_info."
@@ -43,7 +43,7 @@ def compile_job(request: CompileRequest) -> CompileReply:
             contexts.append(_read_context(spec.name, prepared, result, request.target))
         else:
             result = folder / f"{spec.name}_optimized.onnx"
-            optimize(prepared, result, LEVELS[request.target.optimization])
+            optimize(prepared, result, request.target.optimization)
             contexts.append(_read_optimized(spec.name, result))
     return CompileReply(provider.product, tuple(contexts), time.monotonic() - start)
 

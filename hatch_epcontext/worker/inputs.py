@@ -1,4 +1,4 @@
-"""Dummy inputs: made up, or read from a file."""
+"""What is fed to a model: dummy inputs, made up or read from a file, and its constants."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import onnx
 from hatch_epcontext.errors import ModelError, Problem
 from hatch_epcontext.protocol import ModelSpec, TensorFacts
 from hatch_epcontext.tables import MADE_UP
+from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
 
 SEED = 20240229
@@ -43,6 +44,18 @@ def expected_outputs(outputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[st
     if spec.inputs in MADE_UP or not path.is_dir():
         return {}
     return _from_folder(path, "output", outputs, spec)
+
+
+def constant(spec: ModelSpec, value: onnx.ValueInfoProto) -> Array:
+    """The constant of ``spec`` for an input, of its dtype, and of its rank if it is a single number.
+
+    Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
+    """
+    facts = graph.facts(value)
+    array: Array = np.asarray(spec.constants[value.name], dtype=numpy_dtype(facts.dtype))
+    if len(facts.shape) != array.ndim and array.size == 1:
+        array = array.reshape([1] * len(facts.shape))
+    return array
 
 
 def _refuse(spec: ModelSpec, what: str, fix: str = "") -> ModelError:

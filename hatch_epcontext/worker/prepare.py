@@ -22,9 +22,10 @@ from hatch_epcontext.protocol import (
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.structure import at, suggestion
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.inputs import dummy_inputs
-from hatch_epcontext.worker.reference import check_outputs, constant, optimize, reference
-from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.inputs import constant, dummy_inputs
+from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.reference import check_outputs, reference
+from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import Array, run
 
 
@@ -206,7 +207,7 @@ def _folded(fixed: Path, result: Path, folding: Folding) -> Path:
 
         source = result.with_suffix(".slim")
         onnx.save(onnxslim.slim(onnx.load(fixed)), source)
-    optimize(source, result, LEVELS["basic"])
+    optimize(source, result, "basic")
     return result
 
 

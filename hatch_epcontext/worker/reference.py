@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
-import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, ModelError, Problem
 from hatch_epcontext.protocol import Agreement, ModelSpec
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import (
     Array,
     Arrays,
     compare,
-    numpy_dtype,
     refuse_not_finite,
     run,
     within,
@@ -45,18 +43,6 @@ def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
                 "Give it inputs that it takes, or compare with nothing: tolerance = false.",
             )
         ) from error
-
-
-def constant(spec: ModelSpec, value: onnx.ValueInfoProto) -> Array:
-    """The constant of ``spec`` for an input, of its dtype, and of its rank if it is a single number.
-
-    Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
-    """
-    facts = graph.facts(value)
-    array: Array = np.asarray(spec.constants[value.name], dtype=numpy_dtype(facts.dtype))
-    if len(facts.shape) != array.ndim and array.size == 1:
-        array = array.reshape([1] * len(facts.shape))
-    return array
 
 
 def check_outputs(
@@ -94,16 +80,3 @@ def _cosine(agreement: Agreement) -> str:
     if agreement.cosine is None:
         return "and it is all but zero"
     return f"the cosine similarity {agreement.cosine:.5f}"
-
-
-def optimize(source: Path, result: Path, level: ort.GraphOptimizationLevel) -> None:
-    """Write ``source`` after ONNX Runtime's optimizations of that level for the CPU to ``result``."""
-    session_options = cpu_options()
-    session_options.graph_optimization_level = level
-    session_options.optimized_model_filepath = str(result)
-    model = onnx.load(source, load_external_data=False)
-    if graph.external_data(model, source.parent, source.name):
-        session_options.add_session_config_entry(
-            "session.optimized_model_external_initializers_file_name", f"{result.stem}.data"
-        )
-    open_session(source, session_options)

@@ -1,0 +1,27 @@
+"""ONNX Runtime's graph optimizations, written to a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+
+
+def optimize(source: Path, result: Path, level: str) -> None:
+    """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the CPU.
+
+    ``level``: ``"none"``, ``"basic"`` (the same for every EP), ``"extended"`` or ``"all"`` (which put in
+    what only the CPU can run). Initializers stay outside of the file where the source has them so.
+    """
+    session_options = cpu_options()
+    session_options.graph_optimization_level = LEVELS[level]
+    session_options.optimized_model_filepath = str(result)
+    model = onnx.load(source, load_external_data=False)
+    if graph.external_data(model, source.parent, source.name):
+        session_options.add_session_config_entry(
+            "session.optimized_model_external_initializers_file_name", f"{result.stem}.data"
+        )
+    open_session(source, session_options)
