@@ -143,7 +143,7 @@ def test_any_flavour_that_serves_the_targets_will_do(
 
 def test_any_flavour_will_do_to_read_models(installed: dict[str, str]) -> None:
     installed |= {"onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
-    with pytest.raises(RequirementError, match="onnxruntime>=1.23 \\(is not installed\\)"):
+    with pytest.raises(RequirementError, match=r"onnxruntime>=1\.23 \(is not installed\)"):
         check_environment((), INSPECTION)
     installed["onnxruntime-gpu"] = "1.31.1"
     check_environment((), INSPECTION)
