@@ -206,8 +206,10 @@ def from_toml(table: Any, type_: type[T], key: str) -> tuple[T, list[Problem]]:
 
 
 def _leave_out(table: Any, path: Place) -> None:
-    """Remove what is at ``path``; in place of an item of a list, which is told by its number, a table
-    is emptied, and any other list goes as a whole.
+    """Remove what is at ``path``.
+
+    An item of a list of tables becomes an empty table, so that the others keep their numbers; any other
+    list goes as a whole.
     """
     *way, last = path
     for depth, step in enumerate(way):
