@@ -184,8 +184,9 @@ def _open(entry: dict[str, Any], device: Device | None, session_options: Any) ->
     verdict = _compatibility(devices, entry["compatibility_string"])
     if verdict == "EP_UNSUPPORTED":
         raise _Skip(f"{entry['ep']} does not support what it was compiled for on this machine")
-    # What would have to be compiled now is not what was shipped.
-    options.add_session_config_entry("session.disable_model_compile", "1")
+    if entry["product"] == "context":
+        # What would have to be compiled now is not what was shipped.
+        options.add_session_config_entry("session.disable_model_compile", "1")
     options.add_provider_for_devices(devices, entry["provider_options"])
     session = ort.InferenceSession(path, options, enable_fallback=0)
     how = f"{entry['ep']} on {_kind(devices[0])}"
@@ -207,7 +208,7 @@ def _devices(ort: Any, entry: dict[str, Any], wanted: str) -> list[Any]:
     if not fitting:
         there = ", ".join(sorted({_kind(each) for each in offered}))
         raise _Skip(
-            f"{entry['ep']} finds no {wanted} here"
+            f"{entry['ep']} finds no {'device' if wanted == 'any' else wanted} here"
             + (f", only {there} (device='any' would take it)" if there else "")
         )
     # Devices of one EP are interchangeable here, and a session takes one.

@@ -192,7 +192,7 @@ def device(kind: str) -> SimpleNamespace:
         (["CPU"], None, "finds no npu here, only cpu (device='any' would take it)"),
         (["CPU", "GPU"], "npu", "finds no npu here, only cpu, gpu"),
         ([], None, "finds no npu here"),
-        ([], "any", "finds no any here"),
+        ([], "any", "finds no device here"),
     ],
 )
 def test_a_device_that_is_not_there_is_a_reason(
