@@ -79,6 +79,22 @@ def half_for_the_cpu() -> onnx.ModelProto:
     )
 
 
+def interrupted() -> onnx.ModelProto:
+    """Two matrix products, and between them an operator that QNN leaves to the CPU."""
+    return model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["a"], "first"),
+            helper.make_node("Relu", ["a"], ["b"], "relu"),
+            helper.make_node("Hardmax", ["b"], ["c"], "hardmax"),
+            helper.make_node("Add", ["c", "b"], ["d"], "sum"),
+            helper.make_node("MatMul", ["d", "w"], ["y"], "second"),
+        ],
+        [value("x", [4, 8])],
+        [value("y", [4, 8])],
+        [weights("w", 8, 8)],
+    )
+
+
 def save(made: onnx.ModelProto, path: Path) -> Path:
     """Save ``made`` at ``path``, whose folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)

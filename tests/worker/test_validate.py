@@ -16,7 +16,7 @@ from hatch_epcontext.worker.compile import compile_job
 from hatch_epcontext.worker.measure import measure
 from hatch_epcontext.worker.validate import validate
 from tests.conftest import needs_qnn
-from tests.models import model, network, save, value
+from tests.models import interrupted, model, network, save, value
 from tests.worker.test_compile import X_ELITE, compile_request, target
 
 STRICT = Tolerance(1e-3, 1e-4, 0.9999)
@@ -29,12 +29,13 @@ def built(
     tmp_path: Path,
     constants: dict[str, Any] | None = None,
     inputs: str = "random",
+    embed: bool = False,
 ) -> ValidateRequest:
     """A request to validate what was compiled from ``made``."""
     path = save(made, tmp_path / "models" / "a.onnx")
     dims = {"batch": 2} if "batch" in str(made.graph.input) else {}
     spec = ModelSpec("a", str(path), "models[0]", dims, {}, constants or {}, inputs)
-    to = target(provider, X_ELITE if provider == "qnn" else {})
+    to = target(provider, X_ELITE if provider == "qnn" else {}, embed=embed)
     request = compile_request(spec, to, tmp_path)
     reply = compile_job(request)
     return ValidateRequest(spec, to, reply.product, reply.contexts[0], request.folder, HALF)
@@ -57,6 +58,17 @@ def test_a_context_is_run_and_compared(tmp_path: Path) -> None:
     assert agreement.cosine > 0.999
     # The NPU computes in float16: exactly the CPU's numbers would mean that the CPU made them.
     assert 0 < agreement.max_abs < 0.1
+
+
+@needs_qnn
+@pytest.mark.parametrize("embed", [False, True])
+def test_several_partitions_are_counted_and_run(tmp_path: Path, embed: bool) -> None:
+    request = built(interrupted(), "qnn", tmp_path, embed=embed)
+    coverage = request.context.coverage
+    assert coverage is not None
+    assert (coverage.nodes, coverage.compiled, coverage.partitions) == (5, 4, 2)
+    assert [node.op for node in coverage.left] == ["Hardmax"]
+    assert validate(request).agreements[0].max_abs < 0.05
 
 
 @needs_qnn
