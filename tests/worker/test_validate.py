@@ -27,6 +27,7 @@ def built(
     made: onnx.ModelProto,
     provider: str,
     tmp_path: Path,
+    *,
     constants: dict[str, Any] | None = None,
     inputs: str = "random",
     embed: bool = False,
@@ -142,7 +143,7 @@ def test_frozen_inputs_are_fed_to_the_source(tmp_path: Path) -> None:
         [value("x", ["batch", 3]), value("scale", [1])],
         [value("y", ["batch", 3])],
     )
-    request = built(made, "cpu", tmp_path, {"scale": 3}, "ones")
+    request = built(made, "cpu", tmp_path, constants={"scale": 3}, inputs="ones")
     assert [each.name for each in request.context.inputs] == ["x"]
     assert validate(request).agreements[0].max_abs == 0
 
