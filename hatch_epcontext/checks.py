@@ -160,15 +160,14 @@ def check_narrowing(key: str, table: ModelTable, providers: list[Provider]) -> I
     """
     for provider in providers:
         yield from check_narrowable(key, fitting(table, provider), provider)
-    for provider in providers[:1]:
-        yield from check_options(
-            key,
-            _unknown(table.provider_options, providers),
-            _unknown(table.load_options, providers),
-            provider,
-        )
-        if table.device is not None and not any(fitting(table, p).device for p in providers):
-            yield from check_narrowable(key, NarrowableTable(device=table.device), provider)
+    if not providers:
+        return
+    of_none = NarrowableTable(
+        provider_options=_unknown(table.provider_options, providers),
+        load_options=_unknown(table.load_options, providers),
+        device=None if any(fitting(table, p).device for p in providers) else table.device,
+    )
+    yield from check_narrowable(key, of_none, providers[0])
 
 
 def _known(options: Options, providers: list[Provider]) -> Options:
@@ -176,7 +175,8 @@ def _known(options: Options, providers: list[Provider]) -> Options:
 
 
 def _unknown(options: Options, providers: list[Provider]) -> Options:
-    return {n: v for n, v in options.items() if n not in _known(options, providers)}
+    known = _known(options, providers)
+    return {n: value for n, value in options.items() if n not in known}
 
 
 def _check_coverage(key: str, table: NarrowableTable) -> Iterator[Problem]:

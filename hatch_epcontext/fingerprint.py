@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FORMAT = 2
 """Raised when what a worker makes of the same request, or what it takes for proof, changes."""
@@ -16,10 +16,15 @@ _CHUNK = 1 << 20
 
 def file_sha256(path: Path) -> str:
     """The hex sha256 of a file, read in pieces of 1 MiB."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        return stream_sha256(file)
+
+
+def stream_sha256(file: IO[bytes]) -> str:
+    """The hex sha256 of what is left in ``file``, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -29,7 +34,7 @@ def model_sha256(path: Path, external_data: Iterable[str]) -> str:
     own = file_sha256(path)
     if not names:
         return own
-    return _sha256({"model": own, "data": {n: file_sha256(path.parent / n) for n in names}})
+    return value_sha256({"model": own, "data": {n: file_sha256(path.parent / n) for n in names}})
 
 
 def fingerprint(
@@ -42,11 +47,12 @@ def fingerprint(
     ``models``: for each the sha256 of its contents and what its configuration fixes; ``target``: all
     of the target that can change the result; ``versions``: of ONNX Runtime and the EP's package.
     """
-    return _sha256(
+    return value_sha256(
         {"format": FORMAT, "models": list(models), "target": target, "versions": versions}
     )
 
 
-def _sha256(value: Any) -> str:
+def value_sha256(value: Any) -> str:
+    """The hex sha256 of plain values; the order of keys does not count."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

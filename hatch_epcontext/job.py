@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import shutil
 import sys
@@ -25,7 +23,7 @@ from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import Model
 from hatch_epcontext.coverage import check_coverage
 from hatch_epcontext.errors import BuildError, ModelError, Problem
-from hatch_epcontext.fingerprint import FORMAT, file_sha256, fingerprint
+from hatch_epcontext.fingerprint import FORMAT, file_sha256, fingerprint, value_sha256
 from hatch_epcontext.plan import Job, distributions, model_spec, target_spec
 from hatch_epcontext.process import call
 from hatch_epcontext.protocol import (
@@ -233,15 +231,14 @@ class JobRunner:
         if how != "run":
             return Proof(how)
         tolerance = model.tolerance_for(job.target.provider)
-        key = json.dumps(
+        key = value_sha256(
             {
                 "format": FORMAT,
                 "model": model.name,
                 "inputs": _inputs_digest(model.inputs),
                 "tolerance": asdict(tolerance) if tolerance else None,
                 "load_options": job.target.load_options,
-            },
-            sort_keys=True,
+            }
         )
         if proof := self.cache.proof(artifact, key):
             return proof
@@ -305,7 +302,5 @@ def _inputs_digest(inputs: str) -> str:
     if path.is_file():
         return file_sha256(path)
     if path.is_dir():
-        return hashlib.sha256(
-            json.dumps({n: f.sha256 for n, f in record_files(path).items()}).encode()
-        ).hexdigest()
+        return value_sha256({name: file.sha256 for name, file in record_files(path).items()})
     return inputs

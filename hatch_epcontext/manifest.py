@@ -135,6 +135,15 @@ def _targets(built: Built, model: str) -> list[TargetEntry]:
     ]
 
 
+def artifact_files(result: Result) -> dict[str, FileRecord]:
+    """The files of all artifacts as they were recorded, by their path from the manifest's folder."""
+    return {
+        f"{built.job.folder}/{name}": recorded
+        for built in result.built
+        for name, recorded in built.artifact.record.files.items()
+    }
+
+
 def source_folder(model: str) -> str:
     """Where a model's source is shipped, below the manifest's folder."""
     return f"{model}/{SOURCE}"

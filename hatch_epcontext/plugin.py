@@ -55,7 +55,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
         from hatch_epcontext import wheel
 
-        output = self._output_folder(config)
+        output = self._output_folder(config, self._tree())
         staging = self._stage()
         bundle = wheel.bundle(self._build(config, staging), config, staging)
         build_data["force_include"].update(bundle.entries(output))
@@ -70,7 +70,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
             return
-        folder = tree.folder_of(self._output_folder(config), self._tree())
+        files = self._tree()
+        folder = tree.folder_of(self._output_folder(config, files), files)
         tree.check(folder)
         staging = self._stage()
         if config.editable == "compile":
@@ -104,10 +105,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         # Resolved, for a temporary folder is often behind a link, and EPs compare paths.
         return Path(self._staging.name).resolve()
 
-    def _output_folder(self, config: Config) -> PurePosixPath:
+    def _output_folder(self, config: Config, files: dict[str, Path]) -> PurePosixPath:
         from hatch_epcontext import wheel
 
-        files = self._tree()
         output = wheel.output_folder(config.output, files)
         wheel.check_collisions(output, files, self._leftover(output, files))
         return output

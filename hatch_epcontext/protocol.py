@@ -23,6 +23,18 @@ class TensorFacts:
     dtype: str
     shape: tuple[Size, ...]
 
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of ``shape`` fits: an open dimension takes any size."""
+        return len(shape) == len(self.shape) and all(
+            not isinstance(size, int) or size == given
+            for given, size in zip(shape, self.shape, strict=True)
+        )
+
+    @property
+    def words(self) -> str:
+        """The shape as a message has it, such as ``"batch x 3 x ?"``."""
+        return " x ".join("?" if size is None else str(size) for size in self.shape)
+
 
 @dataclass(frozen=True)
 class ModelSpec:

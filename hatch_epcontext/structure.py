@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from cattrs import Converter
@@ -276,9 +276,3 @@ def from_json(text: str | bytes, type_: type[T]) -> T:
 def to_json(value: Any) -> str:
     """A dataclass as JSON that is the same for equal values: sorted keys, two spaces, a final newline."""
     return json.dumps(_JSON.unstructure(value), indent=2, sort_keys=True) + "\n"
-
-
-def to_plain(value: Any) -> Mapping[str, Any]:
-    """A dataclass as the plain values that its JSON is made of."""
-    plain: Mapping[str, Any] = _JSON.unstructure(value)
-    return plain

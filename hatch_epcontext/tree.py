@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext import manifest
@@ -64,9 +63,7 @@ def check(folder: Path) -> None:
                 f"Give the models a folder of their own with {KEY}.output.",
             )
         )
-    if changed := [
-        name for name in (found.files if found else ()) if _is_changed(folder, name, found)
-    ]:
+    if found and (changed := _changed(folder, found)):
         raise ConfigError(
             Problem(
                 str(folder),
@@ -76,9 +73,12 @@ def check(folder: Path) -> None:
         )
 
 
-def _is_changed(folder: Path, name: str, found: manifest.Manifest | None) -> bool:
-    path = folder / name
-    return found is not None and path.is_file() and record_file(path) != found.files[name]
+def _changed(folder: Path, found: manifest.Manifest) -> list[str]:
+    return [
+        name
+        for name, recorded in found.files.items()
+        if (folder / name).is_file() and record_file(folder / name) != recorded
+    ]
 
 
 def write(result: Result, folder: Path) -> None:
@@ -86,18 +86,15 @@ def write(result: Result, folder: Path) -> None:
 
     Source models are not copied: the manifest names them where they are, so that an edit counts.
     """
-    for _ in remove(folder):
-        pass
+    remove(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Made anew by every editable install, and of no use in a repository.
     (folder / ".gitignore").write_text("*\n", encoding="utf-8", newline="\n")
     files = {
         ".gitignore": record_file(folder / ".gitignore"),
         "__init__.py": record_file(manifest.loader()),
+        **manifest.artifact_files(result),
     }
-    for built in result.built:
-        for name, recorded in built.artifact.record.files.items():
-            files[f"{built.job.folder}/{name}"] = recorded
     sources: dict[str, str | None] = {
         source.model.name: Path(os.path.relpath(source.model.path, folder)).as_posix()
         for source in result.sources
@@ -110,28 +107,29 @@ def write(result: Result, folder: Path) -> None:
         shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
 
 
-def remove(folder: Path) -> Iterator[str]:
+def remove(folder: Path) -> list[str]:
     """Remove what a manifest in ``folder`` says is ours.
 
-    Yields the files that somebody has changed, which are kept.
+    Returns the files that somebody has changed, which are kept.
     """
     found = read(folder)
     if found is None:
-        return
+        return []
+    changed = _changed(folder, found)
+    kept = []
     for name in found.files:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
             continue
-        if _is_changed(folder, name, found):
-            yield str(path)
+        if name in changed:
+            kept.append(str(path))
         else:
             path.unlink()
     (folder / manifest.FILE).unlink()
     for compiled in (folder / "__pycache__").glob("__init__.*.pyc"):
         compiled.unlink()
-    for path in sorted(folder.rglob("*"), reverse=True):
+    for path in [*sorted(folder.rglob("*"), reverse=True), folder]:
         if path.is_dir():
             with contextlib.suppress(OSError):
                 path.rmdir()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    return kept

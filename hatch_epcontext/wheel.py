@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import zipfile
 from collections.abc import Mapping
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext import manifest
-from hatch_epcontext.artifact import link_or_copy, record_files
+from hatch_epcontext.artifact import link_or_copy, record_file
 from hatch_epcontext.build import Result
 from hatch_epcontext.config import Config
 from hatch_epcontext.errors import ConfigError, Problem, WheelError
+from hatch_epcontext.fingerprint import stream_sha256
 from hatch_epcontext.structure import from_json, to_json
 from hatch_epcontext.tables import KEY
 
@@ -87,6 +87,7 @@ def bundle(result: Result, config: Config, staging: Path) -> Bundle:
         shutil.copytree(
             built.artifact.folder, folder / built.job.folder, copy_function=link_or_copy
         )
+    files = manifest.artifact_files(result)
     sources: dict[str, str | None] = {}
     for source in result.sources:
         model = source.model
@@ -98,8 +99,9 @@ def bundle(result: Result, config: Config, staging: Path) -> Bundle:
                 target = folder / shipped / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy((model.path.parent / name).resolve(), target)
+                files[f"{shipped}/{name}"] = record_file(target)
     shutil.copyfile(manifest.loader(), folder / "__init__.py")
-    files = record_files(folder)
+    files["__init__.py"] = record_file(folder / "__init__.py")
     made = manifest.make(result, sources, files)
     (folder / manifest.FILE).write_text(to_json(made), encoding="utf-8", newline="\n")
     return Bundle(folder, (*files, manifest.FILE))
@@ -157,8 +159,5 @@ def prove(wheel: Path, output: PurePosixPath) -> int:
 
 
 def _sha256(archive: zipfile.ZipFile, name: str) -> str:
-    digest = hashlib.sha256()
     with archive.open(name) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return stream_sha256(file)

@@ -8,6 +8,7 @@ without a word, so every one is listed here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from hatch_epcontext.providers.base import Option, Plugin, Provider, Tolerance
 
@@ -29,8 +30,8 @@ _ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
 follows ``soc_model`` and only notes a different ``htp_arch`` in its log."""
 
 
-def _switch(scope: str = "compile") -> Option:
-    return Option(kind="bool", scope="both" if scope == "both" else "compile")
+def _switch(scope: Literal["compile", "both"] = "compile") -> Option:
+    return Option(kind="bool", scope=scope)
 
 
 _OPTIONS: Mapping[str, Option] = {

@@ -152,7 +152,10 @@ def _wrong_contexts(
                 "", f"the EPContext node {node.name} was made by {source!r}, not by {provider.ep}."
             )
         # Where the attributes are absent the operator's defaults hold: main and embedded.
-        if _number(node, "main_context", 1) != 1 or _number(node, "embed_mode", 1) != 0:
+        if (
+            graph.attribute(node, "main_context", 1) != 1
+            or graph.attribute(node, "embed_mode", 1) != 0
+        ):
             continue
         sidecar = _text(node, "ep_cache_context")
         if not graph.stays_inside(result.parent, sidecar):
@@ -175,14 +178,4 @@ def _wrong_chip(compatibility: str, provider: Provider, target: TargetSpec) -> I
 
 
 def _text(node: onnx.NodeProto, name: str) -> str:
-    for attribute in node.attribute:
-        if attribute.name == name:
-            return bytes(attribute.s).decode("utf-8", "replace")
-    return ""
-
-
-def _number(node: onnx.NodeProto, name: str, default: int) -> int:
-    for attribute in node.attribute:
-        if attribute.name == name:
-            return int(attribute.i)
-    return default
+    return bytes(graph.attribute(node, name, b"")).decode("utf-8", "replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import numpy as np
 import onnx
@@ -65,6 +66,14 @@ def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """The nodes of ``graph``, nested ones too, that compute something."""
     return [node for node in nodes(graph) if node.op_type != "Constant"]
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """The value of an attribute of ``node``, text as bytes; ``default`` where it is absent."""
+    for each in node.attribute:
+        if each.name == name:
+            return onnx.helper.get_attribute_value(each)
+    return default
 
 
 def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
@@ -163,7 +172,7 @@ def _choices(
 ) -> Iterator[tuple[str, int]]:
     """The values that choose in ``node``, each with among how many."""
     if node.op_type in ("Gather", "GatherElements"):
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        axis = attribute(node, "axis", 0)
         shape = sizes.get(node.input[0], [])
         if -len(shape) <= axis < len(shape):
             yield node.input[1], shape[axis]

@@ -124,15 +124,10 @@ def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: 
             f"It has: {', '.join(sorted(found)) or 'none'}.",
         )
     array = found[tensor.name]
-    fits = len(array.shape) == len(tensor.shape) and all(
-        not isinstance(size, int) or size == given
-        for given, size in zip(array.shape, tensor.shape, strict=True)
-    )
-    if array.dtype != numpy_dtype(tensor.dtype) or not fits:
-        wanted = " x ".join(str(size) for size in tensor.shape) or "no dimensions"
+    if array.dtype != numpy_dtype(tensor.dtype) or not tensor.takes(array.shape):
         raise _refuse(
             spec,
             f"{path.name} has {array.dtype.name} {list(array.shape)} for the input "
-            f"{tensor.name!r}, which takes {tensor.dtype} {wanted}.",
+            f"{tensor.name!r}, which takes {tensor.dtype} {tensor.words or 'no dimensions'}.",
         )
     return array

@@ -74,14 +74,10 @@ def _unusable(
             fix_ = f"dims = {{ {', '.join(f'{name} = 1' for name in names)} }}"
         yield Problem(
             spec.key,
-            f"the input {each.name!r} has an open dimension ({_words(each)}), and {static_for} "
+            f"the input {each.name!r} has an open dimension ({each.words}), and {static_for} "
             "compiles only what has fixed shapes.",
             f"Fix it in the model's table, such as: {fix_}",
         )
-
-
-def _words(tensor: TensorFacts) -> str:
-    return " x ".join("?" if size is None else str(size) for size in tensor.shape)
 
 
 def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
@@ -121,20 +117,13 @@ def _freeze(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
         except (TypeError, ValueError, OverflowError) as error:
             yield Problem(key, f"does not fit the input, which is {facts.dtype}: {error}.")
             continue
-        if not _fits(array.shape, facts):
+        if not facts.takes(array.shape):
             yield Problem(
-                key, f"has the shape {list(array.shape)}, and the input has {_words(facts)}."
+                key, f"has the shape {list(array.shape)}, and the input has {facts.words}."
             )
             continue
         main.initializer.append(onnx.numpy_helper.from_array(array, name))
         main.input.remove(by_name[name])
-
-
-def _fits(shape: tuple[int, ...], facts: TensorFacts) -> bool:
-    return len(shape) == len(facts.shape) and all(
-        not isinstance(size, int) or size == given
-        for given, size in zip(shape, facts.shape, strict=True)
-    )
 
 
 def _set_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
@@ -156,8 +145,8 @@ def _set_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
             yield _unknown(key, name, "input", list(by_name))
             continue
         facts = graph.facts(by_name[name])
-        if not _fits(shape, facts):
-            yield Problem(key, f"is {list(shape)}, and the input has {_words(facts)}.")
+        if not facts.takes(shape):
+            yield Problem(key, f"is {list(shape)}, and the input has {facts.words}.")
             continue
         for given, size in zip(shape, facts.shape, strict=True):
             # A named dimension is the same everywhere it appears.
