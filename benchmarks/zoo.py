@@ -2,6 +2,7 @@
 
     pip install -e ".[bench]"
     python -m benchmarks.zoo
+    python -m benchmarks.zoo --provider openvino    # on an Intel processor, with onnxruntime-ep-openvino
 
 Prints a table of all models and the total times, both measured in this run, without any cache.
 """
@@ -12,7 +13,9 @@ import argparse
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,9 +27,14 @@ from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import load
 from hatch_epcontext.plan import plan
 
+TARGETS: Mapping[str, Mapping[str, Any]] = {
+    "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},
+    "openvino": {"provider": "openvino"},
+}
 
-def ours(paths: dict[str, Path], root: Path, staging: Path) -> Result:
-    """Build all models for SoC 60 from the configuration of a project in ``root``."""
+
+def ours(paths: dict[str, Path], root: Path, staging: Path, provider: str = "qnn") -> Result:
+    """Build all models for ``provider`` from the configuration of a project in ``root``."""
     tables = [
         {
             "name": model.name,
@@ -36,15 +44,14 @@ def ours(paths: dict[str, Path], root: Path, staging: Path) -> Result:
         }
         for model in MODELS
     ]
-    options = {"soc_model": 60, "htp_arch": 73}
-    table = {"provider": "qnn", "provider-options": options, "models": tables}
+    table = {**TARGETS[provider], "models": tables}
     cache = Cache(None, staging / "cache", print)
     return build(plan(load(root, table, {}, {})), staging, cache, print)
 
 
 def table_of(result: Result) -> Table:
     """One row for each model."""
-    table = Table(title="QNN, SoC 60, on this machine's simulator")
+    table = Table()
     for column in ("model", "prepared with", "nodes", "contexts", "coverage", "compile"):
         table.add_column(column)
     for column in ("load source", "load context", "ratio", "agreement"):
@@ -76,6 +83,7 @@ def table_of(result: Result) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, help="where to keep the downloaded packages")
+    parser.add_argument("--provider", choices=TARGETS, default="qnn", help="what to compile for")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
@@ -86,10 +94,12 @@ def main() -> None:
         staging.mkdir()
         by_hand.mkdir()
         start = time.monotonic()
-        result = ours(paths, root, staging)
+        result = ours(paths, root, staging, arguments.provider)
         middle = time.monotonic()
         # In a process of its own: an EP's library stays registered for as long as one lives.
-        process = multiprocessing.get_context("spawn").Process(target=plain, args=(paths, by_hand))
+        process = multiprocessing.get_context("spawn").Process(
+            target=plain, args=(paths, by_hand, arguments.provider)
+        )
         process.start()
         process.join()
         end = time.monotonic()

@@ -61,12 +61,15 @@ class Record:
 class Proof:
     """How a context was validated.
 
-    ``how``: ``"run"`` when it was loaded and run, ``"structure"`` when only its files were checked,
-    ``"none"`` when validation was switched off. ``agreements`` is empty unless outputs were compared.
+    ``how``: ``"run"`` when it was loaded and run, ``"cpu"`` when an optimized graph was run on the CPU
+    EP in place of its own, ``"structure"`` when only its files were checked, ``"none"`` when validation
+    was switched off. ``agreements`` is empty unless outputs were compared; ``why``: why it was not run
+    as it will be.
     """
 
     how: str
     agreements: tuple[Agreement, ...] = ()
+    why: str = ""
 
     @property
     def cosine(self) -> float | None:

@@ -13,7 +13,7 @@ from hatch_epcontext.fingerprint import model_sha256
 from hatch_epcontext.job import Built, JobRunner, Source
 from hatch_epcontext.plan import Plan, check_environment, model_spec
 from hatch_epcontext.process import call
-from hatch_epcontext.protocol import InspectReply, InspectRequest
+from hatch_epcontext.protocol import InspectReply, InspectRequest, ModelProfiles
 from hatch_epcontext.report import describe
 
 
@@ -34,7 +34,13 @@ def inspect(plan: Plan, staging: Path) -> tuple[Source, ...]:
         for target in model.targets
         if target.provider.static_shapes
     }
-    request = InspectRequest(tuple(map(model_spec, models)), static)
+    profiles = tuple(
+        ModelProfiles(model.name, f"{target.key}.profiles", target.profiles)
+        for model in models
+        for target in model.targets
+        if target.profiles
+    )
+    request = InspectRequest(tuple(map(model_spec, models)), static, profiles)
     reply: InspectReply = call(
         request, staging / "inspect", where="reading the models", timeout=plan.config.timeout
     )

@@ -1,8 +1,9 @@
 """A content-addressed store of artifacts in the user's cache folder, safe for several builds at once.
 
 Below its root: ``v1/<first two digits>/<fingerprint>/`` with ``files/``, ``record.json`` and
-``proof-<digest>.json`` for each way in which the artifact was validated; and ``reports/``, with the
-report of each project's last build.
+``proof-<digest>.json`` for each way in which the artifact was validated; ``v1/latest/<recipe>``, with the
+fingerprint of what was last made of the same models and settings, by whatever versions; and
+``reports/``, with the report of each project's last build.
 """
 
 from __future__ import annotations
@@ -50,6 +51,23 @@ class Cache:
             self._warn(f"the cached artifact in {entry} is damaged; compiling again")
         return artifact
 
+    def note_latest(self, recipe: str, fingerprint: str) -> None:
+        """Keep ``fingerprint`` as the last that was made of ``recipe``, if that can be written."""
+        if self._root is None:
+            return
+        with contextlib.suppress(OSError):
+            _replace(self._latest(self._root, recipe), f"{fingerprint}\n")
+
+    def latest(self, recipe: str) -> Artifact | None:
+        """What was last made of ``recipe``, if it is there with every byte as it was stored."""
+        if self._root is None:
+            return None
+        try:
+            fingerprint = self._latest(self._root, recipe).read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        return self.get(fingerprint)
+
     def store(self, fingerprint: str, folder: Path, record: Record) -> Artifact:
         """Keep the files in ``folder``, which is not written to any more, under ``fingerprint``."""
         if self._root is not None:
@@ -72,24 +90,24 @@ class Cache:
 
     def keep_proof(self, artifact: Artifact, key: str, proof: Proof) -> None:
         """Keep ``proof`` beside ``artifact``, if that can be written: it can be made again."""
-        file = self._proof_file(artifact, key)
         with contextlib.suppress(OSError):
-            _write(file.with_suffix(f".{os.getpid()}.tmp"), to_json(proof)).replace(file)
+            _replace(self._proof_file(artifact, key), to_json(proof))
 
     def keep_report(self, name: str, text: str) -> Path | None:
         """Keep the report of the last build of ``name``; returns where, or None if nothing is kept."""
         if self._root is None:
             return None
-        file = self._root / "reports" / f"{name}.json"
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            return _write(file.with_suffix(f".{os.getpid()}.tmp"), text).replace(file)
+            return _replace(self._root / "reports" / f"{name}.json", text)
         except OSError:
             return None
 
     def _proof_file(self, artifact: Artifact, key: str) -> Path:
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         return artifact.folder.parent / f"proof-{digest}.json"
+
+    def _latest(self, root: Path, recipe: str) -> Path:
+        return root / LAYOUT / "latest" / recipe
 
     def _entry(self, root: Path, fingerprint: str) -> Path:
         return root / LAYOUT / fingerprint[:2] / fingerprint
@@ -130,6 +148,12 @@ class Cache:
         return (
             Artifact(entry / "files", record) if is_intact(entry / "files", record.files) else None
         )
+
+
+def _replace(file: Path, text: str) -> Path:
+    """Write ``file`` so that others see the old text or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return _write(file.with_name(f"{file.name}.{os.getpid()}.tmp"), text).replace(file)
 
 
 def _write(file: Path, text: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -19,10 +19,12 @@ from hatch_epcontext.tables import (
     ModelTable,
     NarrowableTable,
     Options,
+    ProfileTable,
     RootTable,
     TargetTable,
     ToleranceTable,
 )
+from hatch_epcontext.targets import NamedTarget
 
 RESERVED = frozenset(
     {
@@ -80,7 +82,8 @@ def check_root(table: RootTable) -> Iterator[Problem]:
         )
     if table.targets:
         for field in dataclasses.fields(TargetTable):
-            if field.name != "min_coverage" and getattr(table, field.name) not in (None, (), {}):
+            empty = {} if field.default is dataclasses.MISSING else field.default
+            if field.name != "min_coverage" and getattr(table, field.name) not in (None, empty):
                 yield Problem(
                     f"{KEY}.{toml_key(field.name)}",
                     "belongs to a target, and this configuration has [targets].",
@@ -95,12 +98,12 @@ def _is_tag(text: str) -> bool:
         return False
 
 
-def check_target(key: str, name: str, table: TargetTable) -> Iterator[Problem]:
-    """A target's table; ``name`` is what it is called."""
-    yield from check_name(key, name)
-    if name == SOURCE:
+def check_target(target: NamedTarget) -> Iterator[Problem]:
+    """A target's table."""
+    key, table, provider = target.key, target.table, target.provider
+    yield from check_name(key, target.name)
+    if target.name == SOURCE:
         yield Problem(key, f'"{SOURCE}" stands for the source model; take another name.')
-    provider = PROVIDERS.get(table.provider)
     if provider is None:
         given = f"{show(table.provider)} is not a provider that exists here."
         yield Problem(
@@ -109,9 +112,14 @@ def check_target(key: str, name: str, table: TargetTable) -> Iterator[Problem]:
             suggestion(table.provider, list(PROVIDERS)),
         )
         return
-    yield from check_narrowable(key, table, provider)
+    yield from _check_library(target, provider)
+    yield from check_narrowable(key, table, provider, lax=table.allow_unknown_options)
     if table.embed and provider.product != "context":
         yield Problem(f"{key}.embed", f"the {provider.name} provider makes no contexts to embed.")
+    if table.virtual_devices and not provider.virtual_devices:
+        yield Problem(
+            f"{key}.virtual-devices", f"the {provider.name} provider offers no virtual devices."
+        )
     for index, platform in enumerate(table.platforms):
         if not re.fullmatch(r"[a-z0-9_]+", platform):
             yield Problem(
@@ -129,54 +137,183 @@ def check_target(key: str, name: str, table: TargetTable) -> Iterator[Problem]:
             )
 
 
-def check_narrowable(key: str, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
-    """What a target's and a model's table have in common, for one provider."""
-    yield from check_options(key, table.provider_options, table.load_options, provider)
+def _check_library(target: NamedTarget, provider: Provider) -> Iterator[Problem]:
+    key, table = target.key, target.table
+    if provider.name == "cpu" and table.library:
+        yield Problem(f"{key}.library", "the CPU's execution provider has no library of its own.")
+    if provider.needs_library:
+        if not table.library:
+            yield Problem(
+                f"{key}.library",
+                "is required: the EP's plugin library.",
+                'A package with get_library_path(), such as "my_ep", or the path of the library.',
+            )
+        if not table.ep_name:
+            yield Problem(f"{key}.ep-name", "is required: what ONNX Runtime calls the EP.")
+        return
+    if table.ep_name is not None:
+        yield Problem(
+            f"{key}.ep-name",
+            f"belongs to the provider plugin; {provider.name} is {provider.ep}.",
+        )
+    if table.registration_name is not None and not table.library:
+        yield Problem(f"{key}.registration-name", "belongs to a library, and there is none here.")
+
+
+def check_narrowable(
+    key: str, table: NarrowableTable, provider: Provider, *, lax: bool
+) -> Iterator[Problem]:
+    """What a target's and a model's table have in common, for one provider.
+
+    With ``lax`` provider options are not checked.
+    """
+    if not lax:
+        yield from check_options(key, table.provider_options, table.load_options, provider)
     yield from check_session_options(f"{key}.session-options", table.session_options)
     yield from _check_coverage(key, table)
+    yield from _check_profiles(key, table, provider)
+    yield from _check_choice_of_device(key, table, provider)
+
+
+def _check_choice_of_device(
+    key: str, table: NarrowableTable, provider: Provider
+) -> Iterator[Problem]:
     if table.device not in (None, "any", *provider.devices):
         yield Problem(
             f"{key}.device",
             f"the {provider.name} provider does not run on {show(table.device)}.",
-            f"Allowed: {', '.join(provider.devices)}, any.",
+            f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}.",
+        )
+    if provider.plugin is None:
+        for name in ("device_filter", "policy"):
+            if getattr(table, name):
+                yield Problem(
+                    f"{key}.{toml_key(name)}",
+                    f"chooses among the devices of a plugin, and {provider.name} is a part of "
+                    "ONNX Runtime.",
+                    "Use its option device_id." if "device_id" in provider.options else "",
+                )
+    elif table.policy and table.device_filter:
+        yield Problem(
+            f"{key}.policy",
+            "and device-filter exclude one another: with a policy ONNX Runtime chooses.",
+            "Keep one of them.",
         )
 
 
-def fitting(table: ModelTable, provider: Provider) -> ModelTable:
-    """``table`` with those of its narrowed keys alone that ``provider`` can have."""
+def _check_profiles(key: str, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
+    if not table.profiles:
+        return
+    if provider.profiles is None:
+        yield Problem(
+            f"{key}.profiles",
+            f"the {provider.name} provider has no optimization profiles.",
+            f"Those that have: {', '.join(name for name, p in PROVIDERS.items() if p.profiles)}.",
+        )
+        return
+    if both := sorted(provider.profiles.names & table.provider_options.keys()):
+        yield Problem(
+            f"{key}.profiles", f"says what provider-options.{both[0]} says.", "Keep one of them."
+        )
+    inputs = table.profiles[0].keys()
+    for index, profile in enumerate(table.profiles):
+        where = f"{key}.profiles[{index}]"
+        if profile.keys() != inputs:
+            yield Problem(
+                where,
+                f"is about {', '.join(profile) or 'no input'}, "
+                f"and the first about {', '.join(inputs) or 'no input'}.",
+                "Each profile has to name the same inputs.",
+            )
+        for name, shapes in profile.items():
+            yield from _check_shapes(where + at(name), name, shapes)
+
+
+def _check_shapes(where: str, name: str, shapes: ProfileTable) -> Iterator[Problem]:
+    bounds = {"min": shapes.min, "opt": shapes.opt, "max": shapes.max}
+    if missing := [bound for bound, shape in bounds.items() if not shape]:
+        yield Problem(f"{where}.{missing[0]}", "is required: a shape, such as [1, 3, 224, 224].")
+        return
+    if set(name) & set(",:"):
+        yield Problem(where, "the EP writes profiles with ',' and ':', which no input may have.")
+    if len({len(shape) for shape in bounds.values()}) > 1:
+        yield Problem(where, "min, opt and max have different numbers of dimensions.")
+        return
+    for low, best, high in zip(*bounds.values(), strict=True):
+        if not 0 <= low <= best <= high:
+            yield Problem(
+                where,
+                f"min <= opt <= max does not hold: {low}, {best}, {high}.",
+                f"min = {list(shapes.min)}, opt = {list(shapes.opt)}, max = {list(shapes.max)}",
+            )
+            return
+
+
+def fitting(
+    table: ModelTable, target: NamedTarget, targets: Sequence[NamedTarget] = ()
+) -> ModelTable:
+    """``table`` with those of its narrowed keys alone that the target's provider can have.
+
+    Options that no provider of ``targets`` knows are for those that allow unknown ones.
+    """
+    provider = target.provider
+    assert provider is not None
     return dataclasses.replace(
         table,
-        provider_options=_known(table.provider_options, [provider]),
-        load_options=_known(table.load_options, [provider]),
+        provider_options=_of(table.provider_options, target, targets),
+        load_options=_of(table.load_options, target, targets),
         device=table.device if table.device in ("any", *provider.devices) else None,
         embed=table.embed if provider.product == "context" else None,
+        profiles=table.profiles if provider.profiles else (),
+        device_filter=table.device_filter if provider.plugin else {},
+        policy=table.policy if provider.plugin else None,
     )
 
 
-def check_narrowing(key: str, table: ModelTable, providers: list[Provider]) -> Iterator[Problem]:
+def check_narrowing(
+    key: str, table: ModelTable, targets: Sequence[NamedTarget]
+) -> Iterator[Problem]:
     """What a model narrows, for the providers of all its targets.
 
     Options that one of them knows are for that one; what none of them has is a mistake.
     """
-    for provider in providers:
-        yield from check_narrowable(key, fitting(table, provider), provider)
-    if not providers:
+    for target in targets:
+        provider, lax = target.provider, target.table.allow_unknown_options
+        assert provider is not None
+        yield from check_narrowable(key, fitting(table, target, targets), provider, lax=lax)
+    if not targets:
         return
+    fitted = [fitting(table, target, targets) for target in targets]
+    taken = {name for one in fitted for name in (*one.provider_options, *one.load_options)}
     of_none = NarrowableTable(
-        provider_options=_unknown(table.provider_options, providers),
-        load_options=_unknown(table.load_options, providers),
-        device=None if any(fitting(table, p).device for p in providers) else table.device,
+        provider_options={n: v for n, v in table.provider_options.items() if n not in taken},
+        load_options={n: v for n, v in table.load_options.items() if n not in taken},
+        device=None if any(one.device for one in fitted) else table.device,
+        profiles=() if any(one.profiles for one in fitted) else table.profiles,
+        device_filter={} if any(one.device_filter for one in fitted) else table.device_filter,
+        policy=None if any(one.policy for one in fitted) else table.policy,
     )
-    yield from check_narrowable(key, of_none, providers[0])
+    assert targets[0].provider is not None
+    yield from check_narrowable(key, of_none, targets[0].provider, lax=False)
 
 
-def _known(options: Options, providers: list[Provider]) -> Options:
-    return {n: value for n, value in options.items() if any(n in p.options for p in providers)}
+def _of(options: Options, target: NamedTarget, targets: Sequence[NamedTarget]) -> Options:
+    """Those of a model's options that are for ``target``."""
+    lax = target.table.allow_unknown_options
+
+    def is_for(name: str) -> bool:
+        if lax and not any(_knows(other, name) for other in targets):
+            return True
+        return _knows(target, name)
+
+    return {name: value for name, value in options.items() if is_for(name)}
 
 
-def _unknown(options: Options, providers: list[Provider]) -> Options:
-    known = _known(options, providers)
-    return {n: value for n, value in options.items() if n not in known}
+def _knows(target: NamedTarget, name: str) -> bool:
+    provider = target.provider
+    assert provider is not None
+    known = (provider.options, provider.retired, provider.managed)
+    return provider.any_options or any(name in names for names in known)
 
 
 def _check_coverage(key: str, table: NarrowableTable) -> Iterator[Problem]:

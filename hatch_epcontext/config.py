@@ -23,7 +23,7 @@ from hatch_epcontext.checks import (
 from hatch_epcontext.environment import Editable, Validate, read_environment
 from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.options import render_options
-from hatch_epcontext.providers import PROVIDERS, Device, Provider, Tolerance
+from hatch_epcontext.providers import Device, Profile, Provider, Tolerance
 from hatch_epcontext.structure import at, from_toml, show, suggestion
 from hatch_epcontext.tables import (
     KEY,
@@ -31,10 +31,12 @@ from hatch_epcontext.tables import (
     Fallback,
     ModelTable,
     Optimization,
+    Policy,
     RootTable,
     TargetTable,
     ToleranceTable,
 )
+from hatch_epcontext.targets import NamedTarget, named_target
 
 MOST_JOBS = 4
 """Workers at once by default: each needs the memory of a compiler."""
@@ -42,19 +44,34 @@ MOST_JOBS = 4
 
 @dataclass(frozen=True)
 class Target:
-    """A named place a model is compiled for, with what the model narrowed and the defaults filled in."""
+    """A named place a model is compiled for, with what the model narrowed and the defaults filled in.
+
+    ``key`` is where the optimization profiles stand in the configuration; they are also in
+    ``provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled in this build.
+    """
 
     name: str
+    key: str
     provider: Provider
     provider_options: Mapping[str, str]
     session_options: Mapping[str, str]
     load_options: Mapping[str, str]
     device: Device
+    device_filter: Mapping[str, str]
+    policy: Policy | None
+    virtual_devices: bool
+    profiles: tuple[Profile, ...]
     platforms: tuple[str, ...]
     requirements: tuple[str, ...] | None
     optimization: Optimization
     embed: bool
     min_coverage: float
+    from_cache: bool
+
+    @property
+    def needs_ep(self) -> bool:
+        """Whether the EP itself has to be there to build: basic optimizations are the same for all."""
+        return self.provider.product == "context" or self.optimization not in ("none", "basic")
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,10 @@ def load(
         )
         raise ConfigError(*problems, missing)
     parsed, mistyped = from_toml(table, RootTable, KEY)
-    reader = _Reader(root, parsed, settings.targets)
+    if settings.no_cache and settings.from_cache:
+        what = "takes from the cache what HATCH_EPCONTEXT_NO_CACHE says not to use."
+        problems.append(Problem("HATCH_EPCONTEXT_FROM_CACHE", what, "Unset one of them."))
+    reader = _Reader(root, parsed, settings.targets, settings.from_cache)
     models = reader.models()
     # Models share targets, and so what is wrong with them; and what was left out for its type is
     # not to be missed on top of that.
@@ -176,19 +196,26 @@ def _validated(model: Model, override: Validate | None) -> Model:
 class _Reader:
     """Turns the tables into models and targets, and notes what is wrong on the way.
 
-    ``wanted`` are the only targets that count in this build, or None for all.
+    ``wanted`` are the only targets that count in this build, or None for all; those in ``cached``
+    come from the cache.
     """
 
-    def __init__(self, root: Path, table: RootTable, wanted: tuple[str, ...] | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        table: RootTable,
+        wanted: tuple[str, ...] | None,
+        cached: tuple[str, ...] | None,
+    ) -> None:
         self._root = root
         self._table = table
         self.problems: list[Problem] = [*check_root(table)]
         self._targets = self._read_targets()
         self._defaults = self._named(table.default_targets, f"{KEY}.default-targets")
         self._wanted = self._named(wanted, "HATCH_EPCONTEXT_TARGETS")
+        self._cached = self._named(cached, "HATCH_EPCONTEXT_FROM_CACHE")
 
-    def _read_targets(self) -> dict[str, tuple[str, TargetTable]]:
-        """Each target's name -> its dotted key and its table."""
+    def _read_targets(self) -> dict[str, NamedTarget]:
         table = self._table
         if table.targets:
             found = {n: (f"{KEY}.targets{at(n)}", t) for n, t in table.targets.items()}
@@ -198,10 +225,24 @@ class _Reader:
             found = {table.provider: (KEY, short)}
         else:
             found = {}
-        for name, (key, target) in found.items():
-            self.problems += check_target(key, name, target)
-        self.problems += check_twins(((key, n) for n, (key, _) in found.items()), "target")
-        return found
+        targets = {n: named_target(n, key, t, self._root) for n, (key, t) in found.items()}
+        for target in targets.values():
+            self.problems += check_target(target)
+            self._check_path_of_library(target)
+        self.problems += check_twins(((t.key, t.name) for t in targets.values()), "target")
+        return targets
+
+    def _check_path_of_library(self, target: NamedTarget) -> None:
+        path = target.provider.plugin.path if target.provider and target.provider.plugin else ""
+        if path and not Path(path).is_file():
+            self.problems.append(
+                Problem(
+                    f"{target.key}.library",
+                    f"there is no file {show(target.table.library)}.",
+                    "A path is relative to the folder of pyproject.toml, or absolute; "
+                    "a package is a name without slashes.",
+                )
+            )
 
     def _named(self, names: tuple[str, ...] | None, key: str) -> tuple[str, ...] | None:
         for name in names or ():
@@ -295,44 +336,62 @@ class _Reader:
         if not names and self._targets:
             self.problems.append(Problem(f"{key}.targets", "names no target."))
         known = [
-            (name, *self._targets[name])
+            self._targets[name]
             for name in dict.fromkeys(names)
-            if name in self._targets and self._targets[name][1].provider in PROVIDERS
+            if name in self._targets and self._targets[name].provider is not None
         ]
-        providers = [PROVIDERS[target.provider] for _, _, target in known]
-        self.problems += check_narrowing(key, table, providers)
-        targets = [
-            self._narrow(key if table.provider_options else target_key, name, target, table)
-            for name, target_key, target in known
-        ]
+        self.problems += check_narrowing(key, table, known)
+        targets = [self._narrow(key, table, target, known) for target in known]
         return tuple(t for t in targets if self._wanted is None or t.name in self._wanted)
 
-    def _narrow(self, key: str, name: str, target: TargetTable, model: ModelTable) -> Target:
-        provider = PROVIDERS[target.provider]
-        model = fitting(model, provider)
-        options = provider.complete(
-            render_options({**target.provider_options, **model.provider_options}, provider)
+    def _narrow(
+        self, model_key: str, table: ModelTable, named: NamedTarget, others: list[NamedTarget]
+    ) -> Target:
+        target, provider = named.table, named.provider
+        assert provider is not None
+        model, lax = fitting(table, named, others), target.allow_unknown_options
+        options = render_options(
+            {**target.provider_options, **model.provider_options}, provider, lax=lax
         )
-        for option, what in provider.contradictions(options).items():
-            self.problems.append(Problem(f"{key}.provider-options.{option}", f"{what}."))
+        profiles = tuple(
+            {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}
+            for profile in model.profiles or target.profiles
+        )
+        if provider.profiles and profiles:
+            options.update(provider.profiles.render(profiles))
+        options = provider.complete(options)
+        if not lax:
+            key = model_key if model.provider_options else named.key
+            for option, what in provider.contradictions(options).items():
+                self.problems.append(Problem(f"{key}.provider-options.{option}", f"{what}."))
 
         def first(field: str, default: Any) -> Any:
             values = (getattr(table, field) for table in (model, target, self._table))
             return next((value for value in values if value is not None), default)
 
+        loading = {**target.load_options, **model.load_options}
         return Target(
-            name=name,
+            name=named.name,
+            key=model_key if model.profiles else named.key,
             provider=provider,
             provider_options=options,
             session_options=render_options({**target.session_options, **model.session_options}),
             load_options={
                 **provider.loading(options),
-                **render_options({**target.load_options, **model.load_options}, provider),
+                **render_options(loading, provider, lax=lax),
             },
-            device=first("device", provider.devices[0]),
+            device=first("device", "npu" if target.virtual_devices else provider.devices[0]),
+            device_filter={
+                name: str(value)
+                for name, value in (model.device_filter or target.device_filter).items()
+            },
+            policy=model.policy or target.policy,
+            virtual_devices=target.virtual_devices,
+            profiles=profiles,
             platforms=target.platforms,
             requirements=target.requirements,
             optimization=first("optimization", "basic"),
             embed=first("embed", False),
             min_coverage=first("min_coverage", 1.0),
+            from_cache=self._cached is not None and named.name in self._cached,
         )

@@ -24,6 +24,7 @@ class Environment:
 
     skip: bool = False
     targets: tuple[str, ...] | None = None
+    from_cache: tuple[str, ...] | None = None
     cache_dir: Path | None = None
     no_cache: bool = False
     jobs: int | None = None
@@ -99,6 +100,7 @@ def _choice(text: str, choices: tuple[str, ...]) -> str:
 _READERS = {
     "SKIP": _switch,
     "TARGETS": _names,
+    "FROM_CACHE": _names,
     "CACHE_DIR": lambda text: Path(text).expanduser().absolute(),
     "NO_CACHE": _switch,
     "JOBS": _count,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-FORMAT = 2
+FORMAT = 3
 """Raised when what a worker makes of the same request, or what it takes for proof, changes."""
 
 _CHUNK = 1 << 20

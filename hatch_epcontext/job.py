@@ -24,7 +24,7 @@ from hatch_epcontext.config import Model
 from hatch_epcontext.coverage import check_coverage
 from hatch_epcontext.errors import BuildError, ModelError, Problem
 from hatch_epcontext.fingerprint import FORMAT, file_sha256, fingerprint, value_sha256
-from hatch_epcontext.plan import Job, distributions, model_spec, target_spec
+from hatch_epcontext.plan import Job, model_spec, model_spec_of, target_spec, versions_of
 from hatch_epcontext.process import call
 from hatch_epcontext.protocol import (
     FOLDINGS,
@@ -85,11 +85,14 @@ class JobRunner:
         """
         scratch = self.staging / "jobs" / job.folder
         scratch.mkdir(parents=True)
-        key = self._fingerprint(job)
-        artifact = self.cache.get(key)
-        cached = artifact is not None
-        if artifact is None:
-            artifact = self._compile(job, key, scratch)
+        recipe = self._fingerprint(job, {})
+        if job.target.from_cache:
+            artifact, cached = self._latest(job, recipe), True
+        else:
+            key = self._fingerprint(job, versions_of(job.target, self.versions))
+            found = self.cache.get(key)
+            artifact, cached = found or self._compile(job, key, scratch), found is not None
+            self.cache.note_latest(recipe, key)
         for context in artifact.record.contexts:
             check_coverage(context.coverage, job.target, job.where)
         proofs = {
@@ -98,7 +101,21 @@ class JobRunner:
         }
         return Built(job, artifact, proofs, cached)
 
-    def _fingerprint(self, job: Job) -> str:
+    def _latest(self, job: Job, recipe: str) -> Artifact:
+        artifact = self.cache.latest(recipe)
+        if artifact is None:
+            raise BuildError(
+                Problem(
+                    job.where,
+                    "HATCH_EPCONTEXT_FROM_CACHE names its target, and the cache has nothing that was "
+                    "made of this model with these settings.",
+                    f"Build it where it can be built: HATCH_EPCONTEXT_TARGETS={job.target.name}, "
+                    "with the same cache folder.",
+                )
+            )
+        return artifact
+
+    def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         spec = target_spec(job.target)
         models = [
             (
@@ -114,16 +131,18 @@ class JobRunner:
         ]
         target = {
             "provider": spec.provider,
+            "ep": spec.ep,
+            "registration_name": spec.plugin.registration_name if spec.plugin else "",
             "provider_options": spec.provider_options,
             "session_options": spec.session_options,
+            "device": spec.device,
+            "device_filter": spec.device_filter,
+            "policy": spec.policy,
+            "virtual_devices": spec.virtual_devices,
             "optimization": spec.optimization,
             "embed": spec.embed,
         }
-        return fingerprint(models, target, self._versions(job))
-
-    def _versions(self, job: Job) -> dict[str, str]:
-        relevant = distributions(job.target)
-        return {name: v for name, v in self.versions.items() if name in relevant}
+        return fingerprint(models, target, versions)
 
     def _compile(self, job: Job, key: str, scratch: Path) -> Artifact:
         start = time.monotonic()
@@ -151,7 +170,7 @@ class JobRunner:
             tuple(preparation for _, preparation in prepared),
             reply.contexts,
             files,
-            self._versions(job),
+            versions_of(job.target, self.versions),
             self._measured(job, request, reply, times, scratch),
         )
         artifact = self.cache.store(key, made, record)
@@ -209,10 +228,8 @@ class JobRunner:
         self, job: Job, compiled: CompileRequest, reply: CompileReply, times: Times, scratch: Path
     ) -> Times:
         """``times`` with those of loading, for jobs of one model that can be run here."""
-        if not _can_run(job):
-            return replace(
-                times, unmeasured=f"{job.target.provider.ep} cannot run its contexts here"
-            )
+        if why := _cannot(job):
+            return replace(times, unmeasured=why)
         request = MeasureRequest(
             compiled.prepared[0], compiled.target, reply.product, reply.contexts[0], compiled.folder
         )
@@ -227,9 +244,9 @@ class JobRunner:
     def _prove(
         self, job: Job, model: Model, artifact: Artifact, context: Context, scratch: Path
     ) -> Proof:
-        how = _how(job, model)
-        if how != "run":
-            return Proof(how)
+        given = _without_running(job, model)
+        if given and not job.target.from_cache:
+            return given
         tolerance = model.tolerance_for(job.target.provider)
         key = value_sha256(
             {
@@ -240,12 +257,25 @@ class JobRunner:
                 "load_options": job.target.load_options,
             }
         )
-        if proof := self.cache.proof(artifact, key):
-            return proof
+        kept = self.cache.proof(artifact, key)
+        # What had no device of its own then may have one now.
+        if kept and (kept.how == "run" or job.target.from_cache):
+            return kept
+        if given:
+            return given
+        if job.target.from_cache:
+            raise BuildError(
+                Problem(
+                    f"{job.where}: validation",
+                    "HATCH_EPCONTEXT_FROM_CACHE names its target, and what the cache has was not proven "
+                    "with these inputs, this tolerance and these options.",
+                    f"Build it where it can be built: HATCH_EPCONTEXT_TARGETS={job.target.name}.",
+                )
+            )
         moved = scratch / f"moved-{model.name}"
         shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
         request = ValidateRequest(
-            model_spec(model),
+            model_spec_of(model, job.target),
             target_spec(job.target),
             artifact.record.product,
             context,
@@ -259,9 +289,18 @@ class JobRunner:
             timeout=self.timeout,
         )
         shutil.rmtree(moved)
-        proof = Proof("run", reply.agreements)
+        proof = _proof(artifact, reply)
+        if proof.how != "run" and model.validate == "require":
+            raise _cannot_run(job, model, reply.absent)
         self.cache.keep_proof(artifact, key, proof)
         return proof
+
+
+def _proof(artifact: Artifact, reply: ValidateReply) -> Proof:
+    if not reply.absent:
+        return Proof("run", reply.agreements)
+    how = "cpu" if artifact.record.product == "optimized" else "structure"
+    return Proof(how, reply.agreements, reply.absent)
 
 
 def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
@@ -274,27 +313,38 @@ def _with_preparations(error: BuildError, preparations: list[Preparation]) -> Bu
     return BuildError(*(replace(problem, what=problem.what + told) for problem in error.problems))
 
 
-def _how(job: Job, model: Model) -> str:
+def _without_running(job: Job, model: Model) -> Proof | None:
+    """The proof of a model that is not to be run, or cannot be; None if it can."""
     if model.validate is False:
-        return "none"
+        return Proof("none")
     if model.validate == "structure":
-        return "structure"
-    if _can_run(job):
-        return "run"
-    if model.validate == "require":
-        raise BuildError(
-            Problem(
-                f"{job.where}: validation",
-                f"{job.target.provider.ep} cannot run its contexts on this machine "
-                f'({sys.platform}, {platform.machine()}), and validate is "require".',
-                f'Build elsewhere, or take "auto" in {model.key}.validate: it checks the structure.',
-            )
+        return Proof("structure", why='validate = "structure"')
+    if not (why := _cannot(job)):
+        return None
+    if model.validate == "require" and not job.target.from_cache:
+        raise _cannot_run(job, model, why)
+    return Proof("structure", why=why)
+
+
+def _cannot_run(job: Job, model: Model, why: str) -> BuildError:
+    return BuildError(
+        Problem(
+            f"{job.where}: validation",
+            f'{why.rstrip(".")}, and validate is "require".',
+            f'Build elsewhere, or take "auto" in {model.key}.validate, which checks what it can.',
         )
-    return "structure"
+    )
 
 
-def _can_run(job: Job) -> bool:
-    return job.target.provider.runs_on(sys.platform, platform.machine())
+def _cannot(job: Job) -> str:
+    """Why the job's result cannot be run here, as far as that is known without asking the EP."""
+    target = job.target
+    if target.virtual_devices:
+        return f"{target.provider.ep} compiled for a virtual device"
+    if target.provider.runs_on(sys.platform, platform.machine()):
+        return ""
+    here = f"({sys.platform}, {platform.machine()})"
+    return f"{target.provider.ep} cannot run its contexts on this machine {here}"
 
 
 def _inputs_digest(inputs: str) -> str:

@@ -19,7 +19,7 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -71,6 +71,7 @@ def load(
     session_options: onnxruntime.SessionOptions
     | Callable[[], onnxruntime.SessionOptions]
     | None = None,
+    provider_options: Mapping[str, object] | None = None,
 ) -> onnxruntime.InferenceSession:
     """Open the model ``name`` on the first target that this machine can run.
 
@@ -79,12 +80,14 @@ def load(
     target's device. Without it each target wants the device that it was built for.
     ``session_options``: the app's own. An object is given the target's settings and execution
     provider; with a function that makes one, each target that is tried gets a fresh one.
+    ``provider_options``: more options of the execution provider, such as the address of a stream; they
+    are for the targets, and not for the source model.
 
     Raises LoadError when nothing could be opened.
     """
     steps: list[Step] = []
     session = None
-    for step, opened in _walk(name, target, device, session_options):
+    for step, opened in _walk(name, target, device, session_options, provider_options or {}):
         steps.append(step)
         _log.log(
             logging.WARNING if step.outcome == "failed" else logging.INFO, "%s on %s", name, step
@@ -98,7 +101,7 @@ def load(
 
 def explain(name: str, *, target: str | None = None, device: Device | None = None) -> list[Step]:
     """What `load` would do with the same arguments, step by step: it opens a session to know."""
-    return [step for step, _ in _walk(name, target, device, None)]
+    return [step for step, _ in _walk(name, target, device, None, {})]
 
 
 def target_of(session: onnxruntime.InferenceSession) -> str:
@@ -112,7 +115,11 @@ def _manifest() -> dict[str, Any]:
 
 
 def _walk(
-    name: str, target: str | None, device: Device | None, session_options: Any
+    name: str,
+    target: str | None,
+    device: Device | None,
+    session_options: Any,
+    provider_options: Mapping[str, object],
 ) -> Iterator[tuple[Step, Any]]:
     shipped = _manifest()["models"]
     if name not in shipped:
@@ -129,7 +136,7 @@ def _walk(
             yield Step(entry["target"], "not tried", ""), None
             continue
         try:
-            session, how = _open(entry, device, session_options)
+            session, how = _open(entry, device, session_options, provider_options)
         except _Skip as reason:
             yield Step(entry["target"], "skipped", str(reason)), None
         except Exception as error:
@@ -152,6 +159,8 @@ def _source_entry(model: dict[str, Any]) -> dict[str, Any]:
         "product": SOURCE,
         "ep": "CPUExecutionProvider",
         "device": "cpu",
+        "device_filter": {},
+        "policy": None,
         "plugin": None,
         "model_file": model["source"]["model_file"],
         "compatibility_string": "",
@@ -160,7 +169,12 @@ def _source_entry(model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _open(entry: dict[str, Any], device: Device | None, session_options: Any) -> tuple[Any, str]:
+def _open(
+    entry: dict[str, Any],
+    device: Device | None,
+    session_options: Any,
+    more: Mapping[str, object],
+) -> tuple[Any, str]:
     """A session on the target of ``entry``, and on what it runs."""
     if entry["model_file"] is None:
         raise _Skip("the source model is not shipped")
@@ -176,23 +190,66 @@ def _open(entry: dict[str, Any], device: Device | None, session_options: Any) ->
     for key, value in entry["session_options"].items():
         options.add_session_config_entry(key, value)
     path = _folder / entry["model_file"]
-    if entry["ep"] == "CPUExecutionProvider":
-        providers = [(entry["ep"], entry["provider_options"])]
-        session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
-        return session, f"{entry['ep']} on cpu"
+    given = {} if entry["target"] == SOURCE else more
+    provider_options = {
+        **entry["provider_options"],
+        **{
+            name: str(int(value) if isinstance(value, bool) else value)
+            for name, value in given.items()
+        },
+    }
+    if entry["plugin"] is None:
+        return _open_built_in(ort, entry, path, options, provider_options)
     devices = _devices(ort, entry, wanted)
     verdict = _compatibility(devices, entry["compatibility_string"])
     if verdict == "EP_UNSUPPORTED":
         raise _Skip(f"{entry['ep']} does not support what it was compiled for on this machine")
-    if entry["product"] == "context":
-        # What would have to be compiled now is not what was shipped.
-        options.add_session_config_entry("session.disable_model_compile", "1")
-    options.add_provider_for_devices(devices, entry["provider_options"])
+    _forbid_compiling(entry, options)
+    if entry["policy"] is None:
+        # Devices of one EP are interchangeable here, and a session takes one.
+        options.add_provider_for_devices(devices[:1], provider_options)
+        how = f"{entry['ep']} on {_kind(devices[0])}"
+    else:
+        # A policy takes no options; this is where onnxruntime itself keeps those of an EP.
+        for name, value in provider_options.items():
+            options.add_session_config_entry(f"ep.{entry['ep'].lower()}.{name}", value)
+        policy = entry["policy"].replace("-", "_").upper()
+        options.set_provider_selection_policy(
+            ort.OrtExecutionProviderDevicePolicy.__members__[policy]
+        )
+        how = f"{entry['ep']}, by the policy {entry['policy']}"
     session = ort.InferenceSession(path, options, enable_fallback=0)
-    how = f"{entry['ep']} on {_kind(devices[0])}"
+    _see_that_it_has(session, entry["ep"])
     if verdict == "EP_SUPPORTED_PREFER_RECOMPILATION":
         how += ", which would be faster if compiled anew"
     return session, how
+
+
+def _open_built_in(
+    ort: Any, entry: dict[str, Any], path: Path, options: Any, provider_options: dict[str, str]
+) -> tuple[Any, str]:
+    """A session on an EP that is a part of onnxruntime's own distribution."""
+    if entry["ep"] not in ort.get_available_providers():
+        raise _Skip(f"this onnxruntime ({ort.__version__}) has no {entry['ep']}")
+    _forbid_compiling(entry, options)
+    providers = [(entry["ep"], provider_options)]
+    session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
+    _see_that_it_has(session, entry["ep"])
+    return session, f"{entry['ep']} on {entry['device']}"
+
+
+def _forbid_compiling(entry: dict[str, Any], options: Any) -> None:
+    if entry["product"] == "context":
+        # What would have to be compiled now is not what was shipped.
+        options.add_session_config_entry("session.disable_model_compile", "1")
+
+
+def _see_that_it_has(session: Any, ep: str) -> None:
+    # An EP that misses a library is left out, and onnxruntime only logs it.
+    if ep not in session.get_providers():
+        raise _Skip(
+            f"{ep} is not in the session; onnxruntime's log may say which library it misses"
+        )
 
 
 def _kind(device: Any) -> str:
@@ -200,7 +257,7 @@ def _kind(device: Any) -> str:
 
 
 def _devices(ort: Any, entry: dict[str, Any], wanted: str) -> list[Any]:
-    offered = _offered(ort, entry)
+    offered = [each for each in _offered(ort, entry) if _passes(each, entry["device_filter"])]
     if wanted == "any":
         fitting = [each for each in offered if _kind(each) == entry["device"]] or offered
     else:
@@ -211,8 +268,20 @@ def _devices(ort: Any, entry: dict[str, Any], wanted: str) -> list[Any]:
             f"{entry['ep']} finds no {'device' if wanted == 'any' else wanted} here"
             + (f", only {there} (device='any' would take it)" if there else "")
         )
-    # Devices of one EP are interchangeable here, and a session takes one.
-    return fitting[:1]
+    return fitting
+
+
+def _passes(device: Any, wanted: Mapping[str, str]) -> bool:
+    """Whether nothing that is known of ``device`` is other than what the target was compiled for."""
+    facts = {
+        **dict(device.device.metadata),
+        **dict(device.ep_metadata),
+        "vendor": device.device.vendor,
+        "vendor-id": str(device.device.vendor_id),
+    }
+    return all(
+        facts.get(name, value).casefold() == value.casefold() for name, value in wanted.items()
+    )
 
 
 def _offered(ort: Any, entry: dict[str, Any]) -> list[Any]:
@@ -222,8 +291,13 @@ def _offered(ort: Any, entry: dict[str, Any]) -> list[Any]:
     with _registering:
         offered = [each for each in ort.get_ep_devices() if each.ep_name == entry["ep"]]
         plugin = entry["plugin"]
-        if offered or plugin is None:
+        if offered:
             return offered
+        if not plugin["module"]:
+            raise _Skip(
+                f"{entry['ep']} is not registered; the app has to call "
+                "onnxruntime.register_execution_provider_library before"
+            )
         try:
             module = importlib.import_module(plugin["module"])
         except ImportError as error:

@@ -6,6 +6,7 @@ builds from one cache give the same bytes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class TargetEntry:
     product: Product
     ep: str
     device: Device
+    device_filter: Mapping[str, str]
+    policy: str | None
     plugin: Plugin | None
     platforms: tuple[str, ...]
     model_file: str
@@ -117,7 +120,9 @@ def _targets(built: Built, model: str) -> list[TargetEntry]:
             product=record.product,
             ep=target.provider.ep,
             device=target.device,
-            plugin=target.provider.plugin,
+            device_filter=target.device_filter,
+            policy=target.policy,
+            plugin=_shipped(target.provider.plugin),
             platforms=target.platforms,
             model_file=f"{built.job.folder}/{context.model_file}",
             compatibility_string=context.compatibility,
@@ -133,6 +138,11 @@ def _targets(built: Built, model: str) -> list[TargetEntry]:
         for preparation, context in zip(record.preparations, record.contexts, strict=True)
         if context.model == model
     ]
+
+
+def _shipped(plugin: Plugin | None) -> Plugin | None:
+    # A path of the build machine says nothing on another, and two builds are to give the same bytes.
+    return dataclasses.replace(plugin, path="") if plugin else None
 
 
 def artifact_files(result: Result) -> dict[str, FileRecord]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.errors import Problem
-from hatch_epcontext.providers import Provider, Scalar, render
+from hatch_epcontext.providers import OptionValue, Provider, render
 from hatch_epcontext.structure import at, show, suggestion
 
 SESSION_OPTIONS = frozenset(
@@ -53,9 +53,14 @@ MANAGED = {
 
 
 def check_options(
-    key: str, options: Mapping[str, Scalar], load_options: Mapping[str, Scalar], provider: Provider
+    key: str,
+    options: Mapping[str, OptionValue],
+    load_options: Mapping[str, OptionValue],
+    provider: Provider,
 ) -> Iterator[Problem]:
     """What is wrong with the two tables of provider options below ``key``."""
+    if provider.any_options:
+        return
     yield from _check_values(f"{key}.provider-options", options, provider)
     yield from _check_values(f"{key}.load-options", load_options, provider)
     for name in load_options:
@@ -74,26 +79,47 @@ def check_options(
             )
 
 
-def _check_values(key: str, options: Mapping[str, Scalar], provider: Provider) -> Iterator[Problem]:
+def _check_values(
+    key: str, options: Mapping[str, OptionValue], provider: Provider
+) -> Iterator[Problem]:
     for name, value in options.items():
-        if name not in provider.options:
+        where = key + at(name)
+        if name in provider.managed:
+            yield Problem(where, f"is not the user's to set: {provider.managed[name]}.")
+        elif name in provider.retired:
             yield Problem(
-                key + at(name),
-                f"is not an option of the {provider.name} provider.",
-                suggestion(name, sorted(provider.options))
-                if provider.options
-                else f"The {provider.name} provider has no options.",
+                where,
+                f"is of an older release, and {provider.ep} ignores it.",
+                f"Use {provider.retired[name]}.",
             )
-            continue
-        try:
-            provider.options[name].render(value)
-        except ValueError as allowed:
-            yield Problem(key + at(name), f"must be {allowed}, and is {show(value)}.")
+        elif name not in provider.options:
+            yield _unknown(where, name, provider)
+        elif provider.options[name].kind == "pointer":
+            yield Problem(
+                where,
+                f"must be {provider.options[name].allowed}.",
+                f"The app can do so: load(..., provider_options={{{name!r}: ...}}).",
+            )
+        else:
+            try:
+                provider.options[name].render(value)
+            except ValueError as allowed:
+                yield Problem(where, f"must be {allowed}, and is {show(value)}.", _NEWER)
 
 
-def check_session_options(key: str, options: Mapping[str, Scalar]) -> Iterator[Problem]:
+_NEWER = "If the EP is newer than that: allow-unknown-options = true in the target's table."
+
+
+def _unknown(where: str, name: str, provider: Provider) -> Problem:
+    what = f"is not an option of the {provider.name} provider."
+    if not provider.options:
+        return Problem(where, what, f"The {provider.name} provider has no options.")
+    return Problem(where, what, f"{suggestion(name, sorted(provider.options))}\n{_NEWER}")
+
+
+def check_session_options(key: str, options: Mapping[str, OptionValue]) -> Iterator[Problem]:
     """What is wrong with the session options below ``key``."""
-    for name in options:
+    for name, value in options.items():
         if name in MANAGED:
             yield Problem(key + at(name), f"is not the user's to set: {MANAGED[name]}.")
         elif name not in SESSION_OPTIONS:
@@ -103,17 +129,23 @@ def check_session_options(key: str, options: Mapping[str, Scalar]) -> Iterator[P
                 suggestion(name, sorted(SESSION_OPTIONS)).split("Allowed:")[0]
                 + "ONNX Runtime would take it without a word, and do nothing.",
             )
+        elif isinstance(value, Mapping):
+            yield Problem(key + at(name), f"must not be a table, and is {show(value)}.")
 
 
 def render_options(
-    options: Mapping[str, Scalar], provider: Provider | None = None
+    options: Mapping[str, OptionValue], provider: Provider | None = None, *, lax: bool = False
 ) -> dict[str, str]:
-    """Options as the strings that ONNX Runtime takes; what `check_options` refuses is left out."""
+    """Options as the strings that ONNX Runtime takes.
+
+    What `check_options` refuses is left out, or with ``lax`` taken as it is.
+    """
     rendered = {}
     for name, value in options.items():
         option = provider.options.get(name) if provider else None
         try:
             rendered[name] = option.render(value) if option else render(value)
         except ValueError:
-            continue
+            if lax:
+                rendered[name] = render(value)
     return rendered

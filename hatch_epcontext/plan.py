@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Problem, RequirementError
+from hatch_epcontext.fingerprint import file_sha256
 from hatch_epcontext.protocol import ModelSpec, TargetSpec
 from hatch_epcontext.providers import FLAVOURS
 from hatch_epcontext.tables import KEY
@@ -75,65 +78,120 @@ def model_spec(model: Model) -> ModelSpec:
     )
 
 
+def model_spec_of(model: Model, target: Target) -> ModelSpec:
+    """What a worker that runs ``model`` on ``target`` is told of it.
+
+    Where the target's profiles leave shapes open, the best ones of the first profile are fed.
+    """
+    fed = {name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()}
+    return dataclasses.replace(model_spec(model), shapes={**fed, **model.shapes})
+
+
 def target_spec(target: Target) -> TargetSpec:
     """What a worker is told of a target."""
     return TargetSpec(
-        target.name,
-        target.provider.name,
-        target.provider_options,
-        target.session_options,
-        target.load_options,
-        target.device,
-        target.optimization,
-        target.embed,
+        name=target.name,
+        provider=target.provider.name,
+        ep=target.provider.ep,
+        plugin=target.provider.plugin,
+        provider_options=target.provider_options,
+        session_options=target.session_options,
+        load_options=target.load_options,
+        device=target.device,
+        device_filter=target.device_filter,
+        policy=target.policy,
+        virtual_devices=target.virtual_devices,
+        optimization=target.optimization,
+        embed=target.embed,
     )
 
 
 def distributions(target: Target) -> frozenset[str]:
     """The distributions whose versions can change what is compiled for ``target``."""
     wanted = target.requirements or target.provider.requirements
-    return frozenset(FLAVOURS) | {canonicalize_name(Requirement(r).name) for r in wanted}
+    named: set[str] = {canonicalize_name(Requirement(r).name) for r in wanted}
+    plugin = target.provider.plugin
+    if plugin is not None and plugin.module:
+        owners = metadata.packages_distributions().get(plugin.module.split(".")[0], [])
+        named |= {canonicalize_name(owner) for owner in owners}
+    return frozenset({*named, *FLAVOURS})
+
+
+def versions_of(target: Target, installed: Mapping[str, str]) -> dict[str, str]:
+    """The versions, out of those ``installed``, of all that ``target`` is compiled with.
+
+    A library that belongs to no distribution counts by its contents.
+    """
+    versions = {name: installed[name] for name in sorted(distributions(target) & installed.keys())}
+    for name in distributions(target) - installed.keys() - frozenset(FLAVOURS):
+        if version := _installed(name):
+            versions[name] = version
+    plugin = target.provider.plugin
+    if plugin is not None and plugin.path:
+        library = Path(plugin.path)
+        versions[library.name] = f"sha256:{file_sha256(library)}"
+    return versions
 
 
 def _flavour(targets: Iterable[Target]) -> str:
-    """The one ONNX Runtime distribution that all targets run on."""
+    """The one ONNX Runtime distribution with which all targets can be built."""
     targets = list(targets)
-    possible = [
-        flavour for flavour in FLAVOURS if all(flavour in t.provider.flavours for t in targets)
-    ]
+    possible = [flavour for flavour in FLAVOURS if _serves(flavour, targets)]
     if not possible:
-        needs = ", ".join(f"{t.name}: {' or '.join(t.provider.flavours)}" for t in targets)
+        needs = ", ".join(
+            f"{t.name}: {' or '.join(t.provider.flavours)}" for t in targets if t.needs_ep
+        )
         raise ConfigError(
             Problem(
                 f"{KEY}.targets",
                 f"no one ONNX Runtime serves all targets ({needs}).",
-                "Build them in turn with HATCH_EPCONTEXT_TARGETS: the cache keeps what was compiled.",
+                "Build some with HATCH_EPCONTEXT_TARGETS=<these>, which fills the cache, and then all "
+                "with HATCH_EPCONTEXT_FROM_CACHE=<these>.",
             )
         )
-    return possible[0]
+    # Without isolation one may be there already, and then no other can come beside it.
+    if there := [flavour for flavour in possible if _installed(flavour)]:
+        return there[0]
+
+    def dislike(flavour: str) -> int:
+        wanted = (t.provider.flavours for t in targets)
+        return sum(f.index(flavour) if flavour in f else len(f) for f in wanted)
+
+    return min(possible, key=dislike)
 
 
 def _requirements(targets: Iterable[Target]) -> tuple[str, ...]:
-    targets = list(targets)
-    if not targets:
-        return TOOLS
-    flavour = _flavour(targets)
     # What cannot be installed here is left out, and told when something is to be compiled: an editable
     # install of the source models needs none of it.
-    targets = [t for t in targets if not _unavailable(t)]
-    wanted = [r for t in targets for r in (t.requirements or t.provider.requirements)]
+    targets = [t for t in targets if not t.from_cache and not (t.needs_ep and _unavailable(t))]
+    flavour = _flavour(targets)
+    wanted = [
+        requirement
+        for t in targets
+        if not _unavailable(t)
+        for requirement in t.requirements or t.provider.requirements
+    ]
     named = {canonicalize_name(Requirement(r).name) for r in wanted}
-    if rivals := sorted(named.intersection(FLAVOURS) - {flavour}):
-        raise ConfigError(
-            Problem(
-                f"{KEY}: requirements",
-                f"{', '.join(rivals)} and {flavour} cannot be installed together: "
-                "they overwrite one another.",
-                "Build the targets in turn with HATCH_EPCONTEXT_TARGETS.",
+    own = named.intersection(FLAVOURS)
+    together = own if len(own) == 1 and _serves(max(own), targets) else own | {flavour}
+    for rivals in (frozenset(FLAVOURS), *(group for t in targets for group in t.provider.rivals)):
+        clash = sorted((named | together) & rivals)
+        if len(clash) > 1:
+            raise ConfigError(
+                Problem(
+                    f"{KEY}: requirements",
+                    f"{' and '.join(clash)} cannot be installed together: "
+                    "they overwrite one another.",
+                    "Build some targets with HATCH_EPCONTEXT_TARGETS=<these>, which fills the cache, "
+                    "and then all with HATCH_EPCONTEXT_FROM_CACHE=<these>.",
+                )
             )
-        )
-    base = [] if flavour in named else [flavour + ONNX_RUNTIME]
+    base = [] if together & named else [flavour + ONNX_RUNTIME]
     return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
+
+
+def _serves(flavour: str, targets: Iterable[Target]) -> bool:
+    return all(flavour in t.provider.flavours for t in targets if t.needs_ep)
 
 
 def _unavailable(target: Target) -> str:
@@ -152,7 +210,7 @@ def _check_available(targets: Iterable[Target]) -> None:
             "Build elsewhere, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
         )
         for target in targets
-        if (reason := _unavailable(target))
+        if target.needs_ep and (reason := _unavailable(target))
     ]
     if problems:
         raise RequirementError(*problems)
@@ -165,7 +223,7 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
     target cannot be built on this machine, and with the pip command when something is missing, too
     old, or there twice. Imports none of it.
     """
-    targets = list(targets)
+    targets = [target for target in targets if not target.from_cache]
     _check_available(targets)
     flavours = {name: version for name in FLAVOURS if (version := _installed(name))}
     if len(flavours) > 1:
@@ -177,7 +235,17 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
                 "then install the one that is needed.",
             )
         )
-    serves = {f for t in targets for f in t.provider.flavours} or set(FLAVOURS)
+    serves = {flavour for flavour in FLAVOURS if _serves(flavour, targets)}
+    for rivals in {group for target in targets for group in target.provider.rivals}:
+        if len(there := sorted(name for name in rivals if _installed(name))) > 1:
+            raise RequirementError(
+                Problem(
+                    "this build environment",
+                    f"{' and '.join(there)} are both installed, and overwrite one another.",
+                    f"Run: {_python()} -m pip uninstall {' '.join(there)}, "
+                    "then install the one that is needed.",
+                )
+            )
     versions: dict[str, str] = {}
     missing = []
     for requirement in map(Requirement, requirements):

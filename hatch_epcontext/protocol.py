@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from hatch_epcontext.errors import Problem
-from hatch_epcontext.providers import Product, Tolerance
+from hatch_epcontext.providers import Plugin, Product, Profile, Tolerance
 
 Size = int | str | None
 
@@ -66,10 +66,15 @@ class TargetSpec:
 
     name: str
     provider: str
+    ep: str
+    plugin: Plugin | None
     provider_options: Mapping[str, str]
     session_options: Mapping[str, str]
     load_options: Mapping[str, str]
     device: Literal["npu", "gpu", "cpu", "any"]
+    device_filter: Mapping[str, str]
+    policy: str | None
+    virtual_devices: bool
     optimization: Literal["none", "basic", "extended", "all"]
     embed: bool
 
@@ -116,13 +121,23 @@ class InspectReply:
 
 
 @dataclass(frozen=True)
+class ModelProfiles:
+    """Optimization profiles for ``model``; ``key`` is where they stand in the configuration."""
+
+    model: str
+    key: str
+    profiles: tuple[Profile, ...]
+
+
+@dataclass(frozen=True)
 class InspectRequest:
     """Read the models and say what is wrong with them. ``static``: names of those whose shapes must be
-    fixed, each with the provider that needs it.
+    fixed, each with the provider that needs it; ``profiles``: what has to fit their inputs.
     """
 
     models: tuple[ModelSpec, ...]
     static: Mapping[str, str]
+    profiles: tuple[ModelProfiles, ...] = ()
 
     action: ClassVar[str] = "inspect"
     reply: ClassVar[type] = InspectReply
@@ -202,9 +217,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ValidateReply:
-    """``agreements`` is empty when nothing was to be compared."""
+    """``agreements`` is empty when nothing was to be compared.
+
+    ``absent`` says why the target's EP has no device here, and "" when it ran the artifact; then an
+    optimized graph was run on the CPU EP, and a context was not run at all.
+    """
 
     agreements: tuple[Agreement, ...]
+    absent: str = ""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ def describe(built: Built) -> str:
             parts.append(
                 f"{coverage.compiled}/{coverage.nodes} nodes in {coverage.partitions} {contexts}"
             )
+        if made_for := built.job.target.provider.compiled_for(context.compatibility):
+            parts.append("for " + ", ".join(f"{name} {value}" for name, value in made_for.items()))
         parts.append(_told(built.proofs[context.model]))
     parts.append(_size(built.artifact.size))
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
@@ -117,12 +119,13 @@ def _told(proof: Proof) -> str:
     if proof.how == "none":
         return "NOT validated (validate = false)"
     if proof.how == "structure":
-        return "structure checked, NOT run"
+        return f"structure checked, NOT run{f' ({proof.why})' if proof.why else ''}"
+    ran = "ran" if proof.how == "run" else f"ran on the CPU only ({proof.why})"
     if not proof.agreements:
-        return "ran, outputs finite, not compared"
+        return f"{ran}, outputs finite, not compared"
     furthest = max(agreement.max_abs for agreement in proof.agreements)
     cosine = f"cosine {proof.cosine:.5f}, " if proof.cosine is not None else ""
-    return f"ran and agrees with the CPU ({cosine}at most {furthest:.2g} apart)"
+    return f"{ran} and agrees with the CPU ({cosine}at most {furthest:.2g} apart)"
 
 
 def _size(size: float) -> str:

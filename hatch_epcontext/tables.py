@@ -7,13 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hatch_epcontext.environment import Editable, Validate
-from hatch_epcontext.providers import Device, Scalar
+from hatch_epcontext.providers import Device, OptionValue
 
 KEY = "tool.epcontext"
 
 Optimization = Literal["none", "basic", "extended", "all"]
 Fallback = Literal["source", "none"]
-Options = Mapping[str, Scalar]
+Policy = Literal[
+    "default",
+    "prefer-cpu",
+    "prefer-npu",
+    "prefer-gpu",
+    "max-performance",
+    "max-efficiency",
+    "min-overall-power",
+]
+Options = Mapping[str, OptionValue]
 
 MADE_UP = ("ones", "random", "zeros")
 """Dummy inputs that need no file."""
@@ -32,6 +41,15 @@ def _required(doc: str, empty: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileTable:
+    """The shapes of one input in one optimization profile."""
+
+    min: tuple[int, ...] = _required("The least shape.", ())
+    opt: tuple[int, ...] = _required("The shape to optimize for.", ())
+    max: tuple[int, ...] = _required("The greatest shape.", ())
+
+
+@dataclass(frozen=True, kw_only=True)
 class NarrowableTable:
     """Keys of a target that a model may narrow: tables are merged, other values replaced."""
 
@@ -45,6 +63,13 @@ class NarrowableTable:
     device: Device | None = _key(
         "The device that the loader must find; the provider's own if left out."
     )
+    device_filter: Mapping[str, str | int] = _key(
+        "What else the device has to be: `type`, `vendor`, or any of the EP's metadata.", {}
+    )
+    policy: Policy | None = _key("ONNX Runtime's own choice among the EP's devices.")
+    profiles: tuple[Mapping[str, ProfileTable], ...] = _key(
+        "Optimization profiles: for each input `min`, `opt` and `max` shapes.", ()
+    )
     optimization: Optimization | None = _key(
         "ONNX Runtime's graph optimization before partitioning; `basic` if left out."
     )
@@ -57,14 +82,29 @@ class NarrowableTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetTable(NarrowableTable):
-    """``[tool.epcontext.targets.<name>]``."""
+class _WholeTarget(NarrowableTable):
+    """Keys of a target that no model can narrow."""
 
-    provider: str = _required("The execution provider.", "")
     platforms: tuple[str, ...] = _key("Wheel platform tags that this target is for.", ())
     requirements: tuple[str, ...] | None = _key(
         "What to install for compiling, instead of the provider's own."
     )
+    allow_unknown_options: bool = _key("Take provider options as they are, without a check.", False)
+    virtual_devices: bool = _key("Compile for a device that the EP offers and is not there.", False)
+    library: str | None = _key(
+        "The EP's plugin library: a package with `get_library_path()`, or a path."
+    )
+    ep_name: str | None = _key("What ONNX Runtime calls the EP (provider `plugin`).")
+    registration_name: str | None = _key(
+        "The name to register the library under; `ep-name` if left out."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTable(_WholeTarget):
+    """``[tool.epcontext.targets.<name>]``."""
+
+    provider: str = _required("The execution provider.", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +141,10 @@ class ModelTable(NarrowableTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RootTable(NarrowableTable):
+class RootTable(_WholeTarget):
     """``[tool.epcontext]``: with ``provider`` the short form, which has one target named after it."""
 
     provider: str | None = _key("The short form: the provider of the only target.")
-    platforms: tuple[str, ...] = _key("The short form: as in a target.", ())
-    requirements: tuple[str, ...] | None = _key("The short form: as in a target.")
     models: tuple[str | ModelTable, ...] = _required("Paths, globs or tables.", ())
     targets: Mapping[str, TargetTable] = _key("The long form: targets by name.", {})
     output: str | None = _key("Where in the wheel; `<import package>/epcontext` if left out.")

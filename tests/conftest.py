@@ -18,10 +18,17 @@ from hatch_epcontext.protocol import Context, TensorFacts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-needs_qnn = pytest.mark.skipif(
-    importlib.util.find_spec("onnxruntime_qnn") is None,
-    reason="onnxruntime-qnn has no wheels for this Python or platform",
-)
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """A mark for tests that run an EP, whose package is a dependency of the tests where it has wheels."""
+    name = package.replace("_", "-")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None,
+        reason=f"{name} has no wheels for this Python or platform",
+    )
+
+
+needs_qnn = needs("onnxruntime_qnn")
 
 
 @pytest.fixture(autouse=True)

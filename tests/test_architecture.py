@@ -23,6 +23,7 @@ ORDER = [
     {"structure"},
     {"environment", "options", "protocol", "fingerprint"},
     {"tables", "artifact"},
+    {"targets"},
     {"checks"},
     {"config", "process", "cache"},
     {"plan", "coverage"},

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import onnxruntime
 import pytest
 
 from hatch_epcontext import job as job_module
-from hatch_epcontext.artifact import Proof
+from hatch_epcontext import plan as plan_module
 from hatch_epcontext.build import Result, build
 from hatch_epcontext.cache import Cache
-from hatch_epcontext.config import Model, load
+from hatch_epcontext.config import load
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.plan import Job, plan
 from hatch_epcontext.pyproject import parse
@@ -27,7 +28,7 @@ models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 
 CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
-Run = Callable[[str], Result]
+Run = Callable[..., Result]
 
 
 @pytest.fixture
@@ -42,11 +43,13 @@ def run(project: Path, tmp_path: Path, told: list[str]) -> Run:
     save(network(), project / "models" / "a.onnx")
     count = iter(range(100))
 
-    def built(toml: str) -> Result:
+    def built(toml: str, environ: Mapping[str, str] | None = None) -> Result:
         staging = tmp_path / f"staging-{next(count)}"
         staging.mkdir()
         cache = Cache(tmp_path / "cache", staging / "cache", told.append)
-        return build(plan(load(project, parse(toml), {}, {})), staging, cache, told.append)
+        return build(
+            plan(load(project, parse(toml), {}, environ or {})), staging, cache, told.append
+        )
 
     return built
 
@@ -61,7 +64,9 @@ def test_a_context_is_compiled_and_proven_once(run: Run, told: list[str]) -> Non
     assert proof.how == "run"
     assert proof.cosine is not None
     assert proof.cosine > 0.999
-    assert told[0].startswith("a -> qnn (qnn): 4/4 nodes in 1 context, ran and agrees with the CPU")
+    assert told[0].startswith(
+        "a -> qnn (qnn): 4/4 nodes in 1 context, for soc_model 60, htp_arch 73, ran and agrees with "
+    )
     assert told[1].endswith("from the cache")
 
 
@@ -113,8 +118,10 @@ def test_where_the_ep_cannot_run_only_the_structure_is_checked_and_that_is_said(
 ) -> None:
     cannot(monkeypatch)
     toml = CPU.replace('"models/a.onnx"', f'{{ path = "models/a.onnx", validate = {validate} }}')
-    assert run(toml).built[0].proofs["a"] == Proof(how)
+    proof = run(toml).built[0].proofs["a"]
+    assert (proof.how, proof.agreements) == (how, ())
     assert "NOT" in told[0]
+    assert proof.why in told[0]
 
 
 def test_a_required_run_fails_where_there_can_be_none(
@@ -128,11 +135,65 @@ def test_a_required_run_fails_where_there_can_be_none(
 
 def cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build machine on which no provider can run what it compiles."""
-    find = job_module._how
+    find = job_module._cannot
 
-    def how(job: Job, model: Model) -> str:
+    def why(job: Job) -> str:
         provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
         target = dataclasses.replace(job.target, provider=provider)
-        return find(dataclasses.replace(job, target=target), model)
+        return find(dataclasses.replace(job, target=target))
 
-    monkeypatch.setattr(job_module, "_how", how)
+    monkeypatch.setattr(job_module, "_cannot", why)
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(),
+    reason="this ONNX Runtime has CUDA",
+)
+def test_the_cpu_stands_in_for_an_absent_ep_and_that_is_said(
+    run: Run, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = CPU.replace('"cpu"', '"cuda"')
+    proof = run(toml).built[0].proofs["a"]
+    assert (proof.how, len(proof.agreements)) == ("cpu", 1)
+    assert proof.why.endswith("has no CUDAExecutionProvider")
+    assert f"ran on the CPU only ({proof.why}) and agrees with the CPU" in told[0]
+    # What was absent then may be here now: it is asked again.
+    assert run(toml).built[0].cached
+    required = toml.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
+    with pytest.raises(BuildError, match='has no CUDAExecutionProvider, and validate is "require"'):
+        run(required)
+
+
+FROM_CACHE = {"HATCH_EPCONTEXT_FROM_CACHE": "cpu"}
+
+
+def test_a_target_is_taken_from_the_cache_whatever_is_installed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(CPU)
+    monkeypatch.setattr(plan_module, "_installed", lambda name: "99.0" if name in ONNX else None)
+    monkeypatch.setattr(job_module, "call", None)
+    (built,) = run(CPU, FROM_CACHE).built
+    assert built.cached
+    assert built.artifact == first.built[0].artifact
+    assert built.proofs == first.built[0].proofs
+    # What compiled it, and not what is installed now.
+    assert built.artifact.record.versions["onnxruntime"] != "99.0"
+
+
+ONNX = ("onnxruntime", "onnx", "onnxslim", "numpy")
+
+
+def test_what_the_cache_does_not_have_is_told(project: Path, run: Run) -> None:
+    with pytest.raises(BuildError, match="the cache has nothing that was made of this model") as it:
+        run(CPU, FROM_CACHE)
+    assert "HATCH_EPCONTEXT_TARGETS=cpu" in str(it.value)
+    run(CPU)
+    with pytest.raises(BuildError, match="was not proven with these inputs"):
+        run(
+            CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", inputs = "ones" }'),
+            FROM_CACHE,
+        )
+    save(network(3), project / "models" / "a.onnx")
+    with pytest.raises(BuildError, match="the cache has nothing that was made of this model"):
+        run(CPU, FROM_CACHE)

@@ -123,3 +123,20 @@ def test_a_damaged_proof_is_made_again(cache: Cache, artifact: Artifact) -> None
 
 def test_the_users_cache_folder_is_named_after_the_package() -> None:
     assert default_root().name == "hatch-epcontext"
+
+
+def test_the_latest_of_a_recipe_is_found_whatever_made_it(cache: Cache, artifact: Artifact) -> None:
+    recipe, newer = "ee" * 32, "cd" * 32
+    assert cache.latest(recipe) is None
+    cache.store(KEY, artifact.folder, artifact.record)
+    cache.note_latest(recipe, KEY)
+    assert cache.latest(recipe) == cache.get(KEY)
+    cache.store(newer, artifact.folder, artifact.record)
+    cache.note_latest(recipe, newer)
+    assert cache.latest(recipe) == cache.get(newer)
+
+
+def test_without_a_cache_there_is_no_latest(tmp_path: Path, artifact: Artifact) -> None:
+    none = Cache(None, tmp_path / "overflow", print)
+    none.note_latest("ee" * 32, KEY)
+    assert none.latest("ee" * 32) is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,8 @@ import onnxruntime
 import pytest
 
 from hatch_epcontext.manifest import loader as loader_file
+from hatch_epcontext.providers import PROVIDERS
+from tests.conftest import needs_qnn
 from tests.models import network, save
 
 X = {"x": np.ones((1, 1, 8, 8), np.float32)}
@@ -25,6 +29,8 @@ CPU = {
     "product": "optimized",
     "ep": "CPUExecutionProvider",
     "device": "cpu",
+    "device_filter": {},
+    "policy": None,
     "plugin": None,
     "model_file": "a/cpu/a_optimized.onnx",
     "compatibility_string": "",
@@ -180,10 +186,11 @@ def test_sessions_may_be_opened_at_once(ship: Ship) -> None:
     assert {app.target_of(session) for session in sessions} == {"cpu"}
 
 
-def device(kind: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        ep_name="SomeExecutionProvider", device=SimpleNamespace(type=SimpleNamespace(name=kind))
+def device(kind: str, vendor: str = "Some", **metadata: str) -> SimpleNamespace:
+    hardware = SimpleNamespace(
+        type=SimpleNamespace(name=kind), vendor=vendor, vendor_id=1, metadata={}
     )
+    return SimpleNamespace(ep_name="SomeExecutionProvider", ep_metadata=metadata, device=hardware)
 
 
 @pytest.mark.parametrize(
@@ -223,3 +230,66 @@ def test_the_wanted_device_comes_before_any_other(ship: Ship) -> None:
     for asked in ("npu", "any"):
         app._offered = lambda ort, entry: devices
         assert app._devices(onnxruntime, NPU, asked) == [devices[1]]
+
+
+def test_devices_that_are_other_than_what_was_compiled_for_are_passed_over(ship: Ship) -> None:
+    app = ship(NPU)
+    old, new = device("NPU", platform="4000"), device("NPU", platform="5010")
+    silent, other = device("NPU"), device("NPU", vendor="Another")
+    app._offered = lambda ort, entry: [old, new, silent, other]
+    entry = {**NPU, "device_filter": {"platform": "5010", "vendor": "SOME"}}
+    # What a device does not tell of itself is no reason against it.
+    assert app._devices(onnxruntime, entry, "npu") == [new, silent]
+
+
+def test_an_ep_that_is_no_part_of_this_onnxruntime_is_a_reason(ship: Ship) -> None:
+    gpu = {**CPU, "target": "amd", "ep": "MIGraphXExecutionProvider", "device": "gpu"}
+    amd, _ = ship(gpu).explain("a")
+    assert amd.outcome == "skipped"
+    assert amd.reason.endswith("has no MIGraphXExecutionProvider")
+
+
+def test_an_ep_that_onnxruntime_left_out_is_a_reason(ship: Ship) -> None:
+    app = ship(CPU)
+    session = app.load("a", target="cpu")
+    with pytest.raises(app._Skip, match="CUDAExecutionProvider is not in the session"):
+        app._see_that_it_has(session, "CUDAExecutionProvider")
+    app._see_that_it_has(session, "CPUExecutionProvider")
+
+
+def test_a_library_without_a_package_is_for_the_app_to_register(ship: Ship) -> None:
+    plugin = {"module": "", "package": "its library", "registration_name": "Some", "path": ""}
+    npu, _ = ship({**NPU, "plugin": plugin}).explain("a")
+    assert npu.outcome == "skipped"
+    assert "register_execution_provider_library before" in npu.reason
+
+
+@needs_qnn
+def test_a_policy_opens_the_ep_with_its_options(ship: Ship, tmp_path: Path) -> None:
+    from hatch_epcontext.protocol import ModelSpec
+    from hatch_epcontext.worker.compile import compile_job
+    from tests.worker.test_compile import X_ELITE, compile_request, target
+
+    source = save(network(1), tmp_path / "models" / "a.onnx")
+    request = compile_request(ModelSpec("a", str(source), "m"), target("qnn", X_ELITE), tmp_path)
+    compile_job(request)
+    shutil.copytree(request.folder, tmp_path / "shipped" / "a" / "npu")
+    plugin = PROVIDERS["qnn"].plugin
+    assert plugin is not None
+    entry = {
+        **NPU,
+        "ep": "QNNExecutionProvider",
+        "plugin": dataclasses.asdict(plugin),
+        "compatibility_string": "",
+        "provider_options": {"backend_type": "htp"},
+        "policy": "prefer-npu",
+    }
+    app = ship(entry)
+    (npu, _) = app.explain("a", device="any")
+    assert str(npu) == "npu: opened, QNNExecutionProvider, by the policy prefer-npu"
+    assert app.load("a", device="any").run(None, X)[0].shape == (1, 10)
+    # The EP's own word when it gets no backend.
+    without = {**entry, "provider_options": {}}
+    assert ship(without).explain("a", device="any")[0].outcome == "failed"
+    opened = ship(without).load("a", device="any", provider_options={"backend_type": "htp"})
+    assert opened.get_providers()[0] == "QNNExecutionProvider"

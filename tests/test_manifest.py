@@ -17,6 +17,8 @@ def made() -> Manifest:
         product="context",
         ep="QNNExecutionProvider",
         device="npu",
+        device_filter={},
+        policy=None,
         plugin=PROVIDERS["qnn"].plugin,
         platforms=("win_arm64",),
         model_file="a/npu/a_ctx.onnx",

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from hatch_epcontext.config import Config, load
 from hatch_epcontext.errors import ConfigError, RequirementError
@@ -14,10 +14,12 @@ from hatch_epcontext.plan import (
     TOOLS,
     check_environment,
     distributions,
+    model_spec_of,
     plan,
     target_spec,
+    versions_of,
 )
-from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.providers import FLAVOURS, Provider
 from hatch_epcontext.pyproject import parse
 
 BOTH = """
@@ -28,6 +30,7 @@ provider = "qnn"
 provider = "cpu"
 """
 
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the packages are other ones")
 newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
 
 
@@ -62,23 +65,164 @@ def test_a_target_may_name_its_requirements(project: Path) -> None:
     assert plan(config(project, toml)).requirements == ("onnxruntime==1.23.2", *TOOLS)
 
 
-def test_two_flavours_are_refused(project: Path) -> None:
-    toml = 'models = ["models/a.onnx"]\nprovider = "cpu"\nrequirements = ["onnxruntime-gpu"]'
-    with pytest.raises(ConfigError, match="onnxruntime-gpu and onnxruntime cannot be installed"):
+@pytest.mark.parametrize(
+    ("provider", "requirement"),
+    [("cpu", "onnxruntime-gpu"), ("qnn", "onnxruntime-gpu>=1.30"), ("webgpu", "onnxruntime-rocm")],
+)
+@newer_python
+def test_a_target_may_name_its_flavour(
+    project: Path, installed: dict[str, str], provider: str, requirement: str
+) -> None:
+    toml = f'models = ["models/a.onnx"]\nprovider = "{provider}"\nrequirements = ["{requirement}"]'
+    assert plan(config(project, toml)).requirements == (requirement, *TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("requirements", "clash"),
+    [
+        ('"onnxruntime-directml"', "onnxruntime and onnxruntime-directml"),
+        ('"onnxruntime", "onnxruntime-gpu"', "onnxruntime and onnxruntime-gpu"),
+    ],
+)
+@newer_python
+def test_two_flavours_are_refused(
+    project: Path, installed: dict[str, str], requirements: str, clash: str
+) -> None:
+    toml = f'models = ["models/a.onnx"]\nprovider = "qnn"\nrequirements = [{requirements}]'
+    with pytest.raises(ConfigError, match=f"{clash} cannot be installed together"):
         plan(config(project, toml))
 
 
-def test_targets_that_no_one_flavour_serves_are_refused(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+RTX = """
+models = ["models/a.onnx"]
+[targets.new]
+provider = "tensorrt-rtx"
+[targets.old]
+provider = "tensorrt-rtx"
+requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]
+"""
+
+
+@needs_linux
+def test_packages_that_overwrite_one_another_are_refused(
+    project: Path, installed: dict[str, str]
 ) -> None:
-    gpu = dataclasses.replace(PROVIDERS["cpu"], flavours=("onnxruntime-gpu",))
-    settings = config(project, BOTH)
-    (model, _) = settings.models
-    npu, cpu = model.targets
-    targets = (npu, dataclasses.replace(cpu, provider=gpu))
-    settings = dataclasses.replace(settings, models=(dataclasses.replace(model, targets=targets),))
-    with pytest.raises(ConfigError, match="HATCH_EPCONTEXT_TARGETS: the cache keeps"):
-        plan(settings)
+    with pytest.raises(
+        ConfigError, match=r"rtx-cu12 and onnxruntime-ep-nv-tensorrt-rtx-cu13 cannot"
+    ):
+        plan(config(project, RTX))
+    for one, cuda in (("new", "13"), ("old", "12")):
+        assert (
+            f"onnxruntime-ep-nv-tensorrt-rtx-cu{cuda}>=0.5"
+            in plan(config(project, RTX, TARGETS=one)).requirements
+        )
+    both = {f"onnxruntime-ep-nv-tensorrt-rtx-cu{cuda}": "0.5.0" for cuda in (12, 13)}
+    installed |= {"onnxruntime-gpu": "1.31.1", **both}
+    planned = plan(config(project, RTX, TARGETS="old"))
+    with pytest.raises(RequirementError, match="both installed, and overwrite one another"):
+        check_environment(planned.config.targets, planned.requirements)
+
+
+@pytest.mark.parametrize(
+    ("providers", "flavour"),
+    [
+        (["cpu"], "onnxruntime"),
+        (["openvino"], "onnxruntime"),
+        (["tensorrt-rtx"], "onnxruntime-gpu"),
+        (["tensorrt"], "onnxruntime-gpu"),
+        (["tensorrt", "cpu", "openvino"], "onnxruntime-gpu"),
+        (["migraphx"], "onnxruntime-migraphx"),
+        # What it makes of a model is the same with any.
+        (["migraphx", "openvino"], "onnxruntime"),
+        (["directml", "tensorrt"], "onnxruntime-gpu"),
+    ],
+)
+@needs_linux
+def test_dependencies_are_of_exactly_one_flavour(
+    project: Path, installed: dict[str, str], providers: list[str], flavour: str
+) -> None:
+    targets = "".join(f'[targets.{name}]\nprovider = "{name}"\n' for name in providers)
+    requirements = plan(config(project, f'models = ["models/a.onnx"]\n{targets}')).requirements
+    names = [Requirement(requirement).name for requirement in requirements]
+    assert [name for name in names if name in FLAVOURS] == [flavour]
+
+
+TWO_RUNTIMES = """
+models = ["models/a.onnx"]
+[targets.nvidia]
+provider = "tensorrt"
+[targets.amd]
+provider = "migraphx"
+optimization = "all"
+"""
+
+
+@needs_linux
+def test_targets_that_no_one_flavour_serves_are_refused_with_the_way_out(
+    project: Path, installed: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan(config(project, TWO_RUNTIMES))
+    told = str(raised.value)
+    assert "no one ONNX Runtime serves all targets" in told
+    assert "nvidia: onnxruntime-gpu, amd: onnxruntime-migraphx" in told
+    assert "HATCH_EPCONTEXT_TARGETS=<these>" in told
+    assert "HATCH_EPCONTEXT_FROM_CACHE=<these>" in told
+    # And that is a way out.
+    assert (
+        "onnxruntime-gpu>=1.23"
+        in plan(config(project, TWO_RUNTIMES, TARGETS="nvidia")).requirements
+    )
+    last = plan(config(project, TWO_RUNTIMES, FROM_CACHE="nvidia"))
+    assert "onnxruntime-migraphx>=1.23" in last.requirements
+    assert len(last.jobs) == 2
+
+
+def test_what_comes_from_the_cache_needs_nothing(project: Path, installed: dict[str, str]) -> None:
+    planned = plan(config(project, FROM_CACHE="npu,cpu"))
+    assert planned.requirements == INSPECTION
+    installed |= {"onnxruntime-gpu": "1.31.1", "onnx": "1.23", "onnxslim": "0.1.98", "numpy": "2.0"}
+    planned = plan(config(project, FROM_CACHE="npu,cpu"))
+    check_environment(planned.config.targets, planned.requirements)
+
+
+@newer_python
+def test_the_flavour_that_is_there_is_taken_if_it_serves(
+    project: Path, installed: dict[str, str]
+) -> None:
+    installed["onnxruntime-gpu"] = "1.31.1"
+    assert plan(config(project)).requirements[0] == "onnxruntime-gpu>=1.23"
+    installed.clear()
+    installed["onnxruntime-directml"] = "1.24.4"
+    assert plan(config(project)).requirements[0] == "onnxruntime>=1.23"
+
+
+def test_a_library_without_a_distribution_counts_by_its_contents(project: Path) -> None:
+    library = project / "plugin.so"
+    library.write_bytes(b"one")
+    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "plugin.so"\nep-name = "X"\n'
+    target = config(project, toml).models[0].targets[0]
+    one = versions_of(target, {"onnxruntime": "1.31.1", "numpy": "2.0"})
+    assert one.keys() == {"onnxruntime", "plugin.so"}
+    assert one["plugin.so"].startswith("sha256:")
+    library.write_bytes(b"two")
+    assert versions_of(target, {"onnxruntime": "1.31.1"}) != one
+
+
+def test_a_librarys_package_counts_by_its_version(project: Path) -> None:
+    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "cattrs"\nep-name = "X"\n'
+    target = config(project, toml).models[0].targets[0]
+    assert versions_of(target, {}) == {"cattrs": metadata.version("cattrs")}
+
+
+def test_what_profiles_leave_open_is_fed_with_the_best_shape(project: Path) -> None:
+    toml = """
+provider = "tensorrt"
+profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
+models = [{ path = "models/a.onnx", shapes = { y = [4] } }]
+"""
+    (model,) = config(project, toml).models
+    assert model_spec_of(model, model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
 
 
 def test_a_machine_that_the_provider_has_no_packages_for(
@@ -87,7 +231,7 @@ def test_a_machine_that_the_provider_has_no_packages_for(
     monkeypatch.setattr(Provider, "unavailable", lambda *_: "has no packages for this system")
     planned = plan(config(project, TARGETS="npu"))
     # An editable install of the source models is still possible.
-    assert planned.requirements == ("onnxruntime>=1.23", *TOOLS)
+    assert planned.requirements == INSPECTION
     with pytest.raises(RequirementError, match=r"target npu\n.*the qnn provider has no packages"):
         check_environment(planned.config.targets, planned.requirements)
 

@@ -12,24 +12,31 @@ from collections.abc import Mapping
 from hatch_epcontext.providers.base import (
     Device,
     Option,
+    OptionValue,
     Plugin,
     Product,
+    Profile,
     Provider,
     Scalar,
     Tolerance,
     render,
 )
+from hatch_epcontext.providers.libraries import missing
 
 __all__ = [
     "FLAVOURS",
     "PROVIDERS",
     "Device",
     "Option",
+    "OptionValue",
     "Plugin",
     "Product",
+    "Profile",
     "Provider",
     "Scalar",
     "Tolerance",
+    "find",
+    "missing",
     "render",
 ]
 
@@ -45,5 +52,21 @@ def _registered() -> dict[str, Provider]:
 
 PROVIDERS: Mapping[str, Provider] = _registered()
 
-FLAVOURS = ("onnxruntime", "onnxruntime-gpu")
+FLAVOURS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-directml",
+    "onnxruntime-migraphx",
+    "onnxruntime-vitisai",
+    "onnxruntime-windowsml",
+    "onnxruntime-openvino",
+    "onnxruntime-webgpu",
+    "onnxruntime-rocm",
+    "onnxruntime-trt-rtx",
+)
 """Distributions that all install the import package ``onnxruntime`` and overwrite one another."""
+
+
+def find(name: str) -> Provider | None:
+    """The provider of that name, of that EP, or of another spelling of either."""
+    return next((provider for provider in PROVIDERS.values() if provider.answers_to(name)), None)

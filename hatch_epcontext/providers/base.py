@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Scalar = bool | int | float | str
+OptionValue = Scalar | Mapping[str, Any]
 Product = Literal["context", "optimized"]
 Device = Literal["npu", "gpu", "cpu", "any"]
+Scope = Literal["compile", "load", "both"]
+Kind = Literal["bool", "int", "text", "json", "pointer"]
 
 
 @dataclass(frozen=True)
@@ -18,60 +22,133 @@ class Option:
 
     ``scope`` says where the option counts: ``"compile"`` when the artifact is made, ``"load"`` when
     a session is opened, ``"both"`` for the two. An option of scope ``"compile"`` is not shipped.
+    ``doc`` is for the documentation; ``default`` is what the EP takes if nothing is given.
     """
 
-    kind: Literal["bool", "int", "text"] = "text"
+    doc: str
+    kind: Kind = "text"
+    default: str = ""
     choices: tuple[str, ...] = ()
     minimum: int | None = None
     maximum: int | None = None
-    scope: Literal["compile", "load", "both"] = "compile"
+    pattern: str = ""
+    form: str = ""
+    """What ``pattern`` asks for, in words."""
+    scope: Scope = "compile"
+    booleans: tuple[str, str] = ("0", "1")
+    """How the EP spells false and true."""
 
     @property
     def allowed(self) -> str:
+        """What the option takes, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind == "int":
             bounds = [f"at least {self.minimum}"] if self.minimum is not None else []
             bounds += [f"at most {self.maximum}"] if self.maximum is not None else []
             return " ".join(["a whole number", *bounds])
-        return {"bool": "true or false", "text": "a string"}[self.kind]
+        if self.form:
+            return self.form
+        return {
+            "bool": "true or false",
+            "text": "a string",
+            "json": "a table, or a string of JSON",
+            "pointer": "an address in the app's memory, which only the app can give",
+        }[self.kind]
 
-    def render(self, value: Scalar) -> str:
+    def render(self, value: OptionValue) -> str:
         """The string that the EP wants for ``value``.
 
         Raises ValueError with what is allowed, because EPs take impossible values in silence.
         """
         text = render(value)
-        fits = text in self.choices if self.choices else self._fits(value, text)
-        if not fits:
+        if not self._fits(value, text):
             raise ValueError(self.allowed)
+        if self.kind == "bool":
+            return self.booleans[text.lower() in ("1", "true")]
         return text
 
-    def _fits(self, value: Scalar, text: str) -> bool:
-        if self.kind == "bool":
-            return text in ("0", "1")
-        if self.kind == "int":
-            if isinstance(value, bool) or not re.fullmatch(r"-?\d+", text):
-                return False
-            number = int(text)
-            return (self.minimum is None or number >= self.minimum) and (
-                self.maximum is None or number <= self.maximum
-            )
-        return isinstance(value, str)
+    def _fits(self, value: OptionValue, text: str) -> bool:
+        if self.choices:
+            return text in self.choices
+        if self.pattern:
+            return not isinstance(value, bool) and re.fullmatch(self.pattern, text) is not None
+        return {
+            "bool": text.lower() in ("0", "1", "false", "true"),
+            "int": not isinstance(value, bool) and self._in_range(text),
+            "json": isinstance(value, Mapping) or _is_json_object(text),
+            "pointer": False,
+            "text": isinstance(value, str),
+        }[self.kind]
+
+    def _in_range(self, text: str) -> bool:
+        if not re.fullmatch(r"-?\d+", text):
+            return False
+        above = self.minimum is None or int(text) >= self.minimum
+        return above and (self.maximum is None or int(text) <= self.maximum)
 
 
-def render(value: Scalar) -> str:
-    """A TOML scalar as the string that ONNX Runtime wants: ``true`` becomes ``"1"``."""
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def render(value: OptionValue) -> str:
+    """A TOML value as the string that ONNX Runtime wants: ``true`` becomes ``"1"``, a table JSON."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
     return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def switch(
+    doc: str,
+    default: str = "0",
+    scope: Scope = "compile",
+    booleans: tuple[str, str] = ("0", "1"),
+) -> Option:
+    """An option that is true or false."""
+    return Option(doc, kind="bool", default=default, scope=scope, booleans=booleans)
+
+
+def number(
+    doc: str,
+    default: str = "0",
+    minimum: int | None = 0,
+    maximum: int | None = None,
+    scope: Scope = "compile",
+) -> Option:
+    """An option that is a whole number."""
+    return Option(doc, "int", default, minimum=minimum, maximum=maximum, scope=scope)
+
+
+def choice(doc: str, *choices: str, default: str = "", scope: Scope = "compile") -> Option:
+    """An option that takes one of a few values."""
+    return Option(doc, default=default, choices=choices, scope=scope)
+
+
+def text(doc: str, default: str = "", scope: Scope = "compile") -> Option:
+    """An option that takes any string."""
+    return Option(doc, default=default, scope=scope)
+
+
+def pointer(doc: str) -> Option:
+    """An address, which no configuration can hold: the app gives it to the loader."""
+    return Option(doc, kind="pointer", default="0", scope="load")
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """An EP that comes as a library of its own, in a package with ``get_library_path()``."""
+    """An EP that comes as a library of its own, in a package with ``get_library_path()``.
+
+    ``path`` is that of the library where there is no such package, and ``module`` is empty then.
+    """
 
     module: str
     package: str
     registration_name: str
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,11 +165,49 @@ class Tolerance:
     cosine: float
 
 
+Profile = Mapping[str, Mapping[str, Sequence[int]]]
+"""For each input its least, best and greatest shape, under ``min``, ``opt`` and ``max``."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The options in which an EP wants its optimization profiles.
+
+    ``several`` is the switch for more than one profile, if there is one.
+    """
+
+    min: str
+    opt: str
+    max: str
+    several: str = ""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset({self.min, self.opt, self.max})
+
+    def render(self, profiles: Sequence[Profile]) -> dict[str, str]:
+        """The options for ``profiles``: ``x:1x3,y:1x4,x:8x3,y:8x4`` for two profiles of two inputs."""
+        bounds = ((self.min, "min"), (self.opt, "opt"), (self.max, "max"))
+        rendered = {
+            option: ",".join(
+                f"{name}:{'x'.join(map(str, shapes[bound]))}"
+                for profile in profiles
+                for name, shapes in profile.items()
+            )
+            for option, bound in bounds
+        }
+        return {**rendered, self.several: "1"} if self.several and len(profiles) > 1 else rendered
+
+
 def _nothing_wrong(options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _nothing_to_compare(compatibility: str, options: Mapping[str, str]) -> str:
+def _nothing_told(compatibility: str) -> dict[str, str]:
+    return {}
+
+
+def _nothing_to_compare(compatibility: str, ep_sdk_version: str, options: Mapping[str, str]) -> str:
     return ""
 
 
@@ -113,6 +228,9 @@ class Provider:
     ep: str
     """ONNX Runtime's name of the EP."""
 
+    title: str
+    """What it is, in a few words, for the documentation."""
+
     product: Product
     """``"context"``: models become EP-context models. ``"optimized"``: the EP compiles nothing
     ahead of time, and what can be shipped is ONNX Runtime's optimized graph."""
@@ -127,8 +245,27 @@ class Provider:
     tolerance: Tolerance
     """The default, which suits the precision in which the EP computes."""
 
+    verified: str
+    """Where what it makes was compiled, loaded and run, or up to which point; for the documentation."""
+
+    hardware: str = "not verified on hardware"
+    needs: str = ""
+    """The hardware and the driver without which it offers no device."""
+
+    notes: tuple[str, ...] = ()
+    """What it cannot do and what one has to know, for the documentation."""
+
+    sources: tuple[str, ...] = ()
+    """The documents from which the options are."""
+
+    aliases: tuple[str, ...] = ()
+    """Other spellings of its name; those of ``ep`` need not be listed."""
+
     requirements: tuple[str, ...] = ()
     """What to install beside ONNX Runtime."""
+
+    rivals: tuple[frozenset[str], ...] = ()
+    """Sets of distributions that overwrite one another's files."""
 
     python: tuple[int, int] = (3, 10)
     """The oldest Python for which ``requirements`` have wheels."""
@@ -137,21 +274,52 @@ class Provider:
     """The ``sys.platform`` for which ``requirements`` have wheels; empty for all."""
 
     plugin: Plugin | None = None
+    """None for an EP that is a part of ONNX Runtime's own distribution."""
+
+    needs_library: bool = False
+    """Whether the configuration has to say where the EP's library is."""
+
+    virtual_devices: bool = False
+    """Whether the EP offers devices that are not there, to compile for them."""
+
+    cross_compiles: bool = False
+    """Whether it compiles for its device on any other that it offers, told by its options."""
+
     options: Mapping[str, Option] = field(default_factory=dict)
+    any_options: bool = False
+    """Whether the options are not known: of an EP that is not known either."""
+
+    retired: Mapping[str, str] = field(default_factory=dict)
+    """Options of older releases that the EP ignores, each with what takes its place."""
+
+    managed: Mapping[str, str] = field(default_factory=dict)
+    """Options that are not the user's to set, each with what to use instead."""
+
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Provider options that are filled in; a default gives way to an option that excludes it."""
 
     exclusive: tuple[frozenset[str], ...] = ()
     """Sets of options of which at most one may be given."""
 
+    profiles: ProfileOptions | None = None
+    """How it wants optimization profiles, if it has them."""
+
     static_shapes: bool = False
     """Whether the EP leaves nodes with open dimensions to the CPU."""
+
+    own_context_options: Callable[[str, bool], dict[str, str]] | None = None
+    """(path of the context model, embed) -> provider options with which a plain session writes it: for
+    EPs that do so themselves, and that ModelCompiler does not serve."""
 
     contradictions: Callable[[Mapping[str, str]], dict[str, str]] = _nothing_wrong
     """What is wrong between options, each as option -> message."""
 
-    disagreement: Callable[[str, Mapping[str, str]], str] = _nothing_to_compare
-    """How a compatibility string disagrees with the options that were asked for; "" if it does not."""
+    compiled_for: Callable[[str], dict[str, str]] = _nothing_told
+    """What a compatibility string says, in the words of the options; empty if its form is unknown."""
+
+    disagreement: Callable[[str, str, Mapping[str, str]], str] = _nothing_to_compare
+    """How a compatibility string and ``ep_sdk_version`` disagree with the options that were asked for;
+    "" if they do not."""
 
     runs_on: Callable[[str, str], bool] = _everywhere
     """Whether a context that was compiled for any of its chips can be run on a host of this
@@ -183,3 +351,12 @@ class Provider:
         if self.systems and system not in self.systems:
             return f"has no packages for this system, {system}"
         return ""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether ``name`` is one of its names, in any case and with or without "ExecutionProvider"."""
+        own = {_plain(each) for each in (self.name, self.ep, *self.aliases)} - {""}
+        return _plain(name) in own
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name).casefold().removesuffix("executionprovider")

@@ -7,9 +7,20 @@ from hatch_epcontext.providers.base import Provider, Tolerance
 PROVIDER = Provider(
     name="cpu",
     ep="CPUExecutionProvider",
+    title="ONNX Runtime's own CPU kernels",
     product="optimized",
-    flavours=("onnxruntime", "onnxruntime-gpu"),
+    flavours=(
+        "onnxruntime",
+        "onnxruntime-gpu",
+        "onnxruntime-directml",
+        "onnxruntime-migraphx",
+        "onnxruntime-vitisai",
+        "onnxruntime-windowsml",
+    ),
     devices=("cpu",),
     # The same kernels in the same precision: only the order of additions can differ.
     tolerance=Tolerance(rtol=1e-3, atol=1e-4, cosine=0.9999),
+    verified="Optimized, loaded and run on Linux x86-64.",
+    hardware="That is the hardware.",
+    notes=('`optimization = "extended"` or `"all"` puts in what only the CPU can run.',),
 )

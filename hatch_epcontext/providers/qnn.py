@@ -8,9 +8,18 @@ without a word, so every one is listed here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
-from hatch_epcontext.providers.base import Option, Plugin, Provider, Tolerance
+from hatch_epcontext.providers.base import (
+    Option,
+    Plugin,
+    Provider,
+    Scope,
+    Tolerance,
+    choice,
+    number,
+    switch,
+    text,
+)
 
 _PERFORMANCE_MODES = (
     "burst",
@@ -30,55 +39,70 @@ _ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
 follows ``soc_model`` and only notes a different ``htp_arch`` in its log."""
 
 
-def _switch(scope: Literal["compile", "both"] = "compile") -> Option:
-    return Option(kind="bool", scope=scope)
-
+_BOTH: Scope = "both"
 
 _OPTIONS: Mapping[str, Option] = {
-    "backend_type": Option(choices=("htp", "gpu", "cpu", "ir", "saver"), scope="both"),
-    "backend_path": Option(scope="both"),
-    "soc_model": Option(kind="int", minimum=0),
-    "htp_arch": Option(choices=("0", "68", "69", "73", "75", "79", "81")),
-    "device_id": Option(kind="int", minimum=0, scope="both"),
-    "vtcm_mb": Option(kind="int", minimum=0),
-    "htp_graph_finalization_optimization_mode": Option(choices=("0", "1", "2", "3")),
-    "enable_htp_fp16_precision": _switch(),
-    "enable_htp_fp16_clamp_overflow": _switch(),
-    "htp_bf16_enable": _switch(),
-    "enable_htp_spill_fill_buffer": _switch(),
-    "enable_htp_prepare_only": _switch(),
-    "enable_htp_graph_splitting": _switch(),
-    "htp_graph_splitting_num_prepare_threads": Option(kind="int", minimum=1),
-    "enable_htp_monolithic_lstm": _switch(),
-    "enable_block_quant_weight_optimization": _switch(),
-    "offload_graph_io_quantization": _switch(),
-    "num_graph_prepare_threads": Option(kind="int", minimum=2),
-    "op_packages": Option(scope="both"),
-    "op_affinity": Option(),
-    "skip_backend_op_validation": _switch(),
-    "skip_qnn_version_check": _switch("both"),
-    "htp_performance_mode": Option(choices=_PERFORMANCE_MODES, scope="both"),
-    "qnn_context_priority": Option(choices=("low", "normal", "normal_high", "high"), scope="both"),
-    "rpc_control_latency": Option(kind="int", minimum=0, scope="both"),
-    "extended_udma": _switch("both"),
-    "enable_htp_shared_memory_allocator": _switch("both"),
-    "enable_vtcm_backup_buffer_sharing": _switch("both"),
-    "htp_share_resource_optimization": Option(choices=("1",), scope="both"),
-    "htp_reused_io_limit_mb": Option(kind="int", minimum=0, scope="both"),
-    "disable_file_mapped_weights": _switch("both"),
-    "genie_log_level": Option(choices=("error", "warn", "info", "verbose"), scope="both"),
-    "profiling_level": Option(choices=("off", "basic", "detailed", "optrace"), scope="both"),
-    "profiling_file_path": Option(scope="both"),
-    "qnn_saver_path": Option(),
-    "qnn_ir_backend_path": Option(),
-    "dump_json_qnn_graph": _switch(),
-    "json_qnn_graph_dir": Option(),
-    "dump_qnn_ir_dlc": _switch(),
-    "dump_qnn_ir_dlc_dir": Option(),
-    "dump_qnn_ep_input_graph": _switch(),
-    "dump_qnn_ep_input_graph_dir": Option(),
-    "enable_framework_op_trace": _switch(),
-    "framework_op_trace_dir": Option(),
+    "backend_type": choice(
+        "Qualcomm's backend",
+        "htp",
+        "gpu",
+        "cpu",
+        "ir",
+        "saver",
+        default="htp (filled in)",
+        scope=_BOTH,
+    ),
+    "backend_path": text("Its library instead, as a path", scope=_BOTH),
+    "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)"),
+    "htp_arch": choice("HTP architecture", "0", "68", "69", "73", "75", "79", "81", default="0"),
+    "device_id": number("Device by number", scope=_BOTH),
+    "vtcm_mb": number("MB of the chip's fast memory", "0: not set"),
+    "htp_graph_finalization_optimization_mode": choice(
+        "How long to optimize", "0", "1", "2", "3", default="0"
+    ),
+    "enable_htp_fp16_precision": switch("Compute float32 models in float16", "1"),
+    "enable_htp_fp16_clamp_overflow": switch("Clamp what float16 cannot hold"),
+    "htp_bf16_enable": switch("Compute in bfloat16"),
+    "enable_htp_spill_fill_buffer": switch("One buffer for what does not fit the fast memory"),
+    "enable_htp_prepare_only": switch("Prepare, and do not run"),
+    "enable_htp_graph_splitting": switch("Split large graphs"),
+    "htp_graph_splitting_num_prepare_threads": number("Threads for that", "1", 1),
+    "enable_htp_monolithic_lstm": switch("LSTM as one operator"),
+    "enable_block_quant_weight_optimization": switch("Optimize block-quantized weights"),
+    "offload_graph_io_quantization": switch("The CPU quantizes inputs and outputs", "1"),
+    "num_graph_prepare_threads": number("Threads that prepare graphs", "2", 2),
+    "op_packages": text("Packages of custom operators", scope=_BOTH),
+    "op_affinity": text("Which operators go where"),
+    "skip_backend_op_validation": switch("Do not ask the backend about operators"),
+    "skip_qnn_version_check": switch("Take any version of the runtime", scope=_BOTH),
+    "htp_performance_mode": choice(
+        "Speed against power", *_PERFORMANCE_MODES, default="default", scope=_BOTH
+    ),
+    "qnn_context_priority": choice(
+        "Priority", "low", "normal", "normal_high", "high", default="normal", scope=_BOTH
+    ),
+    "rpc_control_latency": number("Microseconds that the RPC may take", scope=_BOTH),
+    "extended_udma": switch("Extended DMA", scope=_BOTH),
+    "enable_htp_shared_memory_allocator": switch("Memory shared with the NPU", scope=_BOTH),
+    "enable_vtcm_backup_buffer_sharing": switch("Contexts share backup buffers", scope=_BOTH),
+    "htp_share_resource_optimization": choice("Contexts share resources", "1", scope=_BOTH),
+    "htp_reused_io_limit_mb": number("MB of inputs and outputs that are reused", scope=_BOTH),
+    "disable_file_mapped_weights": switch("Read weights instead of mapping them", scope=_BOTH),
+    "genie_log_level": choice("Genie's log", "error", "warn", "info", "verbose", scope=_BOTH),
+    "profiling_level": choice(
+        "Profiling", "off", "basic", "detailed", "optrace", default="off", scope=_BOTH
+    ),
+    "profiling_file_path": text("Where it goes", scope=_BOTH),
+    "qnn_saver_path": text("Library of the saver backend"),
+    "qnn_ir_backend_path": text("Library of the IR backend"),
+    "dump_json_qnn_graph": switch("Write the QNN graph as JSON"),
+    "json_qnn_graph_dir": text("Folder for that"),
+    "dump_qnn_ir_dlc": switch("Write the graph as DLC"),
+    "dump_qnn_ir_dlc_dir": text("Folder for that"),
+    "dump_qnn_ep_input_graph": switch("Write the graph that the EP got"),
+    "dump_qnn_ep_input_graph_dir": text("Folder for that"),
+    "enable_framework_op_trace": switch("Trace operators back to the model"),
+    "framework_op_trace_dir": text("Folder for that"),
 }
 
 
@@ -93,15 +117,18 @@ def _contradictions(options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _disagreement(compatibility: str, options: Mapping[str, str]) -> str:
-    """Compare with ``v2:<backend>:<sdk>:<backend api>:<htp_arch>:<soc_model>:<vtcm>:...``."""
+def _compiled_for(compatibility: str) -> dict[str, str]:
+    """Read ``v2:<backend>:<sdk>:<backend api>:<htp_arch>:<soc_model>:<vtcm>:...``."""
     fields = compatibility.split(":")
     if fields[0] != "v2" or len(fields) < 6:
-        return ""
-    got = {"htp_arch": fields[4], "soc_model": fields[5]}
+        return {}
+    return {"soc_model": fields[5], "htp_arch": fields[4]}
+
+
+def _disagreement(compatibility: str, ep_sdk_version: str, options: Mapping[str, str]) -> str:
     wrong = [
         f"{name} = {options[name]} was asked for and the EP compiled for {value}"
-        for name, value in got.items()
+        for name, value in _compiled_for(compatibility).items()
         if options.get(name, "0") not in ("0", value)
     ]
     return "; ".join(wrong)
@@ -116,14 +143,16 @@ def _runs_on(system: str, machine: str) -> bool:
 PROVIDER = Provider(
     name="qnn",
     ep="QNNExecutionProvider",
+    title="Qualcomm's NPU (HTP)",
     product="context",
-    flavours=("onnxruntime",),
+    flavours=("onnxruntime", "onnxruntime-gpu"),
     devices=("npu", "gpu", "cpu"),
     requirements=("onnxruntime-qnn>=2.7",),
     python=(3, 11),
     systems=("linux", "win32"),
     # The registration name becomes the EP's name: another one would give another EP.
     plugin=Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider"),
+    cross_compiles=True,
     options=_OPTIONS,
     # Without a backend the EP cannot be created, and says so in words that nobody understands.
     defaults={"backend_type": "htp"},
@@ -132,6 +161,18 @@ PROVIDER = Provider(
     # Half precision. Seen on real models: 0.02 between two probabilities, with a cosine of 0.9999.
     tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
     contradictions=_contradictions,
+    compiled_for=_compiled_for,
     disagreement=_disagreement,
     runs_on=_runs_on,
+    needs="an x86-64 or an Arm processor of Qualcomm's",
+    verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (arch 73).",
+    sources=(
+        'the documentation of onnxruntime-qnn 2.x, "QNN Execution Provider: Configuration Options"',
+        "ONNX Runtime's `ep_weight_sharing_ctx_gen`, options of `-i`",
+    ),
+    notes=(
+        "Shapes have to be fixed.",
+        "It compiles for chips that are not there, on Linux x86-64 and on Windows.",
+        "The EP follows `soc_model` and ignores another `htp_arch`; pairs that do not fit are refused.",
+    ),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.errors import BuildError, EpcontextError, Problem
 from hatch_epcontext.protocol import (
     CompileReply,
     CompileRequest,
@@ -18,10 +18,10 @@ from hatch_epcontext.protocol import (
     NodeFacts,
     TargetSpec,
 )
-from hatch_epcontext.providers import Provider
+from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.session import LEVELS, options, provider_of
+from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 
 _COMPATIBILITY = "ep_compatibility_info."
 
@@ -43,13 +43,30 @@ def compile_job(request: CompileRequest) -> CompileReply:
             contexts.append(_read_context(spec.name, prepared, result, request.target))
         else:
             result = folder / f"{spec.name}_optimized.onnx"
-            optimize(prepared, result, request.target.optimization)
+            optimize(prepared, result, request.target.optimization, request.target)
             contexts.append(_read_optimized(spec.name, result))
     return CompileReply(provider.product, tuple(contexts), time.monotonic() - start)
 
 
 def _compile(prepared: Path, result: Path, target: TargetSpec) -> None:
     provider = provider_of(target)
+    try:
+        if provider.own_context_options is None:
+            _with_model_compiler(prepared, result, target)
+        else:
+            own = provider.own_context_options(str(result), target.embed)
+            _with_session(prepared, options(target, {**target.provider_options, **own}), target)
+    except EpcontextError:
+        raise
+    except Exception as error:
+        if (problem := _explained(str(error), provider, prepared)) is None:
+            raise
+        raise BuildError(problem) from error
+    if not result.is_file():
+        raise BuildError(_nothing_compiled(provider, prepared))
+
+
+def _with_model_compiler(prepared: Path, result: Path, target: TargetSpec) -> None:
     compiler = ort.ModelCompiler(
         options(target, target.provider_options),
         str(prepared),
@@ -59,23 +76,48 @@ def _compile(prepared: Path, result: Path, target: TargetSpec) -> None:
         # By default it optimizes nothing, and EPs leave most real models to the CPU.
         graph_optimization_level=LEVELS[target.optimization],
     )
-    try:
-        compiler.compile_to_file(str(result))
-    except Exception as error:
-        if "Unable to compile any nodes" not in str(error):
-            raise
-        control = graph.control_flow(onnx.load(prepared, load_external_data=False).graph)
-        inside = f" It has {' and '.join(control)}, which few EPs compile." if control else ""
-        raise BuildError(
-            Problem(
-                "",
-                f"{provider.ep} compiled no node of the model.{inside}",
-                "Freeze with constants what they depend on, or take them out of the model."
-                if control
-                else "See that its provider-options name a chip that it knows, and that it has the "
-                "model's operators.",
-            )
-        ) from error
+    compiler.compile_to_file(str(result))
+
+
+def _with_session(prepared: Path, session_options: ort.SessionOptions, target: TargetSpec) -> None:
+    """Open a session whose EP writes the context model by itself; without a word if it compiles nothing."""
+    session_options.graph_optimization_level = LEVELS[target.optimization]
+    open_session(prepared, session_options)
+
+
+def _explained(message: str, provider: Provider, prepared: Path) -> Problem | None:
+    """What an error of ONNX Runtime or the EP means, where that is known."""
+    if "Unable to compile any nodes" in message:
+        return _nothing_compiled(provider, prepared)
+    if "NULL EPContext node" in message:
+        return Problem(
+            "",
+            f"{provider.ep} compiled the model, and returns no EP contexts: it cannot compile ahead "
+            "of time.",
+            "Ship the source model, or its optimized graph with the cpu provider, for this EP to "
+            "compile on the user's machine.",
+        )
+    if lacking := missing(message):
+        name, supplier = lacking
+        return Problem(
+            "",
+            f"{provider.ep} cannot compile, because {name} is not on this machine.",
+            f"Install {supplier or 'what brings it'}.",
+        )
+    return None
+
+
+def _nothing_compiled(provider: Provider, prepared: Path) -> Problem:
+    control = graph.control_flow(onnx.load(prepared, load_external_data=False).graph)
+    inside = f" It has {' and '.join(control)}, which few EPs compile." if control else ""
+    return Problem(
+        "",
+        f"{provider.ep} compiled no node of the model.{inside}",
+        "Freeze with constants what they depend on, or take them out of the model."
+        if control
+        else "See that its provider-options name a chip that it knows, and that it has the "
+        "model's operators.",
+    )
 
 
 def _read_optimized(name: str, result: Path) -> Context:
@@ -97,7 +139,7 @@ def _read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -
     contexts = [node for node in graph.nodes(model.graph) if node.op_type == graph.CONTEXT_OP]
     problems = [
         *_wrong_contexts(contexts, result, provider),
-        *_wrong_chip(compatibility, provider, target),
+        *_wrong_chip(compatibility, contexts, provider, target),
     ]
     if problems:
         raise BuildError(*problems)
@@ -168,13 +210,19 @@ def _wrong_contexts(
             )
 
 
-def _wrong_chip(compatibility: str, provider: Provider, target: TargetSpec) -> Iterator[Problem]:
-    if wrong := provider.disagreement(compatibility, target.provider_options):
-        yield Problem(
-            f"target {target.name}",
-            f"{provider.ep} did not compile for what was asked: {wrong}.",
-            f"It says of the result: {compatibility}",
-        )
+def _wrong_chip(
+    compatibility: str, contexts: list[onnx.NodeProto], provider: Provider, target: TargetSpec
+) -> Iterator[Problem]:
+    asked = {**target.device_filter, **target.provider_options}
+    # Nodes that only refer to another's context need not say what made it.
+    versions = dict.fromkeys(filter(None, (_text(node, "ep_sdk_version") for node in contexts)))
+    for version in versions or ("",):
+        if wrong := provider.disagreement(compatibility, version, asked):
+            yield Problem(
+                f"target {target.name}",
+                f"{provider.ep} did not compile for what was asked: {wrong}.",
+                f"It says of the result: {compatibility}",
+            )
 
 
 def _text(node: onnx.NodeProto, name: str) -> str:

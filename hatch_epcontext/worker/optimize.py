@@ -6,17 +6,22 @@ from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.protocol import TargetSpec
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 
 
-def optimize(source: Path, result: Path, level: str) -> None:
-    """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the CPU.
+def optimize(source: Path, result: Path, level: str, target: TargetSpec | None = None) -> None:
+    """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``, or the CPU's.
 
-    ``level``: ``"none"``, ``"basic"`` (the same for every EP), ``"extended"`` or ``"all"`` (which put in
-    what only the CPU can run). Initializers stay outside of the file where the source has them so.
+    ``level``: ``"none"`` or ``"basic"``, which are the same for every EP and so need none but the CPU's;
+    ``"extended"`` or ``"all"``, which put in what only that EP can run. Initializers stay outside of the
+    file where the source has them so. Raises AbsentError when the EP is needed and not here.
     """
-    session_options = cpu_options()
+    if target is None or level in ("none", "basic"):
+        session_options = cpu_options()
+    else:
+        session_options = options(target, target.provider_options)
     session_options.graph_optimization_level = LEVELS[level]
     session_options.optimized_model_filepath = str(result)
     model = onnx.load(source, load_external_data=False)

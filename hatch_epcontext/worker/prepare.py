@@ -14,6 +14,7 @@ from hatch_epcontext.protocol import (
     InspectReply,
     InspectRequest,
     ModelFacts,
+    ModelProfiles,
     ModelSpec,
     PrepareReply,
     PrepareRequest,
@@ -35,9 +36,14 @@ def inspect(request: InspectRequest) -> InspectReply:
     problems: list[Problem] = []
     for spec in request.models:
         try:
-            found.append(_inspect(spec, request.static.get(spec.name, "")))
+            facts = _inspect(spec, request.static.get(spec.name, ""))
         except ModelError as error:
             problems += error.problems
+            continue
+        found.append(facts)
+        for given in request.profiles:
+            if given.model == spec.name:
+                problems += _check_profiles(given, facts.inputs)
     if problems:
         raise ModelError(*problems)
     return InspectReply(tuple(found))
@@ -78,6 +84,31 @@ def _unusable(
             "compiles only what has fixed shapes.",
             f"Fix it in the model's table, such as: {fix_}",
         )
+
+
+def _check_profiles(given: ModelProfiles, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:
+    by_name = {facts.name: facts for facts in inputs}
+    opened = {
+        facts.name for facts in inputs if not all(isinstance(size, int) for size in facts.shape)
+    }
+    for index, profile in enumerate(given.profiles):
+        where = f"{given.key}[{index}]"
+        for name in profile.keys() - by_name.keys():
+            yield _unknown(where + at(name), name, "input", list(by_name))
+        for name in sorted(opened - profile.keys()):
+            yield Problem(
+                where,
+                f"does not name the input {name!r}, which has open dimensions "
+                f"({by_name[name].words}).",
+                "A profile has to give shapes to all inputs with open dimensions.",
+            )
+        for name in profile.keys() & by_name.keys():
+            for bound, shape in profile[name].items():
+                if not by_name[name].takes(tuple(shape)):
+                    yield Problem(
+                        where + at(name),
+                        f"{bound} is {list(shape)}, and the input has {by_name[name].words}.",
+                    )
 
 
 def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import importlib
-from collections.abc import Mapping
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.protocol import TargetSpec
-from hatch_epcontext.providers import PROVIDERS, Product, Provider
+from hatch_epcontext.providers import PROVIDERS, Plugin, Product, Provider, missing
 
 LEVELS = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -21,18 +25,38 @@ LEVELS = {
 }
 
 
+class AbsentError(BuildError):
+    """The target's EP, or a device that it could run on, is not here."""
+
+
 def provider_of(target: TargetSpec) -> Provider:
     """What is known of the target's provider."""
-    return PROVIDERS[target.provider]
+    known = PROVIDERS[target.provider]
+    return dataclasses.replace(known, ep=target.ep, plugin=target.plugin)
 
 
 def options(target: TargetSpec, provider_options: Mapping[str, str]) -> ort.SessionOptions:
-    """Session options with the target's EP added; ``provider_options`` are those of the moment."""
+    """Session options with the target's EP added; ``provider_options`` are those of the moment.
+
+    Raises AbsentError when the EP has no library, no driver or no device here.
+    """
     provider = provider_of(target)
     result = ort.SessionOptions()
     for key, value in target.session_options.items():
         result.add_session_config_entry(key, value)
-    result.add_provider_for_devices(_devices(provider, target.device), dict(provider_options))
+    if provider.plugin is None:
+        _add_built_in(result, provider, provider_options)
+        return result
+    register(provider.plugin, provider.ep, virtual=target.virtual_devices)
+    devices = _devices(provider, target)
+    if target.policy is None:
+        result.add_provider_for_devices(devices, dict(provider_options))
+        return result
+    # A policy takes no options; this is where ONNX Runtime itself keeps those of an EP.
+    for key, value in provider_options.items():
+        result.add_session_config_entry(f"ep.{provider.ep.lower()}.{key}", value)
+    policy = target.policy.replace("-", "_").upper()
+    result.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.__members__[policy])
     return result
 
 
@@ -57,33 +81,202 @@ def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> or
     return ort.InferenceSession(model, session_options, enable_fallback=0)
 
 
-def _devices(provider: Provider, device: str) -> list[Any]:
-    """The EP's devices of the kind that is wanted, or else its others.
-
-    An EP that cross-compiles offers whatever the build machine has: QNN a CPU, where it simulates.
-    """
-    if provider.plugin is not None:
-        _register(provider)
-    offered = [each for each in ort.get_ep_devices() if each.ep_name == provider.ep]
-    if not offered:
-        there = ", ".join(f"{d.ep_name} on {d.device.type.name}" for d in ort.get_ep_devices())
-        raise BuildError(Problem("", f"{provider.ep} finds no device here. There are: {there}."))
-    return [each for each in offered if each.device.type.name.lower() == device] or offered[:1]
-
-
-def _register(provider: Provider) -> None:
-    assert provider.plugin is not None
-    plugin = provider.plugin
-    if any(device.ep_name == provider.ep for device in ort.get_ep_devices()):
-        return
-    try:
-        library = importlib.import_module(plugin.module).get_library_path()
-        ort.register_execution_provider_library(plugin.registration_name, library)
-    except Exception as error:
-        raise BuildError(
+def _add_built_in(
+    result: ort.SessionOptions, provider: Provider, provider_options: Mapping[str, str]
+) -> None:
+    there = ort.get_available_providers()
+    if provider.ep not in there:
+        raise AbsentError(
             Problem(
                 "",
-                f"the library of {provider.ep} cannot be loaded: {error}",
-                f"See that {plugin.package} is installed for this platform and Python.",
+                f"this ONNX Runtime ({ort.__version__}) has no {provider.ep}.\n"
+                f"It has {', '.join(there)}.",
+                f"Install {' or '.join(provider.flavours)} in its place.",
             )
-        ) from error
+        )
+    if provider.ep == "CPUExecutionProvider":
+        result.add_provider(provider.ep, dict(provider_options))
+        return
+    # Those that were installed by pip are on no path on which the system's loader looks.
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    try:
+        result.add_provider(provider.ep, dict(provider_options))
+    except Exception as error:
+        # ONNX Runtime only logs why.
+        stem = provider.ep.removesuffix("ExecutionProvider").lower()
+        library = Path(ort.__file__).parent / "capi" / f"libonnxruntime_providers_{stem}.so"
+        raise AbsentError(_unloadable(provider.ep, str(error), library)) from error
+
+
+def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
+    """Register the library of ``plugin``; raises AbsentError when that fails or does not bring ``ep``."""
+    if any(device.ep_name == ep for device in ort.get_ep_devices()):
+        return
+    before = {device.ep_name for device in ort.get_ep_devices()}
+    name = plugin.registration_name + (".virtual" if virtual else "")
+    library = plugin.path
+    try:
+        library = library or str(importlib.import_module(plugin.module).get_library_path())
+        ort.register_execution_provider_library(name, library)
+    except Exception as error:
+        raise AbsentError(_unregistered(plugin, ep, error, Path(library))) from error
+    brought = sorted({device.ep_name for device in ort.get_ep_devices()} - before)
+    if brought and ep not in brought:
+        raise AbsentError(
+            Problem(
+                "",
+                f"{plugin.package} was registered as {name!r} and brought "
+                f"{' and '.join(brought)}, not {ep}.",
+                "Set ep-name to what it brings. Some libraries call their EP what they are "
+                "registered as: then set registration-name.",
+            )
+        )
+
+
+def _unregistered(plugin: Plugin, ep: str, error: Exception, library: Path) -> Problem:
+    if isinstance(error, ModuleNotFoundError):
+        return Problem(
+            "",
+            f"the package of {ep} cannot be imported: {error}.",
+            f"Install {plugin.package}, or name what brings it in requirements.",
+        )
+    if isinstance(error, AttributeError):
+        return Problem(
+            "",
+            f"{plugin.module} is no package of a plugin EP: {error}.",
+            "Such a package has get_library_path(); otherwise library can be the library's path.",
+        )
+    if "CreateEpFactories" in str(error):
+        return Problem(
+            "", f"{plugin.path or plugin.package} is a library, and not that of an EP: {error}."
+        )
+    return _unloadable(ep, str(error), library)
+
+
+def _unloadable(ep: str, message: str, library: Path) -> Problem:
+    lacking = _lacking(library) or [name for name in [missing(message)] if name]
+    if not lacking:
+        return Problem(
+            "",
+            f"the library of {ep} cannot be loaded: {message}",
+            "See that it is one, and for this system and this version of ONNX Runtime.",
+        )
+    suppliers = dict.fromkeys(supplier for _, supplier in lacking)
+    verb = "are" if len(lacking) > 1 else "is"
+    return Problem(
+        "",
+        f"the library of {ep} cannot be loaded, because {_listed(name for name, _ in lacking)} "
+        f"{verb} not on this machine.",
+        "\n".join(
+            f"Install {supplier or 'what brings'} "
+            f"({_listed(name for name, brought_by in lacking if brought_by == supplier)})."
+            for supplier in suppliers
+        ),
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _lacking(library: Path) -> list[tuple[str, str]]:
+    """All libraries that ``library`` needs and the system's loader does not find, with their suppliers.
+
+    The loader's own message has only the first.
+    """
+    try:
+        listed = subprocess.run(
+            ["ldd", library], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lacking: list[tuple[str, str]] = []
+    for name in re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE):
+        # What was loaded beforehand, such as from pip's packages, is there all the same.
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            lacking += filter(None, [missing(str(error))])
+    return list(dict.fromkeys(lacking))
+
+
+def _devices(provider: Provider, target: TargetSpec) -> list[Any]:
+    """The EP's devices that the target wants; of an EP that cross-compiles, or else any other.
+
+    Only those of exactly this EP: those of two EPs may not be mixed, and some EPs have namesakes.
+    """
+    offered = [each for each in ort.get_ep_devices() if each.ep_name == provider.ep]
+    kinds = offered
+    if target.device != "any":
+        kinds = [each for each in offered if each.device.type.name.lower() == target.device]
+        if provider.cross_compiles:
+            kinds = kinds or offered
+    chosen = [each for each in kinds if matches(each, target.device_filter)]
+    if chosen:
+        # Devices that fit are interchangeable, unless ONNX Runtime is to choose among them.
+        return chosen if target.policy else chosen[:1]
+    wanted: list[str] = [target.device] if target.device != "any" else []
+    wanted += [f"{name} = {value!r}" for name, value in target.device_filter.items()]
+    raise AbsentError(
+        Problem(
+            "",
+            "\n".join(
+                [
+                    f"{provider.ep} finds no device here"
+                    + (f" that is {', '.join(wanted)}." if wanted and offered else "."),
+                    *([f"It needs {provider.needs}."] if provider.needs and not offered else []),
+                    "ONNX Runtime has:",
+                    *(f"  {_described(each)}" for each in ort.get_ep_devices()),
+                    *(f"  {line}" for line in _incompatibilities(provider.ep)),
+                ]
+            ),
+            "Choose one with device and device-filter."
+            if offered
+            else "Build where there is one, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
+        )
+    )
+
+
+def matches(device: Any, wanted: Mapping[str, str]) -> bool:
+    """Whether an EP's device is what a ``device-filter`` asks for; letters' case does not count."""
+    facts = {
+        **dict(device.device.metadata),
+        **dict(device.ep_metadata),
+        "type": device.device.type.name,
+        "vendor": device.device.vendor,
+        "vendor-id": str(device.device.vendor_id),
+        "device-id": str(device.device.device_id),
+    }
+    return all(facts.get(name, "").casefold() == value.casefold() for name, value in wanted.items())
+
+
+def _described(device: Any) -> str:
+    facts = {**dict(device.device.metadata), **dict(device.ep_metadata)}
+    # What tells devices apart: not where the library lies, nor what the hardware can do (in capitals).
+    same = ("library_path", "version")
+    told = [f"{n} = {v!r}" for n, v in facts.items() if n.islower() and n not in same]
+    kind = device.device.type.name.lower()
+    return ", ".join([f"{device.ep_name} on {kind} ({device.device.vendor or 'unknown'})", *told])
+
+
+def _incompatibilities(ep: str) -> Iterator[str]:
+    """What the EP itself says of each piece of hardware that it does not take."""
+    try:
+        from onnxruntime.capi._pybind_state import (
+            get_hardware_device_ep_incompatibility_details,
+            get_hardware_devices,
+        )
+    except ImportError:
+        return
+    for hardware in get_hardware_devices():
+        try:
+            details = get_hardware_device_ep_incompatibility_details(ep, hardware)
+        except Exception as error:
+            yield f"{ep} says nothing of why: {error}"
+            return
+        if details["reasons_bitmask"] or details["notes"]:
+            kind = hardware.type.name.lower()
+            reason = details["notes"] or f"reasons {details['reasons_bitmask']:#x}"
+            yield f"{ep} on {kind} ({hardware.vendor or 'unknown'}): {reason}"

@@ -42,10 +42,15 @@ def target(
     return TargetSpec(
         name=provider,
         provider=provider,
+        ep=known.ep,
+        plugin=known.plugin,
         provider_options=complete,
         session_options={},
         load_options=known.loading(complete),
         device=known.devices[0],
+        device_filter={},
+        policy=None,
+        virtual_devices=False,
         optimization=optimization,  # type: ignore[arg-type]
         embed=embed,
     )

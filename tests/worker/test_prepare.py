@@ -14,6 +14,7 @@ from hatch_epcontext.protocol import (
     FOLDINGS,
     Folding,
     InspectRequest,
+    ModelProfiles,
     ModelSpec,
     PrepareReply,
     PrepareRequest,
@@ -269,3 +270,36 @@ def test_a_source_that_cannot_be_run_is_told_before_anything_is_folded(
     path = save(made, tmp_path / "a.onnx")
     with pytest.raises(ModelError, match="the source model itself cannot be run on the CPU"):
         run(path, tmp_path, folding)
+
+
+def fitting(path: Path, *profiles: dict[str, dict[str, list[int]]]) -> list[Problem]:
+    """What is wrong with profiles for the model at ``path``, whose input ``x`` is batch x 1 x 8 x 8."""
+    request = InspectRequest(
+        (ModelSpec("a", str(path), "m"),), {}, (ModelProfiles("a", "t.profiles", profiles),)
+    )
+    try:
+        inspect(request)
+    except ModelError as error:
+        return list(error.problems)
+    return []
+
+
+def test_profiles_have_to_fit_the_inputs(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+
+    def shapes(*sizes: int) -> dict[str, list[int]]:
+        return {bound: [*sizes] for bound in ("min", "opt", "max")}
+
+    assert not fitting(path, {"x": shapes(1, 1, 8, 8)}, {"x": shapes(9, 1, 8, 8)})
+    wrong_size = fitting(path, {"x": shapes(1, 1, 8, 9)})
+    assert [problem.where for problem in wrong_size] == ["t.profiles[0].x"] * 3
+    assert wrong_size[0].what == "min is [1, 1, 8, 9], and the input has batch x 1 x 8 x 8."
+    assert len(fitting(path, {"x": shapes(1, 1, 8)})) == 3
+    unknown, absent = fitting(path, {"x": shapes(1, 1, 8, 8)}, {"y": shapes(1)})
+    assert (unknown.where, absent.where) == ("t.profiles[1].y", "t.profiles[1]")
+    assert "the model has no input 'y'" in unknown.what
+    assert "does not name the input 'x', which has open dimensions" in absent.what
+
+
+def test_inputs_of_fixed_shapes_need_no_profile(tmp_path: Path) -> None:
+    assert not fitting(save(network(1), tmp_path / "a.onnx"), {})

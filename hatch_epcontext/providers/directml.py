@@ -1,0 +1,40 @@
+"""Windows' GPUs and NPUs through DirectML, which compiles nothing ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hatch_epcontext.providers.base import Option, Provider, Tolerance, choice, number, switch
+
+_WORDS = ("false", "true")
+
+_OPTIONS: Mapping[str, Option] = {
+    "device_id": number("Adapter by number", scope="load"),
+    "performance_preference": choice(
+        "Which adapter",
+        "default",
+        "high_performance",
+        "minimum_power",
+        default="default",
+        scope="load",
+    ),
+    "device_filter": choice("Kind of adapter", "gpu", "npu", "any", default="gpu", scope="load"),
+    "disable_metacommands": switch("Without the driver's metacommands", "false", "load", _WORDS),
+}
+
+PROVIDER = Provider(
+    name="directml",
+    ep="DmlExecutionProvider",
+    title="Windows' GPUs and NPUs through DirectML",
+    product="optimized",
+    flavours=("onnxruntime-directml", "onnxruntime-windowsml"),
+    devices=("gpu", "npu"),
+    tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
+    needs="Windows and a GPU or NPU with a DirectX 12 driver",
+    verified="Nothing but its options.",
+    aliases=("dml", "directml"),
+    systems=("win32",),
+    options=_OPTIONS,
+    sources=('onnxruntime.ai, "DirectML Execution Provider"',),
+    notes=("`optimization` above `basic` needs the EP, and so Windows, while building.",),
+)

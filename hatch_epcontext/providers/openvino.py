@@ -1,0 +1,106 @@
+"""Intel's CPUs, GPUs and NPUs through the plugin EP in onnxruntime-ep-openvino.
+
+Options: those that the plugin's library 1.8.1 reads. It names in its log the options of the older,
+built-in EP that it ignores, each with the entry of ``load_config`` that takes its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hatch_epcontext.providers.base import Option, Plugin, Provider, Tolerance, switch, text
+
+_CONFIG = "load_config = {{ {} }}"
+
+_OPTIONS: Mapping[str, Option] = {
+    "load_config": Option(
+        "OpenVINO's own properties, by device, such as "
+        '`{ CPU = { INFERENCE_PRECISION_HINT = "f32" } }`',
+        kind="json",
+        scope="both",
+    ),
+    "reshape_input": text("Shapes to set, such as `x[1,3,224,224]`; better in `shapes`"),
+    "enable_causallm": switch("The model is a language model with a key-value cache", scope="both"),
+    "hint_enable_gqa": switch("Fuse grouped-query attention"),
+}
+
+
+def _facts(compatibility: str) -> Mapping[str, Any]:
+    try:
+        facts = json.loads(compatibility)
+    except ValueError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _compiled_for(compatibility: str) -> dict[str, str]:
+    """Read ``{"ovep_ver": ..., "ov_compat_string": "meta=1.0;ov=2026.4.1;isa=..."}``."""
+    told = str(_facts(compatibility).get("ov_compat_string", ""))
+    fields = dict(part.split("=", 1) for part in told.split(";") if "=" in part)
+    names = {"ov": "OpenVINO", "isa": "ISA"}
+    return {words: fields[name] for name, words in names.items() if name in fields}
+
+
+def _disagreement(compatibility: str, ep_sdk_version: str, options: Mapping[str, str]) -> str:
+    """Compare the OpenVINO that compiled with the one that the context names."""
+    compiled = _compiled_for(compatibility).get("OpenVINO", "")
+    if not compiled or not ep_sdk_version or f"{compiled}.".startswith(f"{ep_sdk_version}."):
+        return ""
+    return f"the context is of OpenVINO {ep_sdk_version}, and its compatibility is with {compiled}"
+
+
+PROVIDER = Provider(
+    name="openvino",
+    ep="OpenVINOExecutionProvider",
+    title="Intel CPUs, GPUs and NPUs through OpenVINO",
+    product="context",
+    flavours=("onnxruntime", "onnxruntime-gpu"),
+    devices=("cpu", "gpu", "npu"),
+    # CPUs with AMX compute in bfloat16 unless INFERENCE_PRECISION_HINT says otherwise. Seen on a real
+    # model: 0.056 between two probabilities, with a cosine of 0.9989.
+    tolerance=Tolerance(rtol=1e-2, atol=1e-1, cosine=0.99),
+    needs="Intel hardware: on other processors it offers not even a CPU",
+    verified="Its CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded.",
+    hardware="CPU: verified. GPU and NPU: not verified on hardware.",
+    requirements=("onnxruntime-ep-openvino>=1.8",),
+    systems=("linux", "win32"),
+    plugin=Plugin(
+        "onnxruntime_ep_openvino", "onnxruntime-ep-openvino", "OpenVINOExecutionProvider"
+    ),
+    virtual_devices=True,
+    options=_OPTIONS,
+    retired={
+        "device_type": 'device = "npu", "gpu" or "cpu"',
+        "device_id": "device-filter",
+        "device_luid": "device-filter",
+        "precision": _CONFIG.format('CPU = { INFERENCE_PRECISION_HINT = "f32" }'),
+        "num_of_threads": _CONFIG.format('CPU = { INFERENCE_NUM_THREADS = "1" }'),
+        "num_streams": _CONFIG.format('CPU = { NUM_STREAMS = "1" }'),
+        "cache_dir": _CONFIG.format('CPU = { CACHE_DIR = "..." }'),
+        "model_priority": _CONFIG.format('NPU = { MODEL_PRIORITY = "LOW" }'),
+        "enable_qdq_optimizer": _CONFIG.format('NPU = { NPU_QDQ_OPTIMIZATION = "YES" }'),
+        "enable_opencl_throttling": _CONFIG.format('GPU = { PLUGIN_THROTTLE = "1" }'),
+        "disable_dynamic_shapes": "dims or shapes in the model's table",
+        "layout": "a model that is exported with the layout that is wanted",
+    },
+    compiled_for=_compiled_for,
+    disagreement=_disagreement,
+    sources=("the options that the library of onnxruntime-ep-openvino 1.8.1 reads",),
+    notes=(
+        (
+            "A context for the CPU is for processors with the instructions of the build machine: the "
+            "build says which, and the loader asks the EP before it opens one."
+        ),
+        (
+            "It also offers `OpenVINOExecutionProvider.AUTO`, which makes no contexts. Only devices of "
+            "exactly `OpenVINOExecutionProvider` are taken."
+        ),
+        (
+            "`virtual-devices = true` compiles for NPUs that are not there; `device-filter = "
+            '{ npu_platform = "4000" }` says which (4000, 5010, 5020, 6010). The Linux package 1.8.1 '
+            "lacks the NPU's compiler, which the build then says."
+        ),
+    ),
+)

@@ -1,0 +1,113 @@
+"""NVIDIA RTX GPUs through the plugin EP in onnxruntime-ep-nv-tensorrt-rtx-cu12 and -cu13.
+
+Options, their types and defaults: ``tensorrt_rtx_provider_options.h`` in those packages, 0.5.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hatch_epcontext.providers.base import (
+    Option,
+    Plugin,
+    ProfileOptions,
+    Provider,
+    Tolerance,
+    choice,
+    number,
+    pointer,
+    switch,
+    text,
+)
+
+_PROFILES = ProfileOptions(
+    "nv_profile_min_shapes",
+    "nv_profile_opt_shapes",
+    "nv_profile_max_shapes",
+    "nv_multi_profile_enable",
+)
+_SHAPES = "of the profiles, as `input:1x3,...`; better in `profiles`"
+_UINT64 = 2**64 - 1
+
+_OPTIONS: Mapping[str, Option] = {
+    "device_id": number("GPU by number", scope="both"),
+    "has_user_compute_stream": switch("Use the stream in `user_compute_stream`", scope="load"),
+    "user_compute_stream": pointer("The app's own `cudaStream_t`"),
+    "user_aux_stream_array": pointer("The app's own auxiliary streams"),
+    "nv_length_aux_stream_array": number("How many those are", scope="load"),
+    "nv_max_workspace_size": number(
+        "Bytes of workspace while building", "0: automatic", 0, _UINT64
+    ),
+    "nv_max_shared_mem_size": number(
+        "Bytes of shared memory that kernels may use", "0: what the device has", 0, _UINT64
+    ),
+    "nv_dump_subgraphs": switch("Write the partitions to disk"),
+    "nv_detailed_build_log": switch("Log the building of engines"),
+    "nv_profile_min_shapes": text(f"Least shapes {_SHAPES}"),
+    "nv_profile_opt_shapes": text(f"Best shapes {_SHAPES}"),
+    "nv_profile_max_shapes": text(f"Greatest shapes {_SHAPES}"),
+    "nv_multi_profile_enable": switch("Several profiles in one engine", scope="both"),
+    "enable_cuda_graph": switch("Capture and replay CUDA graphs", scope="both"),
+    "nv_use_external_data_initializer": switch("Weights stay outside of the engine", scope="both"),
+    "nv_runtime_cache_path": text(
+        "Folder for kernels that were compiled at load time", scope="load"
+    ),
+    "nv_weight_streaming_budget": Option(
+        "GPU memory for weights, which are streamed beyond it",
+        default="0",
+        pattern=r"-1|\d+[BKMG]?|(100|\d{1,2})%",
+        form='-1, a number of bytes, a size such as "512M", or a share such as "40%"',
+        scope="both",
+    ),
+    "nv_op_types_to_exclude": text("Operators that the EP is not to take, such as `Conv,Relu`"),
+    "nv_enable_profiling": switch("Time each layer", scope="load"),
+    "nv_profiling_output_file": text("Where those times go", scope="load"),
+    "nv_use_sync_gpu_allocator": switch("Allocate with cudaMalloc", scope="load"),
+    "nv_persistent_context_memory": switch("Keep the memory between runs", scope="load"),
+    "nv_multi_rotary_cache_concat_offset": number("Token at which LongRoPE changes", scope="both"),
+    "nv_weight_stripped_engine_enable_experimental": switch("Engines without weights"),
+    "nv_target_sm": choice("GPU architecture to build for", "sm86", "sm89", "sm120", "sm121"),
+    "VkExternalComputeQueueDataParamsNV_data": pointer("The app's Vulkan queue data"),
+}
+
+PROVIDER = Provider(
+    name="tensorrt-rtx",
+    ep="NvTensorRTRTXExecutionProvider",
+    title="NVIDIA RTX GPUs through TensorRT for RTX",
+    product="context",
+    flavours=("onnxruntime-gpu", "onnxruntime"),
+    devices=("gpu",),
+    tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
+    needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
+    verified="Up to the plugin library, which says what it misses, on Linux x86-64.",
+    aliases=("nv-tensorrt-rtx", "trt-rtx", "trtrtx"),
+    requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",),
+    rivals=(
+        frozenset({"onnxruntime-ep-nv-tensorrt-rtx-cu12", "onnxruntime-ep-nv-tensorrt-rtx-cu13"}),
+    ),
+    systems=("linux", "win32"),
+    plugin=Plugin(
+        "onnxruntime_ep_nv_tensorrt_rtx",
+        "onnxruntime-ep-nv-tensorrt-rtx-cu13",
+        "NvTensorRTRTXExecutionProvider",
+    ),
+    options=_OPTIONS,
+    retired={
+        "profile_min_shapes": "nv_profile_min_shapes, or a table in profiles",
+        "profile_opt_shapes": "nv_profile_opt_shapes, or a table in profiles",
+        "profile_max_shapes": "nv_profile_max_shapes, or a table in profiles",
+    },
+    profiles=_PROFILES,
+    sources=(
+        'onnxruntime.ai, "NVIDIA TensorRT RTX Execution Provider"',
+        "`tensorrt_rtx_provider_options.h` in onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0",
+    ),
+    notes=(
+        (
+            'For CUDA 12: `requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]`. The two packages '
+            "have the same files, so an environment can hold one."
+        ),
+        "Without a driver (`libcuda.so.1`) its library does not load, not even with `nv_target_sm`.",
+        "`nv_runtime_cache_path` belongs into `load-options`: it is a folder of the user's machine.",
+    ),
+)

@@ -1,0 +1,76 @@
+"""Any GPU through WebGPU: the plugin EP in onnxruntime-ep-webgpu, which compiles nothing ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hatch_epcontext.providers.base import (
+    Option,
+    Plugin,
+    Provider,
+    Tolerance,
+    choice,
+    number,
+    pointer,
+    switch,
+    text,
+)
+
+
+def _buffers(doc: str, default: str) -> Option:
+    modes = ("disabled", "lazyRelease", "simple", "bucket")
+    return choice(doc, *modes, default=default, scope="load")
+
+
+_OPTIONS: Mapping[str, Option] = {
+    "preferredLayout": choice("Layout", "NCHW", "NHWC", default="NHWC", scope="load"),
+    "enableGraphCapture": switch("Capture and replay graphs", scope="load"),
+    "enableInt64": switch("Operators on int64", scope="load"),
+    "enableRobustness": switch("Check bounds in shaders", scope="load"),
+    "enablePIXCapture": switch("Capture for PIX", scope="load"),
+    "dawnBackendType": choice("API of the GPU", "D3D12", "Vulkan", "Metal", scope="load"),
+    "powerPreference": choice(
+        "Which GPU", "high-performance", "low-power", default="high-performance", scope="load"
+    ),
+    "validationMode": choice(
+        "How much is checked",
+        "disabled",
+        "wgpuOnly",
+        "basic",
+        "full",
+        default="basic",
+        scope="load",
+    ),
+    "storageBufferCacheMode": _buffers("Reuse of storage buffers", "bucket"),
+    "uniformBufferCacheMode": _buffers("Reuse of uniform buffers", "simple"),
+    "queryResolveBufferCacheMode": _buffers("Reuse of query buffers", "disabled"),
+    "defaultBufferCacheMode": _buffers("Reuse of other buffers", "disabled"),
+    "sessionBufferPoolGenerations": number("Generations of the buffer pool", scope="load"),
+    "maxStorageBufferBindingSize": number("Bytes of one binding", scope="load"),
+    "maxNumPendingDispatches": number("Dispatches before they are sent", "16", 1, scope="load"),
+    "kvCacheQuantizationBits": number("Bits of the key-value cache", scope="load"),
+    "multiRotaryCacheConcatOffset": number("Token at which LongRoPE changes", scope="load"),
+    "forceCpuNodeNames": text("Nodes that the CPU is to run", scope="load"),
+    "preserveDevice": switch("Keep the device when sessions end", scope="load"),
+    "deviceId": number("Device by number", scope="load"),
+    "webgpuInstance": pointer("The app's own WGPUInstance"),
+    "webgpuDevice": pointer("The app's own WGPUDevice"),
+    "dawnProcTable": pointer("The app's own Dawn"),
+}
+
+PROVIDER = Provider(
+    name="webgpu",
+    ep="WebGpuExecutionProvider",
+    title="any GPU through WebGPU (D3D12, Vulkan, Metal)",
+    product="optimized",
+    flavours=("onnxruntime", "onnxruntime-gpu"),
+    devices=("gpu",),
+    tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
+    needs="a GPU, and on Linux its Vulkan driver",
+    verified="Optimized on Linux x86-64; without a GPU the graph is run on the CPU instead.",
+    requirements=("onnxruntime-ep-webgpu>=0.4",),
+    python=(3, 11),
+    plugin=Plugin("onnxruntime_ep_webgpu", "onnxruntime-ep-webgpu", "WebGpuExecutionProvider"),
+    options=_OPTIONS,
+    sources=("the option names in the library of onnxruntime-ep-webgpu 0.4.0",),
+)

@@ -1,0 +1,104 @@
+"""OpenVINO's CPU device, for real, where there is one: on Intel's processors."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.conftest import run
+from tests.models import network, save
+from tests.projects import PROJECT
+
+OFFERED = """
+import onnxruntime, onnxruntime_ep_openvino
+library = onnxruntime_ep_openvino.get_library_path()
+onnxruntime.register_execution_provider_library("OpenVINOExecutionProvider", library)
+devices = [d for d in onnxruntime.get_ep_devices() if d.ep_name == "OpenVINOExecutionProvider"]
+print(any(device.device.type.name == "CPU" for device in devices))
+"""
+
+TOML = """
+provider = "openvino"
+provider-options = { load_config = { CPU = { INFERENCE_PRECISION_HINT = "f32" } } }
+fallback = "none"
+models = [
+    { path = "models/a.onnx", shapes = { x = [3, 1, 8, 8] } },
+    { name = "b", path = "models/a.onnx", embed = true },
+]
+"""
+
+OPEN = """
+import json, sys
+import numpy as np
+from my_app.epcontext import explain, load
+x = np.load(sys.argv[1])
+told = {}
+for name in ("a", "b"):
+    session = load(name)
+    told[name] = [session.run(None, {"x": x})[0].tolist(), [str(s) for s in explain(name)]]
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _offered() -> None:
+    asked = subprocess.run(
+        [sys.executable, "-c", OFFERED], capture_output=True, text=True, check=False
+    )
+    if "onnxruntime_ep_openvino" in asked.stderr and "ModuleNotFoundError" in asked.stderr:
+        pytest.skip("onnxruntime-ep-openvino has no wheels for this Python or platform")
+    assert asked.returncode == 0, asked.stderr
+    if asked.stdout.split() != ["True"]:
+        processor = platform.processor() or platform.machine()
+        pytest.skip(f"OpenVINO offers no CPU device on this processor ({processor})")
+
+
+def test_contexts_for_the_cpu_are_built_shipped_and_opened(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "my_app").mkdir(parents=True)
+    (project / "my_app" / "__init__.py").touch()
+    (project / "pyproject.toml").write_text(PROJECT + TOML, encoding="utf-8")
+    save(network(), project / "models" / "a.onnx")
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
+    told = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
+    assert "a -> openvino (openvino): 4/4 nodes in 1 context, for OpenVINO 20" in told
+    assert told.count("ran and agrees with the CPU") == 2
+
+    (wheel,) = (project / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    folder = tmp_path / "installed" / "my_app" / "epcontext"
+    models = json.loads((folder / "epcontext.json").read_text("utf-8"))["models"]
+    (external,), (embedded,) = models["a"]["targets"], models["b"]["targets"]
+    assert len(list((folder / "a" / "openvino").iterdir())) == 2
+    assert len(list((folder / "b" / "openvino").iterdir())) == 1
+    for entry in (external, embedded):
+        assert entry["validation"]["how"] == "run"
+        assert entry["coverage"]["left"] == []
+        assert "isa=" in entry["compatibility_string"]
+
+    x = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    (tmp_path / "open.py").write_text(OPEN, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path / "installed"), os.environ.get("PYTHONPATH", "")])
+    printed = run(
+        sys.executable, tmp_path / "open.py", tmp_path / "x.npy",
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    opened = json.loads(printed.splitlines()[-1])
+    from hatch_epcontext.worker.session import cpu_options, open_session
+
+    source = open_session(project / "models" / "a.onnx", cpu_options())
+    expected = source.run(None, {"x": x})[0]
+    for name in ("a", "b"):
+        outputs, steps = opened[name]
+        np.testing.assert_allclose(outputs, expected, rtol=1e-3, atol=1e-4)
+        assert steps[0] == "openvino: opened, OpenVINOExecutionProvider on cpu"
