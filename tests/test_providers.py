@@ -319,3 +319,25 @@ def test_tensorrt_rtxs_options_are_those_of_its_package() -> None:
         assert RTX.options[name].default.split(":")[0] == default, name
     (targets,) = re.findall(r"kTargetSMValues\[\] = \{(.*?)\}", header)
     assert RTX.options["nv_target_sm"].choices == tuple(re.findall(r'"(\w+)"', targets))
+
+
+def library_of(module: str) -> bytes:
+    """The contents of the plugin library in the package ``module``."""
+    found = importlib.util.find_spec(module)
+    if found is None:
+        pytest.skip(f"{module} has no wheels for this Python or platform")
+    return Path(importlib.import_module(module).get_library_path()).read_bytes()
+
+
+@pytest.mark.parametrize("provider", ["openvino", "qnn"])
+def test_options_are_words_that_the_library_knows(provider: str) -> None:
+    known = PROVIDERS[provider]
+    assert known.plugin is not None
+    library = library_of(known.plugin.module)
+    assert [name for name in known.options if name.encode() not in library] == []
+
+
+def test_webgpus_options_are_those_of_its_library() -> None:
+    library = library_of("onnxruntime_ep_webgpu")
+    there = set(re.findall(rb"ep\.webgpuexecutionprovider\.(\w+)", library))
+    assert {name.decode() for name in there} == PROVIDERS["webgpu"].options.keys()

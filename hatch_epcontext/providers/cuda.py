@@ -47,6 +47,7 @@ _OPTIONS: Mapping[str, Option] = {
     "tunable_op_enable": switch("Use tunable operators", scope="load"),
     "tunable_op_tuning_enable": switch("Tune them", scope="load"),
     "tunable_op_max_tuning_duration_ms": number("Milliseconds for tuning one", scope="load"),
+    "external_data_loader_reading_threads": number("Threads that read weights", "4", scope="load"),
     "prefer_nhwc": switch("Channels last", scope="load"),
     "use_tf32": switch("TF32 for float32 products", "1", "load"),
     "fuse_conv_bias": switch("cuDNN's fused convolution and bias", scope="load"),
@@ -63,7 +64,8 @@ PROVIDER = Provider(
     # TF32 has ten bits of mantissa.
     tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
     needs="an NVIDIA GPU, CUDA and cuDNN",
-    verified="Optimized on Linux x86-64; without a GPU the graph is run on the CPU instead.",
+    verified="Optimized, loaded and run on Linux x86-64; without a GPU the graph is run on the CPU instead.",
+    hardware="Verified on an NVIDIA H200.",
     systems=("linux", "win32"),
     options=_OPTIONS,
     sources=(

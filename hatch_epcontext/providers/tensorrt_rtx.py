@@ -79,7 +79,10 @@ PROVIDER = Provider(
     devices=("gpu",),
     tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
     needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
-    verified="Up to the plugin library, which says what it misses, on Linux x86-64.",
+    verified=(
+        "On Linux x86-64 up to the plugin: without a driver its library does not load, and on an NVIDIA "
+        "H200, which is no RTX GPU, it refuses that in its own words."
+    ),
     aliases=("nv-tensorrt-rtx", "trt-rtx", "trtrtx"),
     requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",),
     rivals=(

@@ -1,0 +1,95 @@
+"""Targets of several ONNX Runtimes, with a real front end that installs each of them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import needs_qnn
+from tests.integration.conftest import run
+from tests.models import network, save
+from tests.projects import PROJECT
+
+pytestmark = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64") or sys.version_info < (3, 11),
+    reason="onnxruntime-gpu has no wheels for this Python or platform",
+)
+
+TENSORRT = """
+provider = "tensorrt"
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+"""
+
+TWO = """
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+[tool.epcontext.targets.npu]
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+requirements = ["onnxruntime", "onnxruntime-qnn>=2.7"]
+[tool.epcontext.targets.gpu]
+provider = "cuda"
+requirements = ["onnxruntime-gpu"]
+"""
+
+
+def project_with(toml: str, folder: Path) -> Path:
+    (folder / "my_app").mkdir(parents=True)
+    (folder / "my_app" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(PROJECT + toml, encoding="utf-8")
+    save(network(), folder / "models" / "a.onnx")
+    return folder
+
+
+def build(project: Path, env: dict[str, str], *, fails: bool = False, **settings: str) -> str:
+    variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in settings.items()}
+    command = (sys.executable, "-m", "build", "-w", "-o", project / "dist", project)
+    return run(*command, cwd=project, env={**env, **variables}, fails=fails)
+
+
+def has(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(has("libnvinfer.so.10"), reason="this machine has TensorRT")
+def test_tensorrt_is_tried_up_to_the_libraries_that_are_missing(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    project = project_with(TENSORRT, tmp_path / "project")
+    told = build(project, env, fails=True)
+    assert "the library of TensorrtExecutionProvider cannot be loaded" in told
+    assert "Install NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu (libnv" in told
+    assert "libnvinfer.so.10" in told
+    assert "Traceback" not in told
+    assert not (project / "dist").exists() or not list((project / "dist").iterdir())
+
+
+@needs_qnn
+def test_targets_that_cannot_be_built_together_end_in_one_wheel(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    project = project_with(TWO, tmp_path / "project")
+    together = build(project, env, fails=True)
+    assert "onnxruntime and onnxruntime-gpu cannot be installed together" in together
+    assert "HATCH_EPCONTEXT_FROM_CACHE=<these>" in together
+    build(project, env, TARGETS="npu")
+    told = build(project, env, FROM_CACHE="npu")
+    assert "a -> npu (qnn): 4/4 nodes in 1 context" in told
+    assert "a -> gpu (cuda): optimized graph" in told
+    (wheel,) = (project / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        manifest = json.loads(archive.read("my_app/epcontext/epcontext.json"))
+    npu, gpu = manifest["models"]["a"]["targets"]
+    assert npu["validation"]["how"] == "run"
+    assert npu["compiled_with"].keys() >= {"onnxruntime", "onnxruntime-qnn"}
+    assert "onnxruntime-gpu" in gpu["compiled_with"]
+    assert "onnxruntime-gpu" not in npu["compiled_with"]
