@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from hatch_epcontext.checks import (
 from hatch_epcontext.environment import Editable, Validate, read_environment
 from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.options import render_options
+from hatch_epcontext.paths import Finder
 from hatch_epcontext.providers import Device, Profile, Provider, Tolerance
 from hatch_epcontext.structure import at, from_toml, show, suggestion
 from hatch_epcontext.tables import (
@@ -210,6 +210,7 @@ class _Reader:
         self._root = root
         self._table = table
         self.problems: list[Problem] = [*check_root(table)]
+        self._finder = Finder(root, self.problems)
         self._targets = self._read_targets()
         self._defaults = self._named(table.default_targets, f"{KEY}.default-targets")
         self._wanted = self._named(wanted, "HATCH_EPCONTEXT_TARGETS")
@@ -228,21 +229,11 @@ class _Reader:
         targets = {n: named_target(n, key, t, self._root) for n, (key, t) in found.items()}
         for target in targets.values():
             self.problems += check_target(target)
-            self._check_path_of_library(target)
+            plugin = target.provider.plugin if target.provider else None
+            if plugin is not None and plugin.path:
+                self._finder.library(f"{target.key}.library", target.table.library, plugin.path)
         self.problems += check_twins(((t.key, t.name) for t in targets.values()), "target")
         return targets
-
-    def _check_path_of_library(self, target: NamedTarget) -> None:
-        path = target.provider.plugin.path if target.provider and target.provider.plugin else ""
-        if path and not Path(path).is_file():
-            self.problems.append(
-                Problem(
-                    f"{target.key}.library",
-                    f"there is no file {show(target.table.library)}.",
-                    "A path is relative to the folder of pyproject.toml, or absolute; "
-                    "a package is a name without slashes.",
-                )
-            )
 
     def _named(self, names: tuple[str, ...] | None, key: str) -> tuple[str, ...] | None:
         for name in names or ():
@@ -257,56 +248,15 @@ class _Reader:
         for index, item in enumerate(self._table.models):
             key = f"{KEY}.models[{index}]"
             if isinstance(item, ModelTable):
-                path = self._file(f"{key}.path", item.path, "model")
+                path = self._finder.file(f"{key}.path", item.path, "model")
                 models.append(self._model(key, item, path or self._root / item.path))
             else:
                 models += [
                     self._model(key, ModelTable(path=item), path)
-                    for path in self._matching(key, item)
+                    for path in self._finder.matching(key, item)
                 ]
         self.problems += check_twins(((model.key, model.name) for model in models), "model")
         return models
-
-    def _matching(self, key: str, pattern: str) -> list[Path]:
-        if not any(character in pattern for character in "*?["):
-            path = self._file(key, pattern, "model")
-            return [path] if path else []
-        if not self._inside(key, pattern):
-            return []
-        found = sorted(path for path in self._root.glob(pattern) if path.is_file())
-        if not found:
-            self._absent(key, f"no file matches {show(pattern)}.")
-        return found
-
-    def _inside(self, key: str, path: str) -> bool:
-        pure = Path(path)
-        if not path:
-            self.problems.append(Problem(key, "is required: a path inside the project."))
-            return False
-        if not pure.is_absolute() and path[0] not in "/~" and ".." not in pure.parts:
-            return True
-        what = f"{show(path)} is not a path inside the project."
-        fix = (
-            "Write it relative to the folder of pyproject.toml, without '..': "
-            "what lies elsewhere is not in the sdist."
-        )
-        self.problems.append(Problem(key, what, fix))
-        return False
-
-    def _file(self, key: str, path: str, what: str, *, folder: bool = False) -> Path | None:
-        if not self._inside(key, path):
-            return None
-        found = self._root / path
-        # A name that is too long, or that no file can have, is an error of its own on some systems.
-        with contextlib.suppress(OSError, ValueError):
-            if found.is_file() or (folder and found.is_dir()):
-                return found
-        self._absent(key, f"there is no {what} at {show(path)}.")
-        return None
-
-    def _absent(self, key: str, what: str) -> None:
-        fix = "If this is a build from an sdist, see that the sdist has it."
-        self.problems.append(Problem(key, what, fix))
 
     def _model(self, key: str, table: ModelTable, path: Path) -> Model:
         name = table.name if table.name is not None else path.stem
@@ -315,7 +265,7 @@ class _Reader:
         inputs = table.inputs
         if inputs not in MADE_UP:
             what = f"file or folder of inputs (nor is it one of {', '.join(MADE_UP)})"
-            inputs = str(self._file(f"{key}.inputs", inputs, what, folder=True))
+            inputs = str(self._finder.file(f"{key}.inputs", inputs, what, folder=True))
         return Model(
             name=name,
             path=path,

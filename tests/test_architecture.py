@@ -21,7 +21,7 @@ HEAVY = {"onnx", "onnxruntime", "numpy"}
 ORDER = [
     {"errors", "providers", "pyproject"},
     {"structure"},
-    {"environment", "options", "protocol", "fingerprint"},
+    {"environment", "options", "paths", "protocol", "fingerprint"},
     {"tables", "artifact"},
     {"targets"},
     {"checks"},

@@ -10,9 +10,10 @@ import pytest
 from hatch_epcontext.config import Target
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.providers import PROVIDERS, Plugin, Provider
+from hatch_epcontext.pyproject import parse
 from hatch_epcontext.structure import at
 from hatch_epcontext.targets import is_path
-from tests.test_config import problems, read
+from tests.test_config import mangle, problems, read
 
 MODELS = 'models = ["models/a.onnx"]\n'
 
@@ -287,8 +288,10 @@ def test_a_library_may_be_a_path(project: Path) -> None:
     absolute = target(project, f'{toml}"{(project / "ep" / "plugin.so").as_posix()}"').provider
     assert absolute.plugin is not None
     assert Path(absolute.plugin.path) == project / "ep" / "plugin.so"
-    where, missing = problem(project, f'{toml}"ep/other.so"')
-    assert (where, missing.what) == ("library", 'there is no file "ep/other.so".')
+    for absent in ("ep/other.so", "ep", f"{'x' * 300}/plugin.so"):
+        where, missing = problem(project, f'{toml}"./{absent}"')
+        assert where == "library"
+        assert missing.what.startswith("there is no file")
 
 
 def test_a_known_ep_may_come_as_a_library_too(project: Path) -> None:
@@ -333,3 +336,44 @@ def test_targets_from_the_cache(project: Path) -> None:
     assert told.keys() == {"HATCH_EPCONTEXT_FROM_CACHE"}
     with_both = problems(project, toml, FROM_CACHE="a", NO_CACHE="1")["HATCH_EPCONTEXT_FROM_CACHE"]
     assert "HATCH_EPCONTEXT_NO_CACHE" in with_both.what
+
+
+EVERYTHING = """
+[targets.rtx]
+provider = "NvTensorRTRTX"
+provider-options = { nv_max_workspace_size = 5, nv_weight_streaming_budget = "40%" }
+load-options = { nv_runtime_cache_path = "x" }
+profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
+device-filter = { vendor = "nvidia", vendor-id = 4318 }
+[targets.intel]
+provider = "openvino"
+virtual-devices = true
+policy = "prefer-npu"
+allow-unknown-options = true
+provider-options = { load_config = { CPU = { A = "1", B = 2 } }, newer = 1 }
+[targets.other]
+provider = "plugin"
+library = "other_ep"
+ep-name = "X"
+registration-name = "Y"
+[[models]]
+path = "models/a.onnx"
+targets = ["rtx", "other"]
+profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
+device-filter = { type = "gpu" }
+[[models]]
+path = "models/b.onnx"
+policy = "default"
+"""
+
+
+def test_no_target_ends_in_anything_but_its_errors(project: Path) -> None:
+    read(project, EVERYTHING)
+    mangle(project, parse(EVERYTHING))
+
+
+def test_dates_in_a_table_of_options_become_strings(project: Path) -> None:
+    toml = (
+        'provider = "openvino"\nprovider-options = { load_config = { CPU = { A = 2020-01-01 } } }'
+    )
+    assert target(project, toml).provider_options == {"load_config": '{"CPU":{"A":"2020-01-01"}}'}

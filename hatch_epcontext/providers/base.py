@@ -98,7 +98,8 @@ def _is_json_object(text: str) -> bool:
 def render(value: OptionValue) -> str:
     """A TOML value as the string that ONNX Runtime wants: ``true`` becomes ``"1"``, a table JSON."""
     if isinstance(value, Mapping):
-        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+        # TOML has dates, and JSON has none.
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 

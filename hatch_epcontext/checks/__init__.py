@@ -1,0 +1,20 @@
+"""What can be wrong with a table although its types are right; each check yields what it finds."""
+
+from __future__ import annotations
+
+from hatch_epcontext.checks.common import SOURCE, check_name, check_twins
+from hatch_epcontext.checks.model import check_model, check_narrowing, fitting
+from hatch_epcontext.checks.root import check_hook, check_root
+from hatch_epcontext.checks.target import check_target
+
+__all__ = [
+    "SOURCE",
+    "check_hook",
+    "check_model",
+    "check_name",
+    "check_narrowing",
+    "check_root",
+    "check_target",
+    "check_twins",
+    "fitting",
+]
