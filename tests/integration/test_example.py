@@ -61,7 +61,10 @@ def built(tmp_path_factory: pytest.TempPathFactory, env: Env) -> Path:
     folder = tmp_path_factory.mktemp("example")
     project = copy_example(folder / "digits-app")
     told = with_build(project, folder / "dist", env)
-    assert "digits -> snapdragon (qnn): 10/10 nodes in 1 context, ran and agrees" in told
+    compiled = (
+        "digits -> snapdragon (qnn): 10/10 nodes in 1 context, for soc_model 60, htp_arch 73, "
+    )
+    assert f"{compiled}ran and agrees" in told
     assert "digits -> cpu (cpu): optimized graph, ran and agrees with the CPU" in told
     return folder / "dist" / WHEEL
 
