@@ -154,8 +154,9 @@ def _flavour(targets: Iterable[Target]) -> str:
         return there[0]
 
     def dislike(flavour: str) -> int:
-        wanted = (t.provider.flavours for t in targets)
-        return sum(f.index(flavour) if flavour in f else len(f) for f in wanted)
+        # Without its own an optimized graph can be made, and not run on its EP.
+        wanted = (t.provider.flavours for t in targets if not _unavailable(t))
+        return sum(f.index(flavour) if flavour in f else len(FLAVOURS) for f in wanted)
 
     return min(possible, key=dislike)
 

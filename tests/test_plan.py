@@ -132,6 +132,8 @@ def test_packages_that_overwrite_one_another_are_refused(
         (["tensorrt"], "onnxruntime-gpu"),
         (["tensorrt", "cpu", "openvino"], "onnxruntime-gpu"),
         (["migraphx"], "onnxruntime-migraphx"),
+        (["cuda", "cpu", "openvino"], "onnxruntime-gpu"),
+        (["directml", "cpu"], "onnxruntime"),
         # What it makes of a model is the same with any.
         (["migraphx", "openvino"], "onnxruntime"),
         (["directml", "tensorrt"], "onnxruntime-gpu"),
