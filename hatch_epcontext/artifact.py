@@ -62,9 +62,10 @@ class Proof:
     """How a context was validated.
 
     ``how``: ``"run"`` when it was loaded and run, ``"cpu"`` when an optimized graph was run on the CPU
-    EP in place of its own, ``"structure"`` when only its files were checked, ``"none"`` when validation
-    was switched off. ``agreements`` is empty unless outputs were compared; ``why``: why it was not run
-    as it will be.
+    EP in place of its own, ``"alone"`` when the files of a context that shares weights were checked and
+    the same model was run as it is compiled alone, ``"structure"`` when only its files were checked,
+    ``"none"`` when validation was switched off. ``agreements`` is empty unless outputs were compared;
+    ``why``: why it was not run as it will be.
     """
 
     how: str

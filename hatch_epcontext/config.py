@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from hatch_epcontext.checks import (
+    check_groups,
     check_hook,
     check_model,
     check_name,
@@ -18,6 +19,7 @@ from hatch_epcontext.checks import (
     check_target,
     check_twins,
     fitting,
+    size_in_bytes,
 )
 from hatch_epcontext.environment import Editable, Validate, read_environment
 from hatch_epcontext.errors import ConfigError, Problem
@@ -47,7 +49,9 @@ class Target:
     """A named place a model is compiled for, with what the model narrowed and the defaults filled in.
 
     ``key`` is where the optimization profiles stand in the configuration; they are also in
-    ``provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled in this build.
+    ``provider_options``, as the EP wants them. ``external_initializers``: bytes from which what is left
+    outside of the contexts goes into a file of its own, or None. With ``from_cache`` nothing is compiled
+    in this build.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Target:
     requirements: tuple[str, ...] | None
     optimization: Optimization
     embed: bool
+    external_initializers: int | None
     min_coverage: float
     from_cache: bool
 
@@ -87,6 +92,7 @@ class Model:
     path: Path
     key: str
     targets: tuple[Target, ...]
+    share_weights: str | None
     dims: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     constants: Mapping[str, Any]
@@ -116,6 +122,7 @@ class Config:
     fallback: Fallback
     editable: Editable
     wheel_tag: str
+    max_size: int | None
     cache_dir: Path | None
     use_cache: bool
     overrides: tuple[str, ...]
@@ -178,6 +185,7 @@ def load(
         fallback=parsed.fallback,
         editable=settings.editable or parsed.editable,
         wheel_tag=parsed.wheel_tag,
+        max_size=size_in_bytes(parsed.max_size) if parsed.max_size is not None else None,
         cache_dir=settings.cache_dir,
         use_cache=not settings.no_cache,
         overrides=settings.overrides,
@@ -256,6 +264,9 @@ class _Reader:
                     for path in self._finder.matching(key, item)
                 ]
         self.problems += check_twins(((model.key, model.name) for model in models), "model")
+        self.problems += check_groups(
+            (model.key, model.name, model.share_weights) for model in models
+        )
         return models
 
     def _model(self, key: str, table: ModelTable, path: Path) -> Model:
@@ -271,6 +282,7 @@ class _Reader:
             path=path,
             key=key,
             targets=self._targets_of(key, table),
+            share_weights=table.share_weights,
             dims=table.dims,
             shapes=table.shapes,
             constants=table.constants,
@@ -319,6 +331,8 @@ class _Reader:
             values = (getattr(table, field) for table in (model, target, self._table))
             return next((value for value in values if value is not None), default)
 
+        embed = first("embed", "auto")
+        external = first("external_initializers", False)
         loading = {**target.load_options, **model.load_options}
         return Target(
             name=named.name,
@@ -341,7 +355,11 @@ class _Reader:
             platforms=target.platforms,
             requirements=target.requirements,
             optimization=first("optimization", "basic"),
-            embed=first("embed", False),
+            # External is what large models need, and no EP is known to want it otherwise.
+            embed=embed if embed != "auto" else False,
+            external_initializers=first("external_initializers_threshold", 1024)
+            if external
+            else None,
             min_coverage=first("min_coverage", 1.0),
             from_cache=self._cached is not None and named.name in self._cached,
         )

@@ -28,6 +28,7 @@ from hatch_epcontext.plan import Job, model_spec, model_spec_of, target_spec, ve
 from hatch_epcontext.process import call
 from hatch_epcontext.protocol import (
     FOLDINGS,
+    PROTOBUF_LIMIT,
     CompileReply,
     CompileRequest,
     Context,
@@ -60,12 +61,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Built:
-    """A job that is done: its artifact, and the proof of each of its models."""
+    """A job that is done: its artifact, and the proof of each of its models.
+
+    ``saved``: bytes by which the artifact is smaller than its models would be that share nothing.
+    """
 
     job: Job
     artifact: Artifact
     proofs: Mapping[str, Proof]
     cached: bool
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,15 @@ class JobRunner:
             self.cache.note_latest(recipe, key)
         for context in artifact.record.contexts:
             check_coverage(context.coverage, job.target, job.where)
+        alone = {each.models[0].name: self.run(each) for each in job.alone if job.group}
         proofs = {
-            context.model: self._prove(job, model, artifact, context, scratch)
+            context.model: _proof_alone(job, model, alone[model.name])
+            if job.group and not job.target.provider.loads_shared
+            else self._prove(job, model, artifact, context, scratch)
             for model, context in zip(job.models, artifact.record.contexts, strict=True)
         }
-        return Built(job, artifact, proofs, cached)
+        saved = sum(built.artifact.size for built in alone.values()) - artifact.size if alone else 0
+        return Built(job, artifact, proofs, cached, saved)
 
     def _latest(self, job: Job, recipe: str) -> Artifact:
         artifact = self.cache.latest(recipe)
@@ -141,10 +150,12 @@ class JobRunner:
             "virtual_devices": spec.virtual_devices,
             "optimization": spec.optimization,
             "embed": spec.embed,
+            "external_initializers": spec.external_initializers,
         }
         return fingerprint(models, target, versions)
 
     def _compile(self, job: Job, key: str, scratch: Path) -> Artifact:
+        self._check_embeddable(job)
         start = time.monotonic()
         prepared = [self._prepare(job, model, scratch) for model in job.models]
         prepare_seconds = time.monotonic() - start
@@ -178,6 +189,18 @@ class JobRunner:
         for folder in scratch.glob("prepared-*"):
             shutil.rmtree(folder)
         return artifact
+
+    def _check_embeddable(self, job: Job) -> None:
+        for model in job.models if job.target.embed else ():
+            if (size := self.sources[model.name].size) > PROTOBUF_LIMIT:
+                raise BuildError(
+                    Problem(
+                        job.where,
+                        f"embed = true puts the compiled blob into an ONNX file, which cannot be larger "
+                        f"than 2 GiB, and the model has {size / 2**30:.1f} GiB.",
+                        "Leave embed out: the blob is then a file beside the context model.",
+                    )
+                )
 
     def _prepare(self, job: Job, model: Model, scratch: Path) -> tuple[str, Preparation]:
         """The prepared model and how it came about: by the strongest way that works.
@@ -228,7 +251,7 @@ class JobRunner:
         self, job: Job, compiled: CompileRequest, reply: CompileReply, times: Times, scratch: Path
     ) -> Times:
         """``times`` with those of loading, for jobs of one model that can be run here."""
-        if why := _cannot(job):
+        if why := _cannot(job) or ("its models share weights" if job.group else ""):
             return replace(times, unmeasured=why)
         request = MeasureRequest(
             compiled.prepared[0], compiled.target, reply.product, reply.contexts[0], compiled.folder
@@ -281,6 +304,7 @@ class JobRunner:
             context,
             str(moved),
             tolerance,
+            artifact.record.contexts if job.group else (),
         )
         reply: ValidateReply = call(
             request,
@@ -294,6 +318,19 @@ class JobRunner:
             raise _cannot_run(job, model, reply.absent)
         self.cache.keep_proof(artifact, key, proof)
         return proof
+
+
+def _proof_alone(job: Job, model: Model, alone: Built) -> Proof:
+    """The proof of a context that shares weights, where such contexts cannot be opened."""
+    proof = alone.proofs[model.name]
+    if proof.how == "none" or not model.validate:
+        return proof
+    why = f"{job.target.provider.ep} cannot open contexts that share weights here"
+    if model.validate == "require":
+        raise _cannot_run(job, model, why)
+    if proof.how != "run":
+        return proof
+    return Proof("alone", proof.agreements, why)
 
 
 def _proof(artifact: Artifact, reply: ValidateReply) -> Proof:

@@ -17,6 +17,8 @@ import difflib
 import importlib
 import json
 import logging
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -33,10 +35,16 @@ Device = Literal["npu", "gpu", "cpu", "any"]
 SOURCE = "source"
 """The name under which the source model, run on the CPU, stands beside the targets."""
 
+USER_CACHE = "{user-cache}"
+"""In a provider option that is a folder: the app's own folder in the user's cache folder."""
+
 _log = logging.getLogger(__name__)
 _folder = Path(__file__).resolve().parent
 _registering = threading.Lock()
 _targets: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# Sessions that share weights: each with those that were opened before it, which have to outlive it.
+_before: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_sharing: dict[tuple[str, str], weakref.WeakSet[Any]] = {}
 
 
 class LoadError(RuntimeError):
@@ -144,7 +152,15 @@ def _walk(
         else:
             done = True
             _targets[session] = entry["target"]
+            _keep_alive(session, entry)
             yield Step(entry["target"], "opened", how), session
+
+
+def _keep_alive(session: Any, entry: dict[str, Any]) -> None:
+    if entry["sharing"] is not None:
+        group = _sharing.setdefault((entry["sharing"]["group"], entry["target"]), weakref.WeakSet())
+        _before[session] = tuple(group)
+        group.add(session)
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
@@ -166,6 +182,7 @@ def _source_entry(model: dict[str, Any]) -> dict[str, Any]:
         "compatibility_string": "",
         "session_options": {},
         "provider_options": {},
+        "sharing": None,
     }
 
 
@@ -192,12 +209,14 @@ def _open(
     path = _folder / entry["model_file"]
     given = {} if entry["target"] == SOURCE else more
     provider_options = {
-        **entry["provider_options"],
+        **{name: _in_user_cache(value) for name, value in entry["provider_options"].items()},
         **{
             name: str(int(value) if isinstance(value, bool) else value)
             for name, value in given.items()
         },
     }
+    if entry["sharing"] is not None:
+        options.add_session_config_entry("ep.share_ep_contexts", "1")
     if entry["plugin"] is None:
         return _open_built_in(ort, entry, path, options, provider_options)
     devices = _devices(ort, entry, wanted)
@@ -250,6 +269,21 @@ def _see_that_it_has(session: Any, ep: str) -> None:
         raise _Skip(
             f"{ep} is not in the session; onnxruntime's log may say which library it misses"
         )
+
+
+def _in_user_cache(value: str) -> str:
+    """``value`` with ``{user-cache}`` replaced by the app's own folder, in which its folder is made."""
+    if USER_CACHE not in value:
+        return value
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = value.replace(USER_CACHE, str(Path(base) / __name__.split(".")[0]))
+    Path(path).mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _kind(device: Any) -> str:

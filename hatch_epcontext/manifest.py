@@ -33,6 +33,15 @@ class SourceEntry:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """A weight-sharing group: its members, and the bytes that they have less than each for itself."""
+
+    group: str
+    members: tuple[str, ...]
+    saved: int
+
+
+@dataclass(frozen=True)
 class TargetEntry:
     """One model compiled for one target, with all that the loader needs to open it.
 
@@ -58,6 +67,7 @@ class TargetEntry:
     preparation: Preparation
     coverage: Coverage | None
     validation: Proof
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True)
@@ -134,10 +144,18 @@ def _targets(built: Built, model: str) -> list[TargetEntry]:
             preparation=preparation,
             coverage=context.coverage,
             validation=built.proofs[model],
+            sharing=_sharing(built),
         )
         for preparation, context in zip(record.preparations, record.contexts, strict=True)
         if context.model == model
     ]
+
+
+def _sharing(built: Built) -> Sharing | None:
+    job = built.job
+    if job.group is None:
+        return None
+    return Sharing(job.group, tuple(model.name for model in job.models), built.saved)
 
 
 def _shipped(plugin: Plugin | None) -> Plugin | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,14 +35,22 @@ class Job:
 
     models: tuple[Model, ...]
     target: Target
+    group: str | None = None
+    """The name of the weight-sharing group that the models are."""
 
     @property
     def name(self) -> str:
-        return "+".join(model.name for model in self.models)
+        return self.group or self.models[0].name
 
     @property
     def where(self) -> str:
-        return f"{self.name} -> {self.target.name}"
+        members = f" ({' + '.join(model.name for model in self.models)})" if self.group else ""
+        return f"{self.name}{members} -> {self.target.name}"
+
+    @property
+    def alone(self) -> tuple[Job, ...]:
+        """A job for each of the models, as if it shared nothing."""
+        return tuple(Job((model,), self.target) for model in self.models)
 
     @property
     def folder(self) -> str:
@@ -61,8 +69,56 @@ class Plan:
 
 def plan(config: Config) -> Plan:
     """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
-    jobs = tuple(Job((model,), target) for model in config.models for target in model.targets)
-    return Plan(config, jobs, _requirements(config.targets))
+    return Plan(config, _jobs(config), _requirements(config.targets))
+
+
+def _jobs(config: Config) -> tuple[Job, ...]:
+    jobs: list[Job] = []
+    problems: list[Problem] = []
+    for model in config.models:
+        for target in model.targets:
+            members = _members(config, model, target)
+            if len(members) < 2:
+                jobs.append(Job((model,), target))
+            elif members[0][0] is model:
+                problems += _ungroupable(members)
+                jobs.append(Job(tuple(m for m, _ in members), target, model.share_weights))
+    if problems:
+        raise ConfigError(*problems)
+    return tuple(jobs)
+
+
+def _members(config: Config, model: Model, target: Target) -> list[tuple[Model, Target]]:
+    """The models of a model's group, with their forms of ``target``; only some EPs share weights."""
+    if model.share_weights is None or not target.provider.shares_weights:
+        return []
+    return [
+        (other, its)
+        for other in config.models
+        if other.share_weights == model.share_weights
+        for its in other.targets
+        if its.name == target.name
+    ]
+
+
+def _ungroupable(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
+    (_, first), *others = members
+    for model, target in members:
+        if target.embed:
+            yield Problem(
+                f"{model.key}.share-weights",
+                f"shares one sidecar on the target {target.name}, and embed = true would put it inside "
+                "of each context model.",
+                "Leave embed out, or the group.",
+            )
+    for model, target in others:
+        if dataclasses.replace(target, key=first.key) != first:
+            yield Problem(
+                f"{model.key}.share-weights",
+                f"the models of a group are compiled together, and this one has other settings for the "
+                f"target {target.name} than {members[0][0].name}.",
+                "Move what they narrow to the target, or give both the same.",
+            )
 
 
 def model_spec(model: Model) -> ModelSpec:
@@ -103,6 +159,7 @@ def target_spec(target: Target) -> TargetSpec:
         virtual_devices=target.virtual_devices,
         optimization=target.optimization,
         embed=target.embed,
+        external_initializers=target.external_initializers,
     )
 
 

@@ -28,6 +28,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     _staging: tempfile.TemporaryDirectory[str] | None = None
     _output: PurePosixPath | None = None
+    _max_size: int | None = None
 
     def dependencies(self) -> list[str]:
         """What the selected targets are compiled with, for the front end to install."""
@@ -59,7 +60,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         staging = self._stage()
         bundle = wheel.bundle(self._build(config, staging), config, staging)
         build_data["force_include"].update(bundle.entries(output))
-        self._output = output
+        self._output, self._max_size = output, config.max_size
         self._set_tag(config, build_data)
 
     def _install_editable(self, config: Config) -> None:
@@ -124,10 +125,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             output = Path(self.build_config.get_distribution_path(str(Path(self._output))))
             try:
                 count = wheel.prove(Path(artifact_path), PurePosixPath(output.as_posix()))
+                large = wheel.check_size(Path(artifact_path), self._max_size)
             except WheelError:
                 Path(artifact_path).unlink(missing_ok=True)
                 raise
             self._info(f"{count} files of the manifest are in the wheel, each with its sha256")
+            if large:
+                self._warning(large)
         self._clean_up()
 
     def clean(self, versions: list[str]) -> None:

@@ -14,6 +14,9 @@ from hatch_epcontext.providers import Plugin, Product, Profile, Tolerance
 
 Size = int | str | None
 
+PROTOBUF_LIMIT = 2**31 - 1
+"""Bytes that a file of protobuf's can have, and so an ONNX file without its external data."""
+
 
 @dataclass(frozen=True)
 class TensorFacts:
@@ -77,6 +80,7 @@ class TargetSpec:
     virtual_devices: bool
     optimization: Literal["none", "basic", "extended", "all"]
     embed: bool
+    external_initializers: int | None
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,10 @@ class CompileReply:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """Compile a job's prepared models into ``folder``, which exists and is empty."""
+    """Compile a job's prepared models into ``folder``, which exists and is empty.
+
+    Several models are compiled in order, in one process, and share one sidecar.
+    """
 
     models: tuple[ModelSpec, ...]
     prepared: tuple[str, ...]
@@ -239,6 +246,8 @@ class ValidateRequest:
     context: Context
     folder: str
     tolerance: Tolerance | None
+    sharing: tuple[Context, ...] = ()
+    """All members of the context's weight-sharing group, in order; empty if it is in none."""
 
     action: ClassVar[str] = "validate"
     reply: ClassVar[type] = ValidateReply

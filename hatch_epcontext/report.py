@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import hatch_epcontext
 from hatch_epcontext.artifact import FileRecord, Preparation, Proof, Times
 from hatch_epcontext.job import Built, Source
-from hatch_epcontext.protocol import Coverage
+from hatch_epcontext.protocol import Context, Coverage
 
 MOST_WORDS = 90
 """Characters of a failed preparation's message that a line has room for; the report has all."""
@@ -29,7 +29,9 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class JobReport:
-    """One job. ``size``: bytes of all its ``files``; times are of the build that compiled it."""
+    """One job. ``size``: bytes of all its ``files``, and ``saved`` those that sharing weights saved;
+    times are of the build that compiled it.
+    """
 
     target: str
     provider: str
@@ -38,6 +40,8 @@ class JobReport:
     times: Times
     speedup: float | None
     size: int
+    group: str | None
+    saved: int
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
 
@@ -83,6 +87,8 @@ def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
         if times.load_source and times.load_context
         else None,
         size=built.artifact.size,
+        group=built.job.group,
+        saved=built.saved,
         files=record.files,
         versions=record.versions,
     )
@@ -93,22 +99,28 @@ def describe(built: Built) -> str:
     record = built.artifact.record
     parts = [f"{built.job.where} ({built.job.target.provider.name})"]
     for preparation, context in zip(record.preparations, record.contexts, strict=True):
-        if preparation.failed:
-            failed = "; ".join(_short(failure) for failure in preparation.failed)
-            parts.append(f"prepared with {preparation.folding} ({failed})")
-        if (coverage := context.coverage) is None:
-            parts.append("optimized graph")
-        else:
-            contexts = "context" if coverage.partitions == 1 else "contexts"
-            parts.append(
-                f"{coverage.compiled}/{coverage.nodes} nodes in {coverage.partitions} {contexts}"
-            )
-        if made_for := built.job.target.provider.compiled_for(context.compatibility):
-            parts.append("for " + ", ".join(f"{name} {value}" for name, value in made_for.items()))
-        parts.append(_told(built.proofs[context.model]))
+        told = list(_described(built, preparation, context))
+        name = f"{context.model} " if built.job.group else ""
+        parts.append(name + ", ".join(told))
     parts.append(_size(built.artifact.size))
+    if built.job.group:
+        parts.append(f"{_size(built.saved)} saved by sharing")
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
     return f"{parts[0]}: {', '.join(parts[1:])}"
+
+
+def _described(built: Built, preparation: Preparation, context: Context) -> Iterator[str]:
+    if preparation.failed:
+        failed = "; ".join(_short(failure) for failure in preparation.failed)
+        yield f"prepared with {preparation.folding} ({failed})"
+    if (coverage := context.coverage) is None:
+        yield "optimized graph"
+    else:
+        contexts = "context" if coverage.partitions == 1 else "contexts"
+        yield f"{coverage.compiled}/{coverage.nodes} nodes in {coverage.partitions} {contexts}"
+    if made_for := built.job.target.provider.compiled_for(context.compatibility):
+        yield "for " + ", ".join(f"{name} {value}" for name, value in made_for.items())
+    yield _told(built.proofs[context.model])
 
 
 def _short(text: str) -> str:
@@ -120,7 +132,10 @@ def _told(proof: Proof) -> str:
         return "NOT validated (validate = false)"
     if proof.how == "structure":
         return f"structure checked, NOT run{f' ({proof.why})' if proof.why else ''}"
-    ran = "ran" if proof.how == "run" else f"ran on the CPU only ({proof.why})"
+    ran = {
+        "cpu": f"ran on the CPU only ({proof.why})",
+        "alone": f"structure checked ({proof.why}); compiled alone it ran",
+    }.get(proof.how, "ran")
     if not proof.agreements:
         return f"{ran}, outputs finite, not compared"
     furthest = max(agreement.max_abs for agreement in proof.agreements)

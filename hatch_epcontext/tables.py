@@ -73,8 +73,14 @@ class NarrowableTable:
     optimization: Optimization | None = _key(
         "ONNX Runtime's graph optimization before partitioning; `basic` if left out."
     )
-    embed: bool | None = _key(
-        "The blob inside the context model, or (false) beside it as a sidecar."
+    embed: bool | Literal["auto"] | None = _key(
+        "The blob inside the context model, or (false) beside it as a sidecar; `auto` if left out."
+    )
+    external_initializers: bool | None = _key(
+        "What is left outside of the contexts in a file of its own; false if left out."
+    )
+    external_initializers_threshold: int | None = _key(
+        "Bytes from which an initializer goes there; 1024 if left out."
     )
     min_coverage: float | None = _key(
         "Fail when less than this share of the nodes is compiled; 1.0 if left out."
@@ -125,6 +131,9 @@ class ModelTable(NarrowableTable):
     path: str = _required("The ONNX file, relative to `pyproject.toml`.", "")
     name: str | None = _key("What the app loads it by; the file's stem if left out.")
     targets: tuple[str, ...] | None = _key("Targets by name; `default-targets` if left out.")
+    share_weights: str | None = _key(
+        "Models of one group are compiled together, and share one sidecar."
+    )
     dims: Mapping[str, int] = _key("Sizes of symbolic dimensions, by name.", {})
     shapes: Mapping[str, tuple[int, ...]] = _key("Whole shapes, by input.", {})
     constants: Mapping[str, Any] = _key("Inputs frozen to a value, by input.", {})
@@ -156,5 +165,8 @@ class RootTable(_WholeTarget):
     fallback: Fallback = _key("Ship the source model too (`source`), or not (`none`).", "source")
     editable: Editable = _key(
         "What an editable install gets: `source`, `compile` or `skip`.", "source"
+    )
+    max_size: int | str | None = _key(
+        'Fail when the wheel is larger: bytes, or a size such as "250 MB".'
     )
     wheel_tag: str = _key("`auto`, `any`, or a tag such as `py3-none-win_arm64`.", "auto")

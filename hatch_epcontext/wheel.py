@@ -158,6 +158,45 @@ def prove(wheel: Path, output: PurePosixPath) -> int:
     return len(listed)
 
 
+WARN_AT = 100 * 10**6
+"""Bytes of a wheel from which package indexes refuse it, unless they are asked beforehand."""
+
+MOST_FILES = 10
+"""How many files the breakdown of a large wheel names."""
+
+
+def check_size(wheel: Path, max_size: int | None) -> str:
+    """What is to be said of a wheel that is large, with its largest files; "" if it is not.
+
+    Raises WheelError when it is larger than ``max_size``, in bytes.
+    """
+    size = wheel.stat().st_size
+    if size <= (WARN_AT if max_size is None else max_size):
+        return ""
+    with zipfile.ZipFile(wheel) as archive:
+        files = sorted(archive.infolist(), key=lambda file: file.compress_size, reverse=True)
+    lines = [f"  {_megabytes(file.compress_size)}  {file.filename}" for file in files[:MOST_FILES]]
+    if (more := len(files) - MOST_FILES) > 0:
+        lines.append(f"  and {more} smaller ones")
+    told = "\n".join([f"{wheel.name} has {_megabytes(size)}", *lines])
+    if max_size is None:
+        return (
+            f"{told}\n  By default indexes take files of up to {_megabytes(WARN_AT)}: ask for more, "
+            "ship fewer targets, or say with max-size what is expected."
+        )
+    raise WheelError(
+        Problem(
+            f"{KEY}.max-size",
+            f"{told}\nand at most {_megabytes(max_size)} are allowed.",
+            "Ship fewer targets, share weights, or raise it.",
+        )
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 10**6:.1f} MB"
+
+
 def _sha256(archive: zipfile.ZipFile, name: str) -> str:
     with archive.open(name) as file:
         return stream_sha256(file)

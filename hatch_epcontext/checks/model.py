@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from hatch_epcontext.checks.common import check_name
 from hatch_epcontext.checks.target import check_narrowable
 from hatch_epcontext.errors import Problem
-from hatch_epcontext.structure import at, show
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.structure import at, show, suggestion
 from hatch_epcontext.tables import ModelTable, NarrowableTable, Options, ToleranceTable
 from hatch_epcontext.targets import NamedTarget
 
@@ -45,6 +47,32 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, str | bool | int | float)
 
 
+def check_groups(models: Iterable[tuple[str, str, str | None]]) -> Iterator[Problem]:
+    """Weight-sharing groups; for each model its key, its name and its group."""
+    models = list(models)
+    names = {name.casefold(): key for key, name, _ in models}
+    groups: dict[str, list[str]] = {}
+    for key, _, group in models:
+        if group is not None:
+            groups.setdefault(group, []).append(f"{key}.share-weights")
+    for group, keys in groups.items():
+        yield from check_name(keys[0], group)
+        if group.casefold() in names:
+            yield Problem(
+                keys[0],
+                f"{show(group)} is also the name of {names[group.casefold()]}, and both become folders.",
+                "Give the group a name of its own.",
+            )
+        if len(keys) == 1:
+            yield Problem(
+                keys[0],
+                f"no other model is in the group {show(group)}.",
+                suggestion(group, sorted(groups.keys() - {group}))
+                if len(groups) > 1
+                else "Weights are shared by two models or more.",
+            )
+
+
 def fitting(
     table: ModelTable, target: NamedTarget, targets: Sequence[NamedTarget] = ()
 ) -> ModelTable:
@@ -79,6 +107,14 @@ def check_narrowing(
         yield from check_narrowable(key, fitting(table, target, targets), provider, lax=lax)
     if not targets:
         return
+    if table.share_weights is not None and not any(
+        target.provider.shares_weights for target in targets if target.provider
+    ):
+        yield Problem(
+            f"{key}.share-weights",
+            "none of the model's targets has a provider with which contexts share weights.",
+            f"Those that can: {', '.join(n for n, p in PROVIDERS.items() if p.shares_weights)}.",
+        )
     fitted = [fitting(table, target, targets) for target in targets]
     taken = {name for one in fitted for name in (*one.provider_options, *one.load_options)}
     of_none = NarrowableTable(

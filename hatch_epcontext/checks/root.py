@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,6 +55,11 @@ def check_root(table: RootTable) -> Iterator[Problem]:
             f"must be a wheel tag, and is {show(table.wheel_tag)}.",
             'Allowed: "auto", "any", or three parts such as "py3-none-win_arm64".',
         )
+    if table.max_size is not None:
+        try:
+            size_in_bytes(table.max_size)
+        except ValueError as allowed:
+            yield Problem(f"{KEY}.max-size", f"must be {allowed}, and is {show(table.max_size)}.")
     if not table.models:
         yield Problem(
             f"{KEY}.models", "is required: the models to build.", 'Such as ["models/name.onnx"].'
@@ -74,6 +80,17 @@ def check_root(table: RootTable) -> Iterator[Problem]:
                     "belongs to a target, and this configuration has [targets].",
                     f"Move it to [{KEY}.targets.<name>].",
                 )
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def size_in_bytes(size: int | str) -> int:
+    """Bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with what is allowed."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]?B)?", str(size).strip())
+    if found is None or not (count := int(float(found[1]) * _UNITS[(found[2] or "B").upper()])):
+        raise ValueError('a number of bytes, or a size such as "250 MB"')
+    return count
 
 
 def _is_tag(text: str) -> bool:

@@ -32,7 +32,7 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
         return
     yield from _check_library(target, provider)
     yield from check_narrowable(key, table, provider, lax=table.allow_unknown_options)
-    if table.embed and provider.product != "context":
+    if table.embed is True and provider.product != "context":
         yield Problem(f"{key}.embed", f"the {provider.name} provider makes no contexts to embed.")
     if table.virtual_devices and not provider.virtual_devices:
         yield Problem(
@@ -88,6 +88,17 @@ def check_narrowable(
     if not lax:
         yield from check_options(key, table.provider_options, table.load_options, provider)
     yield from check_session_options(f"{key}.session-options", table.session_options)
+    threshold = table.external_initializers_threshold
+    if threshold is not None and threshold < 0:
+        yield Problem(
+            f"{key}.external-initializers-threshold",
+            f"must be at least 0 bytes, and is {threshold}.",
+        )
+    if threshold is not None and table.external_initializers is False:
+        yield Problem(
+            f"{key}.external-initializers-threshold",
+            "says how large they are, and external-initializers = false keeps them inside.",
+        )
     yield from check_coverage(key, table)
     yield from _check_profiles(key, table, provider)
     yield from _check_choice_of_device(key, table, provider)

@@ -302,6 +302,15 @@ class Provider:
     exclusive: tuple[frozenset[str], ...] = ()
     """Sets of options of which at most one may be given."""
 
+    shares_weights: bool = False
+    """Whether models that are compiled in one process can share one sidecar."""
+
+    loads_shared: bool = False
+    """Whether the contexts of such models can be opened where they are compiled."""
+
+    embeds_one: bool = False
+    """Whether it loads an embedded context only where that is the model's only one."""
+
     profiles: ProfileOptions | None = None
     """How it wants optimization profiles, if it has them."""
 

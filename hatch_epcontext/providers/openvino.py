@@ -70,6 +70,10 @@ PROVIDER = Provider(
         "onnxruntime_ep_openvino", "onnxruntime-ep-openvino", "OpenVINOExecutionProvider"
     ),
     virtual_devices=True,
+    shares_weights=True,
+    loads_shared=True,
+    # "Multiple embedded native EPContext main contexts are not supported", in the library 1.8.1.
+    embeds_one=True,
     options=_OPTIONS,
     retired={
         "device_type": 'device = "npu", "gpu" or "cpu"',

@@ -15,6 +15,8 @@ PROVIDER = Provider(
     verified="A library of an EP without EP contexts is loaded, and refused for that, on Linux x86-64.",
     needs_library=True,
     virtual_devices=True,
+    shares_weights=True,
+    loads_shared=True,
     any_options=True,
     notes=(
         (

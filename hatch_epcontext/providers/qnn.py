@@ -153,6 +153,8 @@ PROVIDER = Provider(
     # The registration name becomes the EP's name: another one would give another EP.
     plugin=Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider"),
     cross_compiles=True,
+    # The simulator answers QNN_COMMON_ERROR_NOT_SUPPORTED to contexts that share weights.
+    shares_weights=True,
     options=_OPTIONS,
     # Without a backend the EP cannot be created, and says so in words that nobody understands.
     defaults={"backend_type": "htp"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import onnx
@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Problem
 from hatch_epcontext.protocol import (
+    PROTOBUF_LIMIT,
     CompileReply,
     CompileRequest,
     Context,
@@ -34,13 +35,17 @@ def compile_job(request: CompileRequest) -> CompileReply:
     """
     start = time.monotonic()
     provider, folder = provider_of(request.target), Path(request.folder)
+    if len(request.models) > 1:
+        from hatch_epcontext.worker.sharing import compile_group
+
+        return CompileReply(provider.product, compile_group(request), time.monotonic() - start)
     contexts = []
     for spec, path in zip(request.models, request.prepared, strict=True):
         prepared = Path(path)
         if provider.product == "context":
             result = folder / f"{spec.name}_ctx.onnx"
-            _compile(prepared, result, request.target)
-            contexts.append(_read_context(spec.name, prepared, result, request.target))
+            compile_context(prepared, result, request.target)
+            contexts.append(read_context(spec.name, prepared, result, request.target))
         else:
             result = folder / f"{spec.name}_optimized.onnx"
             optimize(prepared, result, request.target.optimization, request.target)
@@ -48,11 +53,20 @@ def compile_job(request: CompileRequest) -> CompileReply:
     return CompileReply(provider.product, tuple(contexts), time.monotonic() - start)
 
 
-def _compile(prepared: Path, result: Path, target: TargetSpec) -> None:
+def compile_context(
+    prepared: Path,
+    result: Path,
+    target: TargetSpec,
+    session_options: Mapping[str, str] | None = None,
+) -> None:
+    """Compile ``prepared`` into the context model ``result`` and what belongs beside it.
+
+    ``session_options`` are more than the target's. Raises BuildError with what an error of the EP means.
+    """
     provider = provider_of(target)
     try:
         if provider.own_context_options is None:
-            _with_model_compiler(prepared, result, target)
+            _with_model_compiler(prepared, result, target, session_options or {})
         else:
             own = provider.own_context_options(str(result), target.embed)
             _with_session(prepared, options(target, {**target.provider_options, **own}), target)
@@ -66,11 +80,18 @@ def _compile(prepared: Path, result: Path, target: TargetSpec) -> None:
         raise BuildError(_nothing_compiled(provider, prepared))
 
 
-def _with_model_compiler(prepared: Path, result: Path, target: TargetSpec) -> None:
+def _with_model_compiler(
+    prepared: Path, result: Path, target: TargetSpec, session_options: Mapping[str, str]
+) -> None:
+    external = target.external_initializers
     compiler = ort.ModelCompiler(
-        options(target, target.provider_options),
+        options(target, target.provider_options, session_options),
         str(prepared),
         embed_compiled_data_into_model=target.embed,
+        external_initializers_file_path=None
+        if external is None
+        else str(result.with_suffix(".data")),
+        external_initializers_size_threshold=external or 0,
         # By default it would write a plain copy of the model, and call that a success.
         flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
         # By default it optimizes nothing, and EPs leave most real models to the CPU.
@@ -130,7 +151,11 @@ def _read_optimized(name: str, result: Path) -> Context:
     )
 
 
-def _read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -> Context:
+def read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -> Context:
+    """What the context model ``result`` of ``prepared`` says of itself.
+
+    Raises BuildError when it is not what was asked for.
+    """
     provider = provider_of(target)
     source = onnx.load(prepared, load_external_data=False)
     model = onnx.load(result, load_external_data=False)
@@ -140,6 +165,7 @@ def _read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -
     problems = [
         *_wrong_contexts(contexts, result, provider),
         *_wrong_chip(compatibility, contexts, provider, target),
+        *_wrong_embedding(contexts, result, provider, target),
     ]
     if problems:
         raise BuildError(*problems)
@@ -223,6 +249,25 @@ def _wrong_chip(
                 f"{provider.ep} did not compile for what was asked: {wrong}.",
                 f"It says of the result: {compatibility}",
             )
+
+
+def _wrong_embedding(
+    contexts: list[onnx.NodeProto], result: Path, provider: Provider, target: TargetSpec
+) -> Iterator[Problem]:
+    if target.embed and provider.embeds_one and len(contexts) > 1:
+        yield Problem(
+            "",
+            f"the model became {len(contexts)} contexts, and {provider.ep} loads only one where they "
+            "are embedded.",
+            "Leave embed out: their blobs are then in a file beside the context model.",
+        )
+    if result.stat().st_size > PROTOBUF_LIMIT:
+        yield Problem(
+            "",
+            f"{result.name} has {result.stat().st_size / 2**30:.1f} GiB, and no ONNX file can be larger "
+            "than 2 GiB.",
+            "Leave embed out." if target.embed else "Set external-initializers = true.",
+        )
 
 
 def _text(node: onnx.NodeProto, name: str) -> str:

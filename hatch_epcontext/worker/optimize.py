@@ -25,8 +25,13 @@ def optimize(source: Path, result: Path, level: str, target: TargetSpec | None =
     session_options.graph_optimization_level = LEVELS[level]
     session_options.optimized_model_filepath = str(result)
     model = onnx.load(source, load_external_data=False)
-    if graph.external_data(model, source.parent, source.name):
+    wanted = target.external_initializers if target else None
+    if wanted is not None or graph.external_data(model, source.parent, source.name):
         session_options.add_session_config_entry(
             "session.optimized_model_external_initializers_file_name", f"{result.stem}.data"
+        )
+    if wanted is not None:
+        session_options.add_session_config_entry(
+            "session.optimized_model_external_initializers_min_size_in_bytes", str(wanted)
         )
     open_session(source, session_options)

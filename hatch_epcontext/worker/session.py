@@ -14,6 +14,7 @@ from typing import Any
 import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.loader import USER_CACHE
 from hatch_epcontext.protocol import TargetSpec
 from hatch_epcontext.providers import PROVIDERS, Plugin, Product, Provider, missing
 
@@ -35,14 +36,18 @@ def provider_of(target: TargetSpec) -> Provider:
     return dataclasses.replace(known, ep=target.ep, plugin=target.plugin)
 
 
-def options(target: TargetSpec, provider_options: Mapping[str, str]) -> ort.SessionOptions:
-    """Session options with the target's EP added; ``provider_options`` are those of the moment.
+def options(
+    target: TargetSpec,
+    provider_options: Mapping[str, str],
+    session_options: Mapping[str, str] | None = None,
+) -> ort.SessionOptions:
+    """Session options with the target's EP added; both kinds of options are those of the moment.
 
     Raises AbsentError when the EP has no library, no driver or no device here.
     """
     provider = provider_of(target)
     result = ort.SessionOptions()
-    for key, value in target.session_options.items():
+    for key, value in {**target.session_options, **(session_options or {})}.items():
         result.add_session_config_entry(key, value)
     if provider.plugin is None:
         _add_built_in(result, provider, provider_options)
@@ -67,13 +72,26 @@ def cpu_options() -> ort.SessionOptions:
     return result
 
 
-def context_options(target: TargetSpec, product: Product) -> ort.SessionOptions:
+def context_options(
+    target: TargetSpec, product: Product, *, sharing: bool = False
+) -> ort.SessionOptions:
     """Session options to open an artifact with, as the loader does."""
-    result = options(target, target.load_options)
+    shared = {"ep.share_ep_contexts": "1"} if sharing else {}
+    load_options = {name: _in_own_folder(value) for name, value in target.load_options.items()}
+    result = options(target, load_options, shared)
     if product == "context":
         # What would have to be compiled now was not compiled then.
         result.add_session_config_entry("session.disable_model_compile", "1")
     return result
+
+
+def _in_own_folder(value: str) -> str:
+    # Where the loader has the user's cache folder, a worker has the folder that it runs in.
+    if USER_CACHE not in value:
+        return value
+    path = value.replace(USER_CACHE, str(Path.cwd() / "user-cache"))
+    Path(path).mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> ort.InferenceSession:

@@ -34,6 +34,12 @@ def validate(request: ValidateRequest) -> ValidateReply:
     fix(source, spec)
     feeds = feeds_for(source, spec)
     expected = {} if request.tolerance is None else reference(spec, feeds)
+    # What was opened first has to outlive the others.
+    _others = [
+        open_session(Path(request.folder) / other.model_file, _options(request))
+        for other in request.sharing
+        if other != request.context
+    ]
     absent = _absent(request)
     make = cpu_options if absent else partial(_options, request)
     # Opened and not run: what runs is the same, and simulators are slow.
@@ -67,7 +73,7 @@ def _absent(request: ValidateRequest) -> str:
 
 
 def _options(request: ValidateRequest) -> ort.SessionOptions:
-    result = context_options(request.target, request.product)
+    result = context_options(request.target, request.product, sharing=bool(request.sharing))
     result.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return result
 

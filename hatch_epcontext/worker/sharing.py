@@ -1,0 +1,77 @@
+"""Models that share weights: compiled in one process, with one sidecar for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.protocol import CompileRequest, Context
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.compile import compile_context, read_context
+
+
+def compile_group(request: CompileRequest) -> tuple[Context, ...]:
+    """Compile the request's models in order, each into a context model that names the same sidecar.
+
+    Raises BuildError when one cannot be compiled, or when they do not share a sidecar.
+    """
+    folder = Path(request.folder)
+    results = [folder / f"{spec.name}_ctx.onnx" for spec in request.models]
+    for spec, path, result in zip(request.models, request.prepared, results, strict=True):
+        sharing = {
+            "ep.share_ep_contexts": "1",
+            # Their partitions lie in one sidecar, where names must differ.
+            "ep.context_node_name_prefix": f"{spec.name}_",
+        }
+        if result == results[-1]:
+            sharing["ep.stop_share_ep_contexts"] = "1"
+        compile_context(Path(path), result, request.target, sharing)
+    even_out(results)
+    contexts = tuple(
+        read_context(spec.name, Path(path), result, request.target)
+        for spec, path, result in zip(request.models, request.prepared, results, strict=True)
+    )
+    named = {result.name: _sidecars(result) for result in results}
+    if len(set().union(*named.values())) != 1:
+        told = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in named.items())
+        raise BuildError(
+            Problem(
+                "",
+                f"the models do not share one sidecar: {told}.",
+                "See that they have the same weights, and that the EP can share them.",
+            )
+        )
+    return contexts
+
+
+def _contexts(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in graph.nodes(model.graph) if node.op_type == graph.CONTEXT_OP]
+
+
+def _sidecars(result: Path) -> set[str]:
+    model = onnx.load(result, load_external_data=False)
+    return {
+        bytes(graph.attribute(node, "ep_cache_context", b"")).decode("utf-8", "replace")
+        for node in _contexts(model)
+        if graph.attribute(node, "main_context", 1) == 1
+    }
+
+
+def even_out(results: list[Path]) -> None:
+    """Give every context the largest ``max_size`` of all, which is that of QNN's spill-fill buffer.
+
+    The member that is opened first allocates the buffer for all of them, whichever it is.
+    """
+    models = {result: onnx.load(result, load_external_data=False) for result in results}
+    nodes = [node for model in models.values() for node in _contexts(model)]
+    largest = max((int(graph.attribute(node, "max_size", 0)) for node in nodes), default=0)
+    for result, model in models.items():
+        changed = False
+        for node in _contexts(model):
+            for attribute in node.attribute:
+                if attribute.name == "max_size" and attribute.i != largest:
+                    attribute.i, changed = largest, True
+        if changed:
+            onnx.save(model, result)
