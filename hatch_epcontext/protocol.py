@@ -80,7 +80,7 @@ class TargetSpec:
     virtual_devices: bool
     optimization: Literal["none", "basic", "extended", "all"]
     embed: bool
-    external_initializers: int | None
+    external_initializers: int | None = None
 
 
 @dataclass(frozen=True)

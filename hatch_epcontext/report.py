@@ -10,6 +10,7 @@ import hatch_epcontext
 from hatch_epcontext.artifact import FileRecord, Preparation, Proof, Times
 from hatch_epcontext.job import Built, Source
 from hatch_epcontext.protocol import Context, Coverage
+from hatch_epcontext.structure import show_size
 
 MOST_WORDS = 90
 """Characters of a failed preparation's message that a line has room for; the report has all."""
@@ -102,9 +103,9 @@ def describe(built: Built) -> str:
         told = list(_described(built, preparation, context))
         name = f"{context.model} " if built.job.group else ""
         parts.append(name + ", ".join(told))
-    parts.append(_size(built.artifact.size))
+    parts.append(show_size(built.artifact.size))
     if built.job.group:
-        parts.append(f"{_size(built.saved)} saved by sharing")
+        parts.append(f"{show_size(built.saved)} saved by sharing")
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
     return f"{parts[0]}: {', '.join(parts[1:])}"
 
@@ -141,11 +142,3 @@ def _told(proof: Proof) -> str:
     furthest = max(agreement.max_abs for agreement in proof.agreements)
     cosine = f"cosine {proof.cosine:.5f}, " if proof.cosine is not None else ""
     return f"{ran} and agrees with the CPU ({cosine}at most {furthest:.2g} apart)"
-
-
-def _size(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

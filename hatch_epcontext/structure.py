@@ -61,6 +61,15 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def show_size(size: float) -> str:
+    """Bytes as one would say them: ``"2.2 MB"``."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
 def suggestion(name: str, allowed: list[str]) -> str:
     """What to write in place of ``name``: the nearest of ``allowed``, and all of them."""
     near = difflib.get_close_matches(name, allowed, n=1)

@@ -14,7 +14,7 @@ from hatch_epcontext.build import Result
 from hatch_epcontext.config import Config
 from hatch_epcontext.errors import ConfigError, Problem, WheelError
 from hatch_epcontext.fingerprint import stream_sha256
-from hatch_epcontext.structure import from_json, to_json
+from hatch_epcontext.structure import from_json, show_size, to_json
 from hatch_epcontext.tables import KEY
 
 Tree = Mapping[str, Path]
@@ -175,26 +175,22 @@ def check_size(wheel: Path, max_size: int | None) -> str:
         return ""
     with zipfile.ZipFile(wheel) as archive:
         files = sorted(archive.infolist(), key=lambda file: file.compress_size, reverse=True)
-    lines = [f"  {_megabytes(file.compress_size)}  {file.filename}" for file in files[:MOST_FILES]]
+    lines = [f"  {show_size(file.compress_size)}  {file.filename}" for file in files[:MOST_FILES]]
     if (more := len(files) - MOST_FILES) > 0:
         lines.append(f"  and {more} smaller ones")
-    told = "\n".join([f"{wheel.name} has {_megabytes(size)}", *lines])
+    told = "\n".join([f"{wheel.name} has {show_size(size)}", *lines])
     if max_size is None:
         return (
-            f"{told}\n  By default indexes take files of up to {_megabytes(WARN_AT)}: ask for more, "
+            f"{told}\n  By default indexes take files of up to {show_size(WARN_AT)}: ask for more, "
             "ship fewer targets, or say with max-size what is expected."
         )
     raise WheelError(
         Problem(
             f"{KEY}.max-size",
-            f"{told}\nand at most {_megabytes(max_size)} are allowed.",
+            f"{told}\nand at most {show_size(max_size)} are allowed.",
             "Ship fewer targets, share weights, or raise it.",
         )
     )
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 10**6:.1f} MB"
 
 
 def _sha256(archive: zipfile.ZipFile, name: str) -> str:

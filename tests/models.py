@@ -95,6 +95,47 @@ def interrupted() -> onnx.ModelProto:
     )
 
 
+def transformer(length: int) -> onnx.ModelProto:
+    """Matrix products and ReLUs on ``x`` (1 x ``length`` x 256), with the same weights at any length."""
+    nodes, current = [], "x"
+    for layer in range(4):
+        nodes += [
+            helper.make_node("MatMul", [current, f"w{layer}"], [f"m{layer}"], f"product{layer}"),
+            helper.make_node("Relu", [f"m{layer}"], [f"r{layer}"], f"relu{layer}"),
+        ]
+        current = f"r{layer}"
+    return model(
+        nodes,
+        [value("x", [1, length, 256])],
+        [value(current, [1, length, 256])],
+        [weights(f"w{layer}", 256, 256) for layer in range(4)],
+    )
+
+
+def choosing_nothing() -> onnx.ModelProto:
+    """An operator that no NPU has."""
+    return model(
+        [helper.make_node("NonZero", ["x"], ["y"], "where")],
+        [value("x", [2, 4])],
+        [value("y", [2, None], TensorProto.INT64)],
+    )
+
+
+def with_weights_left_over() -> onnx.ModelProto:
+    """A matrix product, and beside it an operator with weights that QNN leaves to the CPU."""
+    rng = np.random.default_rng(0)
+    kernel = rng.integers(0, 255, (16, 4, 5, 5)).astype(np.uint8)
+    return model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["y"], "product"),
+            helper.make_node("ConvInteger", ["image", "kernel"], ["z"], "convolution"),
+        ],
+        [value("x", [4, 64]), value("image", [1, 4, 9, 9], TensorProto.UINT8)],
+        [value("y", [4, 64]), value("z", [1, 16, 5, 5], TensorProto.INT32)],
+        [weights("w", 64, 64), numpy_helper.from_array(kernel, "kernel")],
+    )
+
+
 def save(made: onnx.ModelProto, path: Path) -> Path:
     """Save ``made`` at ``path``, whose folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from hatch_epcontext.errors import BuildError
 from hatch_epcontext.plan import Job, plan
 from hatch_epcontext.pyproject import parse
 from tests.conftest import needs_qnn
-from tests.models import half_for_the_cpu, network, save
+from tests.models import half_for_the_cpu, network, save, transformer
 
 QNN = """
 provider = "qnn"
@@ -197,3 +197,70 @@ def test_what_the_cache_does_not_have_is_told(project: Path, run: Run) -> None:
     save(network(3), project / "models" / "a.onnx")
     with pytest.raises(BuildError, match="the cache has nothing that was made of this model"):
         run(CPU, FROM_CACHE)
+
+
+SHARED = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+[[models]]
+path = "models/prefill.onnx"
+share-weights = "lm"
+[[models]]
+path = "models/decode.onnx"
+share-weights = "lm"
+"""
+
+
+@pytest.fixture
+def lengths(project: Path) -> None:
+    for name, length in (("prefill", 64), ("decode", 1)):
+        save(transformer(length), project / "models" / f"{name}.onnx")
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, told: list[str]) -> None:
+    (first,), (second,) = run(SHARED).built, run(SHARED).built
+    assert (first.cached, second.cached) == (False, True)
+    assert first.proofs == second.proofs
+    assert len(first.artifact.record.files) == 3
+    for name in ("prefill", "decode"):
+        proof = first.proofs[name]
+        assert (proof.how, len(proof.agreements)) == ("alone", 1)
+        assert proof.why == "QNNExecutionProvider cannot open contexts that share weights here"
+    # Nearly as much as one of the two has.
+    assert 0.6 < first.saved / first.artifact.size < 1
+    assert first.saved == second.saved
+    assert "lm (prefill + decode) -> qnn (qnn): prefill 8/8 nodes in 1 context" in told[0]
+    assert "structure checked (QNNExecutionProvider cannot open" in told[0]
+    assert "compiled alone it ran and agrees with the CPU" in told[0]
+    assert "saved by sharing" in told[0]
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_member_that_is_wrong_alone_fails_the_group(run: Run) -> None:
+    strict = SHARED.replace('"lm"', '"lm"\ntolerance = { rtol = 0, atol = 0 }')
+    with pytest.raises(BuildError, match=r"-> qnn: validation\n.*disagrees with the CPU's"):
+        run(strict)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_that_has_to_run_fails_where_it_cannot(run: Run) -> None:
+    required = SHARED.replace('"lm"', '"lm"\nvalidate = "require"')
+    with pytest.raises(BuildError, match='share weights here, and validate is "require"'):
+        run(required)
+
+
+@needs_qnn
+def test_a_model_that_is_too_large_to_embed_is_refused_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "PROTOBUF_LIMIT", 1000)
+    with pytest.raises(
+        BuildError, match="cannot be larger than 2 GiB, and the model has"
+    ) as raised:
+        run(QNN + "embed = true")
+    assert "Leave embed out" in raised.value.problems[0].fix
+    run(QNN)

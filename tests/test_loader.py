@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import logging
 import shutil
+import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +39,7 @@ CPU = {
     "compatibility_string": "",
     "session_options": {"session.intra_op_num_threads": "1"},
     "provider_options": {},
+    "sharing": None,
 }
 NPU = {
     **CPU,
@@ -293,3 +297,39 @@ def test_a_policy_opens_the_ep_with_its_options(ship: Ship, tmp_path: Path) -> N
     assert ship(without).explain("a", device="any")[0].outcome == "failed"
     opened = ship(without).load("a", device="any", provider_options={"backend_type": "htp"})
     assert opened.get_providers()[0] == "QNNExecutionProvider"
+
+
+def test_sessions_that_share_weights_keep_those_before_them(ship: Ship) -> None:
+    sharing = {"group": "g", "members": ["a", "b"], "saved": 1}
+    app = ship({**CPU, "sharing": sharing}, {**CPU, "target": "other"})
+    first = weakref.ref(app.load("a"))
+    assert first() is None
+    kept = app.load("a")
+    first = weakref.ref(kept)
+    second = app.load("a")
+    apart = app.load("a", target="other")
+    del kept
+    assert first() is not None, "what was opened first has to outlive the second"
+    assert app._before[second] == (first(),)
+    assert apart not in app._before
+    del second
+    gc.collect()
+    assert first() is None
+
+
+def test_a_folder_in_the_users_cache_is_made(
+    ship: Ship, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(sys, "platform", "linux")
+    app = ship(CPU)
+    name = app.__name__.split(".")[0]
+    assert app._in_user_cache("{user-cache}/rtx") == str(tmp_path / "caches" / name / "rtx")
+    assert (tmp_path / "caches" / name / "rtx").is_dir()
+    assert app._in_user_cache("plain") == "plain"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert app._in_user_cache("{user-cache}") == str(tmp_path / "local" / name)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert Path(app._in_user_cache("{user-cache}")) == tmp_path / "Library" / "Caches" / name

@@ -312,3 +312,55 @@ def test_two_flavours_in_one_environment_are_told(installed: dict[str, str]) -> 
     installed |= {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
     with pytest.raises(RequirementError, match="both installed, and overwrite one another"):
         check_environment((), ())
+
+
+GROUP = """
+[[models]]
+path = "models/a.onnx"
+share-weights = "both"
+[[models]]
+path = "models/b.onnx"
+share-weights = "both"
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+
+@newer_python
+def test_models_that_share_weights_are_one_job_where_that_can_be(project: Path) -> None:
+    planned = plan(config(project, GROUP))
+    assert [job.where for job in planned.jobs] == [
+        "both (a + b) -> npu",
+        "a -> cpu",
+        "b -> cpu",
+    ]
+    together = planned.jobs[0]
+    assert (together.folder, together.group) == ("both/npu", "both")
+    assert [job.where for job in together.alone] == ["a -> npu", "b -> npu"]
+    assert planned.jobs[1].group is None
+
+
+def test_where_weights_cannot_be_shared_there_is_no_group(project: Path) -> None:
+    planned = plan(config(project, GROUP, TARGETS="cpu"))
+    assert [job.where for job in planned.jobs] == ["a -> cpu", "b -> cpu"]
+
+
+@newer_python
+def test_a_shared_sidecar_cannot_be_inside_of_each_model(project: Path) -> None:
+    toml = GROUP.replace('provider = "qnn"', 'provider = "qnn"\nembed = true')
+    with pytest.raises(ConfigError, match="embed = true would put it inside of each") as raised:
+        plan(config(project, toml))
+    assert [problem.where for problem in raised.value.problems] == [
+        "tool.epcontext.models[0].share-weights",
+        "tool.epcontext.models[1].share-weights",
+    ]
+    plan(config(project, toml.replace("true", '"auto"')))
+
+
+@newer_python
+def test_members_have_the_same_settings(project: Path) -> None:
+    toml = GROUP.replace("[targets.npu]", "provider-options = { vtcm_mb = 8 }\n[targets.npu]")
+    with pytest.raises(ConfigError, match="this one has other settings for the target npu than a"):
+        plan(config(project, toml))

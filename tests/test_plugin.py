@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
@@ -338,3 +339,48 @@ def test_a_project_of_models_alone_says_where_they_go(root: Path) -> None:
     configure(root, 'output = "my_models"\n')
     names = zipfile.ZipFile(make(root)).namelist()
     assert "my_models/epcontext.json" in names
+
+
+def test_a_wheel_that_is_too_large_is_removed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(root, 'max-size = "1 kB"\n')
+    told = failure(root, capsys)
+    assert "tool.epcontext.max-size" in told
+    assert "my_app/epcontext/a/cpu/a_optimized.onnx" in told
+    assert not list((root / "dist").glob("*.whl"))
+
+
+def test_a_large_wheel_is_one_warning(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hatch_epcontext.wheel.WARN_AT", 1000)
+    make(root)
+    told = capsys.readouterr().err
+    assert told.count("By default indexes take files of up to") == 1
+    configure(root, 'max-size = "1 GB"\n')
+    make(root)
+    assert "By default indexes" not in capsys.readouterr().err
+
+
+def test_a_source_with_data_in_several_files_and_folders(root: Path) -> None:
+    made = network()
+    for tensor in made.graph.initializer:
+        onnx.external_data_helper.set_external_data(tensor, f"weights/{tensor.name}.bin")
+    (root / "models" / "weights").mkdir()
+    onnx.save(made, root / "models" / "a.onnx")
+    names = {"w.bin", "b.bin", "dense.bin"}
+    assert {file.name for file in (root / "models" / "weights").iterdir()} == names
+    before = {path: path.read_bytes() for path in (root / "models").rglob("*") if path.is_file()}
+    inside = zipfile.ZipFile(make(root)).namelist()
+    for name in names:
+        assert f"my_app/epcontext/a/source/weights/{name}" in inside
+    assert {path: path.read_bytes() for path in before} == before
+    # And the data counts as the model does.
+    first = make(root).read_bytes()
+    data = root / "models" / "weights" / "b.bin"
+    data.write_bytes(bytes(data.stat().st_size))
+    assert make(root).read_bytes() != first
+    # Without the source, none of it is needed.
+    configure(root, 'fallback = "none"\n')
+    assert not [name for name in zipfile.ZipFile(make(root)).namelist() if "weights" in name]

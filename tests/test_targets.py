@@ -377,3 +377,74 @@ def test_dates_in_a_table_of_options_become_strings(project: Path) -> None:
         'provider = "openvino"\nprovider-options = { load_config = { CPU = { A = 2020-01-01 } } }'
     )
     assert target(project, toml).provider_options == {"load_config": '{"CPU":{"A":"2020-01-01"}}'}
+
+
+def groups(first: str, second: str, provider: str = "qnn") -> str:
+    return f"""
+provider = "{provider}"
+models = [
+    {{ path = "models/a.onnx", share-weights = "{first}" }},
+    {{ path = "models/b.onnx", share-weights = "{second}" }},
+]
+"""
+
+
+@pytest.mark.parametrize(
+    ("toml", "where", "what"),
+    [
+        (groups("x", "y"), "models[0].share-weights", "no other model is in the group"),
+        (groups("a", "a"), "models[0].share-weights", '"a" is also the name of'),
+        (groups("../x", "../x"), "models[0].share-weights", "cannot be the name of a folder"),
+        (groups("x", "x", "cpu"), "models[0].share-weights", "none of the model's targets"),
+    ],
+)
+def test_groups_that_cannot_be(project: Path, toml: str, where: str, what: str) -> None:
+    assert what in problems(project, toml)[where].what
+
+
+def test_external_initializers(project: Path) -> None:
+    cpu = 'provider = "cpu"\n'
+    assert target(project, cpu).external_initializers is None
+    assert target(project, cpu + "external-initializers = true").external_initializers == 1024
+    both = cpu + "external-initializers = true\nexternal-initializers-threshold = 0"
+    assert target(project, both).external_initializers == 0
+    where, _ = problem(project, cpu + "external-initializers-threshold = -1")
+    assert where == "external-initializers-threshold"
+    wrong = cpu + "external-initializers = false\nexternal-initializers-threshold = 9"
+    _, found = problem(project, wrong)
+    assert "keeps them inside" in found.what
+
+
+@pytest.mark.parametrize(
+    ("written", "embed"), [("true", True), ("false", False), ('"auto"', False), (None, False)]
+)
+def test_embedding(project: Path, written: str | None, embed: bool) -> None:
+    toml = 'provider = "qnn"\n' + (f"embed = {written}" if written else "")
+    assert target(project, toml).embed is embed
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("1000", 1000), ('"1000"', 1000), ('"250 MB"', 250_000_000), ('"1.5GB"', 1_500_000_000)],
+)
+def test_the_largest_size_of_the_wheel(project: Path, written: str, size: int) -> None:
+    toml = MODELS + f'provider = "cpu"\nmax-size = {written}'
+    assert read(project, toml).max_size == size
+
+
+@pytest.mark.parametrize("written", ["0", "-1", '"many"', '"10 MiB"', "true", "1.5"])
+def test_a_size_that_is_none(project: Path, written: str) -> None:
+    where, found = problem(project, f'provider = "cpu"\nmax-size = {written}')
+    assert where == "max-size"
+    assert found.what.startswith("must be ")
+
+
+def test_engines_without_weights_are_refused(project: Path) -> None:
+    for provider, option in (
+        ("tensorrt", "trt_weight_stripped_engine_enable"),
+        ("tensorrt-rtx", "nv_weight_stripped_engine_enable_experimental"),
+    ):
+        _, found = problem(
+            project, f'provider = "{provider}"\nprovider-options = {{ {option} = true }}'
+        )
+        assert "needs the source model beside it" in found.what

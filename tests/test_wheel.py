@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from pathlib import Path, PurePosixPath
 
@@ -159,3 +160,22 @@ def test_a_wrong_wheel_is_found_out(
         del finished[f"{OUTPUT}/{name}"]
     with pytest.raises(WheelError, match=what):
         wheel.prove(archived(finished, tmp_path), OUTPUT)
+
+
+def test_a_large_wheel_is_told_with_its_largest_files(
+    finished: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = {**finished, **{f"my_app/data/{n}": b"x" * n for n in range(1, 20)}}
+    path = archived({**finished, "my_app/large.bin": b"x" * 100_000}, tmp_path)
+    assert wheel.check_size(path, None) == ""
+    monkeypatch.setattr(wheel, "WARN_AT", 50_000)
+    told = wheel.check_size(path, None).splitlines()
+    assert re.fullmatch(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB", told[0])
+    assert told[1] == "  100.0 kB  my_app/large.bin"
+    assert told[-2] == f"  and {len(finished) + 1 - 10} smaller ones"
+    assert "max-size" in told[-1]
+    # What is expected needs no word.
+    assert wheel.check_size(path, 200_000) == ""
+    with pytest.raises(WheelError, match=r"at most 60\.0 kB are allowed") as raised:
+        wheel.check_size(path, 60_000)
+    assert "my_app/large.bin" in str(raised.value)

@@ -48,7 +48,6 @@ _OPTIONS: Mapping[str, Option] = {
     "trt_layer_norm_fp32_fallback": switch("LayerNormalization in float32"),
     "trt_op_types_to_exclude": text("Operators that TensorRT is not to take"),
     "trt_engine_hw_compatible": switch("Engines for all GPUs from Ampere on"),
-    "trt_weight_stripped_engine_enable": switch("Engines without weights"),
     "trt_force_sequential_engine_build": switch("Build engines one after the other"),
     "trt_context_memory_sharing_enable": switch("Engines share their memory", scope="both"),
     "trt_cuda_graph_enable": switch("Capture and replay CUDA graphs", scope="both"),
@@ -67,6 +66,8 @@ _OPTIONS: Mapping[str, Option] = {
 
 _FIXED = "the files' places in the wheel are fixed"
 
+_WEIGHTLESS = "an engine without weights needs the source model beside it to be opened"
+
 _MANAGED: Mapping[str, str] = {
     "trt_dump_ep_context_model": "compiling always does it",
     "trt_ep_context_file_path": _FIXED,
@@ -75,6 +76,7 @@ _MANAGED: Mapping[str, str] = {
     "trt_engine_cache_path": _FIXED,
     "trt_engine_cache_prefix": _FIXED,
     "trt_onnx_model_folder_path": _FIXED,
+    "trt_weight_stripped_engine_enable": _WEIGHTLESS,
 }
 
 

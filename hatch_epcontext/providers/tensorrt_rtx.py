@@ -65,7 +65,6 @@ _OPTIONS: Mapping[str, Option] = {
     "nv_use_sync_gpu_allocator": switch("Allocate with cudaMalloc", scope="load"),
     "nv_persistent_context_memory": switch("Keep the memory between runs", scope="load"),
     "nv_multi_rotary_cache_concat_offset": number("Token at which LongRoPE changes", scope="both"),
-    "nv_weight_stripped_engine_enable_experimental": switch("Engines without weights"),
     "nv_target_sm": choice("GPU architecture to build for", "sm86", "sm89", "sm120", "sm121"),
     "VkExternalComputeQueueDataParamsNV_data": pointer("The app's Vulkan queue data"),
 }
@@ -100,6 +99,10 @@ PROVIDER = Provider(
         "profile_opt_shapes": "nv_profile_opt_shapes, or a table in profiles",
         "profile_max_shapes": "nv_profile_max_shapes, or a table in profiles",
     },
+    managed={
+        "nv_weight_stripped_engine_enable_experimental": "an engine without weights needs the source "
+        "model beside it to be opened",
+    },
     profiles=_PROFILES,
     sources=(
         'onnxruntime.ai, "NVIDIA TensorRT RTX Execution Provider"',
@@ -111,6 +114,9 @@ PROVIDER = Provider(
             "have the same files, so an environment can hold one."
         ),
         "Without a driver (`libcuda.so.1`) its library does not load, not even with `nv_target_sm`.",
-        "`nv_runtime_cache_path` belongs into `load-options`: it is a folder of the user's machine.",
+        (
+            "`nv_runtime_cache_path` belongs into `load-options`: it is a folder of the user's machine, "
+            'such as `"{user-cache}/rtx"`, which the loader makes.'
+        ),
     ),
 )

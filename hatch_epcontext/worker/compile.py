@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, EpcontextError, Problem
+from hatch_epcontext.errors import BuildError, EpcontextError, ModelError, Problem
 from hatch_epcontext.protocol import (
     PROTOBUF_LIMIT,
     CompileReply,
@@ -73,11 +73,11 @@ def compile_context(
     except EpcontextError:
         raise
     except Exception as error:
-        if (problem := _explained(str(error), provider, prepared)) is None:
+        if (problem := explained(str(error), provider, _graph(prepared))) is None:
             raise
         raise BuildError(problem) from error
     if not result.is_file():
-        raise BuildError(_nothing_compiled(provider, prepared))
+        raise BuildError(_nothing_compiled(provider, _graph(prepared)))
 
 
 def _with_model_compiler(
@@ -88,9 +88,10 @@ def _with_model_compiler(
         options(target, target.provider_options, session_options),
         str(prepared),
         embed_compiled_data_into_model=target.embed,
+        # Relative, and so beside the context model; ONNX Runtime takes no other.
         external_initializers_file_path=None
         if external is None
-        else str(result.with_suffix(".data")),
+        else result.with_suffix(".data").name,
         external_initializers_size_threshold=external or 0,
         # By default it would write a plain copy of the model, and call that a success.
         flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
@@ -106,10 +107,14 @@ def _with_session(prepared: Path, session_options: ort.SessionOptions, target: T
     open_session(prepared, session_options)
 
 
-def _explained(message: str, provider: Provider, prepared: Path) -> Problem | None:
+def _graph(prepared: Path) -> onnx.GraphProto:
+    return onnx.load(prepared, load_external_data=False).graph
+
+
+def explained(message: str, provider: Provider, compiled: onnx.GraphProto) -> Problem | None:
     """What an error of ONNX Runtime or the EP means, where that is known."""
     if "Unable to compile any nodes" in message:
-        return _nothing_compiled(provider, prepared)
+        return _nothing_compiled(provider, compiled)
     if "NULL EPContext node" in message:
         return Problem(
             "",
@@ -128,8 +133,8 @@ def _explained(message: str, provider: Provider, prepared: Path) -> Problem | No
     return None
 
 
-def _nothing_compiled(provider: Provider, prepared: Path) -> Problem:
-    control = graph.control_flow(onnx.load(prepared, load_external_data=False).graph)
+def _nothing_compiled(provider: Provider, compiled: onnx.GraphProto) -> Problem:
+    control = graph.control_flow(compiled)
     inside = f" It has {' and '.join(control)}, which few EPs compile." if control else ""
     return Problem(
         "",
@@ -169,7 +174,7 @@ def read_context(name: str, prepared: Path, result: Path, target: TargetSpec) ->
     ]
     if problems:
         raise BuildError(*problems)
-    graph.external_data(model, result.parent, result.name)
+    _check_data(model, result, provider)
     left = [n for n in graph.compute_nodes(model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))
     opened = _opened(source) if left else frozenset()
@@ -249,6 +254,22 @@ def _wrong_chip(
                 f"{provider.ep} did not compile for what was asked: {wrong}.",
                 f"It says of the result: {compatibility}",
             )
+
+
+def _check_data(model: onnx.ModelProto, result: Path, provider: Provider) -> None:
+    try:
+        graph.external_data(model, result.parent, result.name)
+    except ModelError as error:
+        raise BuildError(
+            *(
+                Problem(
+                    problem.where,
+                    f"{provider.ep} left tensors where the source model has them: {problem.what}",
+                    "Set external-initializers = true, which gives them a file of their own.",
+                )
+                for problem in error.problems
+            )
+        ) from error
 
 
 def _wrong_embedding(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.artifact import link_or_copy
 from hatch_epcontext.errors import ModelError, Problem
 from hatch_epcontext.protocol import (
+    PROTOBUF_LIMIT,
     Folding,
     InspectReply,
     InspectRequest,
@@ -199,13 +202,15 @@ def prepare(request: PrepareRequest) -> PrepareReply:
     BuildError when what came out does not agree with the source: folding must not change a model.
     """
     spec, folder = request.model, Path(request.folder)
-    fixed = _fixed(spec, folder)
+    fixed = _fixed(spec, folder, request.folding)
     model = onnx.load(fixed, load_external_data=False)
     before = len(graph.compute_nodes(model.graph))
     feeds = feeds_for(model, spec)
     # First, for a source that cannot be run is no fault of the folding.
     expected = reference(spec, feeds) if request.compare else {}
-    result = _folded(fixed, folder / f"{spec.name}.{request.folding}.onnx", request.folding)
+    # In a folder that nobody else has: beside the fixed model lie links to the source's own data.
+    own = Path(tempfile.mkdtemp(prefix="folded-", dir=folder))
+    result = _folded(fixed, own / f"{spec.name}.onnx", request.folding)
     if result != fixed and request.compare:
         outputs = run(open_session(result, cpu_options()), feeds)
         check_outputs(outputs, expected, _SAME, spec, "the source model's")
@@ -226,20 +231,26 @@ def _folded(fixed: Path, result: Path, folding: Folding) -> Path:
         import onnxslim
 
         source = result.with_suffix(".slim")
-        onnx.save(onnxslim.slim(onnx.load(fixed)), source)
+        slim = onnxslim.slim(onnx.load(fixed))
+        large = slim.ByteSize() > PROTOBUF_LIMIT
+        onnx.save(slim, source, save_as_external_data=large, location=f"{source.name}.data")
     optimize(source, result, "basic")
     return result
 
 
-def _fixed(spec: ModelSpec, folder: Path) -> Path:
+def _fixed(spec: ModelSpec, folder: Path, folding: Folding) -> Path:
     source = Path(spec.path)
     model = graph.read(source, spec.key)
-    for name in graph.external_data(model, source.parent, spec.key):
+    data = graph.external_data(model, source.parent, spec.key)
+    # onnx itself, on which onnxslim relies, refuses external data that is a link, hard or symbolic.
+    place = shutil.copyfile if folding == "onnxslim" else link_or_copy
+    for name in data:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not a link: onnx refuses external data that is one, hard or symbolic.
-        shutil.copyfile(source.parent / name, target)
+        place((source.parent / name).resolve(), target)
     fix(model, spec)
-    fixed = folder / f"{spec.name}.fixed.onnx"
-    onnx.save(model, fixed)
-    return fixed
+    name = f"{spec.name}.fixed.onnx"
+    while name in data:
+        name = f"_{name}"
+    onnx.save(model, folder / name)
+    return folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,16 @@ from hatch_epcontext.worker import compile as compile_module
 from hatch_epcontext.worker.compile import compile_job
 from hatch_epcontext.worker.prepare import prepare
 from tests.conftest import needs_qnn
-from tests.models import half_for_the_cpu, model, network, save, save_with_data, value
+from tests.models import (
+    half_for_the_cpu,
+    interrupted,
+    model,
+    network,
+    save,
+    save_with_data,
+    value,
+    with_weights_left_over,
+)
 
 X_ELITE = {"soc_model": "60", "htp_arch": "73"}
 
@@ -66,7 +76,7 @@ def prepared(spec: ModelSpec, tmp_path: Path, folding: Folding = "onnxruntime") 
 def compile_request(spec: ModelSpec, to: TargetSpec, tmp_path: Path) -> CompileRequest:
     """A request to compile the model of ``spec``, which is prepared as the target wants it."""
     made = tmp_path / "made"
-    made.mkdir()
+    made.mkdir(parents=True)
     reply = prepared(spec, tmp_path, "none" if to.optimization == "none" else "onnxruntime")
     return CompileRequest((spec,), (reply.path,), to, str(made))
 
@@ -194,3 +204,43 @@ def test_embedded_and_secondary_contexts_name_no_file(tmp_path: Path) -> None:
     ]
     found = compile_module._wrong_contexts(nodes, tmp_path / "a_ctx.onnx", PROVIDERS["qnn"])
     assert not list(found)
+
+
+@needs_qnn
+def test_an_ep_that_loads_one_embedded_context_is_not_given_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(interrupted(), tmp_path / "a.onnx")
+    compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "fine")
+    one = dataclasses.replace(PROVIDERS["qnn"], embeds_one=True)
+    monkeypatch.setattr(compile_module, "provider_of", lambda _: one)
+    with pytest.raises(BuildError, match="became 2 contexts, and QNNExecutionProvider loads only"):
+        compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "refused")
+
+
+@needs_qnn
+def test_what_came_out_too_large_to_embed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    monkeypatch.setattr(compile_module, "PROTOBUF_LIMIT", 10_000)
+    with pytest.raises(BuildError, match="no ONNX file can be larger than 2 GiB") as raised:
+        compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
+    assert raised.value.problems[0].fix == "Leave embed out."
+
+
+@needs_qnn
+def test_a_context_that_still_needs_the_sources_data_is_refused(tmp_path: Path) -> None:
+    made = with_weights_left_over()
+    path = save(made, tmp_path / "a.onnx")
+    reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
+    result = folder / reply.contexts[0].model_file
+    context = onnx.load(result)
+    (left,) = [tensor for tensor in context.graph.initializer if tensor.name == "kernel"]
+    onnx.external_data_helper.set_external_data(left, "a.data", offset=0, length=1600)
+    left.ClearField("raw_data")
+    onnx.save(context, result)
+    with pytest.raises(
+        BuildError, match=r"left tensors where the source model has them: .*a\.data"
+    ):
+        compile_module.read_context("a", path, result, target("qnn", X_ELITE))

@@ -20,6 +20,7 @@ from hatch_epcontext.protocol import (
     PrepareRequest,
 )
 from hatch_epcontext.worker.prepare import fix, inspect, prepare
+from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
     initializer_among_the_inputs,
     model,
@@ -173,13 +174,27 @@ def test_a_prepared_model_has_its_data_and_the_source_is_as_it_was(
     tmp_path: Path, folding: Folding
 ) -> None:
     source = save_with_data(network(), tmp_path / "models" / "a.onnx")
-    before = source.read_bytes()
+    before = {path.name: path.read_bytes() for path in source.parent.iterdir()}
     reply = run(source, tmp_path, folding, dims={"batch": 1})
     assert Path(reply.path).is_relative_to(tmp_path / f"prepared-{folding}")
-    assert shapes(onnx.load(reply.path))["x"] == [1, 1, 8, 8]
+    assert shapes(onnx.load(reply.path, load_external_data=False))["x"] == [1, 1, 8, 8]
+    x = np.ones((1, 1, 8, 8), np.float32)
+    assert open_session(Path(reply.path), cpu_options()).run(None, {"x": x})[0].shape == (1, 10)
     assert (reply.nodes_before, reply.nodes, reply.control_flow) == (4, 4, ())
-    assert source.read_bytes() == before
-    assert sorted(path.name for path in source.parent.iterdir()) == ["a.onnx", "network.data"]
+    assert {path.name: path.read_bytes() for path in source.parent.iterdir()} == before
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+@pytest.mark.parametrize(
+    "location", ["a.fixed.onnx", "folded/a.onnx", "folded/a.data", "a.onnx.data"]
+)
+def test_data_of_any_name_is_only_read(tmp_path: Path, folding: Folding, location: str) -> None:
+    folder = tmp_path / "models"
+    (folder / "folded").mkdir(parents=True)
+    source = save_with_data(network(), folder / "a.onnx", location)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    run(source, tmp_path, folding, dims={"batch": 1})
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def choosing() -> onnx.ModelProto:

@@ -238,7 +238,7 @@ def test_a_session_writes_contexts_for_eps_that_do_so_themselves(
     )
     prepared = save(network(1), tmp_path / "a.onnx")
     compile_module._with_session(prepared, options(to, to.provider_options), to)
-    context = compile_module._read_context("a", prepared, result, to)
+    context = compile_module.read_context("a", prepared, result, to)
     assert context.coverage is not None
     assert context.coverage.share == 1
     assert len(list(tmp_path.glob("a_ctx*"))) == (1 if embed else 2)

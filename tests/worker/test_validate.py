@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from hatch_epcontext.protocol import MeasureRequest, ModelSpec, ValidateRequest
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.compile import compile_job
 from hatch_epcontext.worker.measure import measure
+from hatch_epcontext.worker.session import context_options
 from hatch_epcontext.worker.validate import validate
 from tests.conftest import needs_qnn
-from tests.models import interrupted, model, network, save, value
+from tests.models import interrupted, model, network, save, value, with_weights_left_over
 from tests.worker.test_compile import X_ELITE, compile_request, target
 
 STRICT = Tolerance(1e-3, 1e-4, 0.9999)
@@ -174,7 +176,7 @@ def test_a_source_that_cannot_be_run_is_the_users_to_mend(tmp_path: Path) -> Non
 @needs_qnn
 def test_loading_is_measured_side_by_side(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
-    prepared = tmp_path / "prepared" / "a.onnxruntime.onnx"
+    (prepared,) = (tmp_path / "prepared").glob("folded-*/a.onnx")
     times = measure(
         MeasureRequest(
             str(prepared), request.target, request.product, request.context, request.folder
@@ -197,3 +199,42 @@ def test_models_of_every_dtype_go_all_the_way(tmp_path: Path, dtype: str, inputs
     )
     (agreement,) = validate(built(made, "cpu", tmp_path, inputs=inputs)).agreements
     assert agreement.max_abs == 0
+
+
+@needs_qnn
+@pytest.mark.parametrize("embed", [False, True])
+def test_what_is_left_outside_lies_in_a_file_of_its_own(tmp_path: Path, embed: bool) -> None:
+    path = save(with_weights_left_over(), tmp_path / "models" / "a.onnx")
+    spec = ModelSpec("a", str(path), "m")
+    to = dataclasses.replace(target("qnn", X_ELITE, embed=embed), external_initializers=100)
+    request = compile_request(spec, to, tmp_path)
+    reply = compile_job(request)
+    names = {file.name for file in Path(request.folder).iterdir()}
+    assert names == {"a_ctx.onnx", "a_ctx.data"} | (set() if embed else {"a_ctx_qnn.bin"})
+    moved = shutil.move(request.folder, tmp_path / "elsewhere")
+    asked = ValidateRequest(spec, to, reply.product, reply.contexts[0], str(moved), HALF)
+    assert [agreement.output for agreement in validate(asked).agreements] == ["y", "z"]
+    (Path(moved) / "a_ctx.data").unlink()
+    with pytest.raises(Exception, match=r"a_ctx\.data"):
+        validate(asked)
+
+
+def test_an_optimized_graph_may_have_its_weights_outside(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    to = dataclasses.replace(target("cpu"), external_initializers=1000)
+    request = compile_request(ModelSpec("a", str(path), "m"), to, tmp_path)
+    compile_job(request)
+    data = Path(request.folder) / "a_optimized.data"
+    # The matrix, and not the small ones.
+    assert data.stat().st_size == 256 * 10 * 4
+
+
+@needs_qnn
+def test_a_folder_in_the_users_cache_is_one_of_the_workers_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    to = target("qnn", X_ELITE)
+    load_options = {**to.load_options, "profiling_file_path": "{user-cache}/profiles"}
+    context_options(dataclasses.replace(to, load_options=load_options), "context")
+    assert (tmp_path / "user-cache" / "profiles").is_dir()

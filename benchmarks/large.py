@@ -1,0 +1,138 @@
+"""A model beyond the 2 GiB of an ONNX file, from its source to the finished wheel.
+
+    pip install -e ".[bench]"
+    python -m benchmarks.large                      # the cpu provider
+    python -m benchmarks.large --provider qnn       # takes more memory than the model has, several times
+
+Generates a network of matrix products whose weights are random and lie in one file of external data, builds
+a wheel of it with Hatch's own builder, and prints how long that took and how much memory the build process
+needed (on Linux). The workers need what ONNX Runtime and the EP need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from benchmarks.zoo import TARGETS
+
+SIZE = 4096
+"""Rows and columns of each matrix: 64 MiB of float32."""
+
+PROJECT = """
+[build-system]
+requires = ["hatchling", "hatch-epcontext"]
+build-backend = "hatchling.build"
+
+[project]
+name = "large-app"
+version = "1.0"
+
+[tool.hatch.build.targets.wheel]
+packages = ["large_app"]
+
+[tool.hatch.build.targets.wheel.hooks.epcontext]
+
+[tool.epcontext]
+models = ["models/large.onnx"]
+fallback = "none"
+"""
+
+BUILD = """
+import json, re, sys
+from pathlib import Path
+from hatchling.builders.wheel import WheelBuilder
+(wheel,) = WheelBuilder(sys.argv[1]).build(directory=sys.argv[2], versions=["standard"])
+# Not getrusage: what that gives includes the peak of the process that started this one.
+status = Path("/proc/self/status")
+peak = re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1] if status.exists() else "0"
+print(json.dumps({"wheel": wheel, "peak": 1024 * int(peak)}))
+"""
+
+
+def generate(path: Path, matrices: int) -> int:
+    """Write a network of ``matrices`` products at ``path``, its weights beside it; returns their bytes.
+
+    The weights are written one after the other: all at once they would need as much memory.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    data = path.with_name(f"{path.name}.data")
+    nodes, weights, current = [], [], "x"
+    with data.open("wb") as file:
+        for index in range(matrices):
+            matrix = rng.standard_normal((SIZE, SIZE), np.float32) * (2 / SIZE) ** 0.5
+            weight = TensorProto(name=f"w{index}", data_type=TensorProto.FLOAT, dims=[SIZE, SIZE])
+            weight.data_location = TensorProto.EXTERNAL
+            entries = {"location": data.name, "offset": file.tell(), "length": matrix.nbytes}
+            for key, value in entries.items():
+                weight.external_data.add(key=key, value=str(value))
+            file.write(matrix.tobytes())
+            weights.append(weight)
+            nodes += [
+                helper.make_node(
+                    "MatMul", [current, weight.name], [f"m{index}"], f"product{index}"
+                ),
+                helper.make_node("Relu", [f"m{index}"], [f"r{index}"], f"relu{index}"),
+            ]
+            current = f"r{index}"
+    tensors = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, SIZE]) for name in ("x", current)
+    ]
+    graph = helper.make_graph(nodes, "large", tensors[:1], tensors[1:], weights)
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return data.stat().st_size
+
+
+def main() -> None:
+    """Generate the model, build the wheel, and print what it took."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--provider", choices=["cpu", *TARGETS], default="cpu")
+    parser.add_argument("--matrices", type=int, default=36, help="64 MiB each; 36 are 2.25 GiB")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary).resolve() / "project"
+        (root / "large_app").mkdir(parents=True)
+        (root / "large_app" / "__init__.py").touch()
+        target = TARGETS.get(arguments.provider, {"provider": arguments.provider})
+        lines = [f"{key} = {_toml(value)}" for key, value in target.items()]
+        (root / "pyproject.toml").write_text(PROJECT + "\n".join(lines) + "\n", encoding="utf-8")
+        size = generate(root / "models" / "large.onnx", arguments.matrices)
+        print(f"weights: {size / 2**30:.2f} GiB")
+        env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(Path(temporary) / "cache")}
+        for which in ("first", "second, from the cache"):
+            start = time.monotonic()
+            done = subprocess.run(
+                [sys.executable, "-c", BUILD, str(root), str(root / "dist")],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                env=env,
+            )
+            told = json.loads(done.stdout.splitlines()[-1])
+            print(
+                f"{which} build: {time.monotonic() - start:.0f} s, "
+                f"{told['peak'] / 10**6:.0f} MB of memory in the build process, "
+                f"a wheel of {Path(told['wheel']).stat().st_size / 2**30:.2f} GiB"
+            )
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    main()
