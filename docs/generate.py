@@ -103,6 +103,8 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     if provider.needs:
         yield "needs", provider.needs
     yield "`device`", ", ".join(f'`"{device}"`' for device in provider.devices)
+    if provider.product == "context":
+        yield "`share-weights`", "yes" if provider.shares_weights else "no"
     if provider.virtual_devices:
         yield "`virtual-devices`", "yes"
     yield "fixed shapes", "needed" if provider.static_shapes else "not needed"

@@ -69,6 +69,7 @@ class Target:
     requirements: tuple[str, ...] | None
     optimization: Optimization
     embed: bool
+    in_memory: bool
     external_initializers: int | None
     min_coverage: float
     from_cache: bool
@@ -356,7 +357,8 @@ class _Reader:
             requirements=target.requirements,
             optimization=first("optimization", "basic"),
             # External is what large models need, and no EP is known to want it otherwise.
-            embed=embed if embed != "auto" else False,
+            embed=embed if embed != "auto" else first("in_memory", False),
+            in_memory=first("in_memory", False),
             external_initializers=first("external_initializers_threshold", 1024)
             if external
             else None,

@@ -150,6 +150,7 @@ class JobRunner:
             "virtual_devices": spec.virtual_devices,
             "optimization": spec.optimization,
             "embed": spec.embed,
+            "in_memory": spec.in_memory,
             "external_initializers": spec.external_initializers,
         }
         return fingerprint(models, target, versions)

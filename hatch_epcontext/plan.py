@@ -159,6 +159,7 @@ def target_spec(target: Target) -> TargetSpec:
         virtual_devices=target.virtual_devices,
         optimization=target.optimization,
         embed=target.embed,
+        in_memory=target.in_memory,
         external_initializers=target.external_initializers,
     )
 

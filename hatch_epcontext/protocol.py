@@ -80,6 +80,7 @@ class TargetSpec:
     virtual_devices: bool
     optimization: Literal["none", "basic", "extended", "all"]
     embed: bool
+    in_memory: bool = False
     external_initializers: int | None = None
 
 

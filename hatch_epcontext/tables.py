@@ -76,6 +76,9 @@ class NarrowableTable:
     embed: bool | Literal["auto"] | None = _key(
         "The blob inside the context model, or (false) beside it as a sidecar; `auto` if left out."
     )
+    in_memory: bool | None = _key(
+        "Compile from memory to memory, with the blob inside the context model; false if left out."
+    )
     external_initializers: bool | None = _key(
         "What is left outside of the contexts in a file of its own; false if left out."
     )

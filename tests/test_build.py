@@ -264,3 +264,19 @@ def test_a_model_that_is_too_large_to_embed_is_refused_before(
         run(QNN + "embed = true")
     assert "Leave embed out" in raised.value.problems[0].fix
     run(QNN)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_of_an_ep_that_opens_them_is_opened_together(run: Run) -> None:
+    toml = SHARED.replace(
+        'provider = "qnn"',
+        'provider = "plugin"\nlibrary = "onnxruntime_qnn"\nep-name = "QNNExecutionProvider"',
+    ).replace("{ soc", '{ backend_type = "htp", soc')
+    # As a plugin of which nothing is known it is expected to. Its simulator says that it cannot, or
+    # crashes: both were seen.
+    with pytest.raises(BuildError, match=r"QNN_COMMON_ERROR_NOT_SUPPORTED|SIGSEGV") as raised:
+        run(toml)
+    assert raised.value.problems[0].where == "lm (prefill + decode) -> plugin: validation"
+    (built,) = run(toml.replace('"lm"', '"lm"\nvalidate = "structure"')).built
+    assert {proof.how for proof in built.proofs.values()} == {"structure"}

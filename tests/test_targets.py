@@ -448,3 +448,17 @@ def test_engines_without_weights_are_refused(project: Path) -> None:
             project, f'provider = "{provider}"\nprovider-options = {{ {option} = true }}'
         )
         assert "needs the source model beside it" in found.what
+
+
+def test_in_memory_the_blob_is_inside(project: Path) -> None:
+    found = target(project, 'provider = "qnn"\nin-memory = true')
+    assert (found.in_memory, found.embed) == (True, True)
+    for wrong, what in (
+        ('provider = "qnn"\nembed = false', "embed is false"),
+        ('provider = "qnn"\nexternal-initializers = true', "external-initializers wants one"),
+        ('provider = "cpu"', "does not compile in memory"),
+        ('provider = "tensorrt"', "does not compile in memory"),
+    ):
+        where, told = problem(project, f"{wrong}\nin-memory = true")
+        assert where == "in-memory"
+        assert what in told.what

@@ -88,6 +88,7 @@ def fitting(
         load_options=_of(table.load_options, target, targets),
         device=table.device if table.device in ("any", *provider.devices) else None,
         embed=table.embed if provider.product == "context" else None,
+        in_memory=table.in_memory if provider.product == "context" else None,
         profiles=table.profiles if provider.profiles else (),
         device_filter=table.device_filter if provider.plugin else {},
         policy=table.policy if provider.plugin else None,

@@ -88,6 +88,8 @@ def check_narrowable(
     if not lax:
         yield from check_options(key, table.provider_options, table.load_options, provider)
     yield from check_session_options(f"{key}.session-options", table.session_options)
+    if table.in_memory:
+        yield from _check_in_memory(key, table, provider)
     threshold = table.external_initializers_threshold
     if threshold is not None and threshold < 0:
         yield Problem(
@@ -102,6 +104,16 @@ def check_narrowable(
     yield from check_coverage(key, table)
     yield from _check_profiles(key, table, provider)
     yield from _check_choice_of_device(key, table, provider)
+
+
+def _check_in_memory(key: str, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
+    where = f"{key}.in-memory"
+    if provider.product != "context" or provider.own_context_options is not None:
+        yield Problem(where, f"the {provider.name} provider does not compile in memory.")
+    if table.embed is False:
+        yield Problem(where, "puts the blob inside the context model, and embed is false.")
+    if table.external_initializers:
+        yield Problem(where, "makes no files, and external-initializers wants one.")
 
 
 def _check_choice_of_device(

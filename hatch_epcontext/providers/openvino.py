@@ -70,8 +70,6 @@ PROVIDER = Provider(
         "onnxruntime_ep_openvino", "onnxruntime-ep-openvino", "OpenVINOExecutionProvider"
     ),
     virtual_devices=True,
-    shares_weights=True,
-    loads_shared=True,
     # "Multiple embedded native EPContext main contexts are not supported", in the library 1.8.1.
     embeds_one=True,
     options=_OPTIONS,
@@ -93,6 +91,7 @@ PROVIDER = Provider(
     disagreement=_disagreement,
     sources=("the options that the library of onnxruntime-ep-openvino 1.8.1 reads",),
     notes=(
+        "`share-weights` does not apply: asked to share, its CPU device wrote a sidecar for each model.",
         (
             "A context for the CPU is for processors with the instructions of the build machine: the "
             "build says which, and the loader asks the EP before it opens one."

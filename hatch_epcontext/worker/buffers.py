@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 import onnx
-import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, ConfigError, Problem
+from hatch_epcontext.errors import BuildError, ConfigError, EpcontextError, Problem
 from hatch_epcontext.options import check_options, render_options
 from hatch_epcontext.protocol import TargetSpec
 from hatch_epcontext.providers import PROVIDERS, Device, OptionValue, find
 from hatch_epcontext.structure import suggestion
-from hatch_epcontext.worker.compile import explained
-from hatch_epcontext.worker.session import LEVELS, options, provider_of
+from hatch_epcontext.worker.compile import compile_buffers, explained
+from hatch_epcontext.worker.session import provider_of
 
 
 def compile_to_bytes(
@@ -57,25 +56,13 @@ def compile_to_bytes(
         virtual_devices=False,
         optimization=optimization,
         embed=True,
-        external_initializers=None,
     )
-    session_options = options(target, target.provider_options)
-    if data:
-        session_options.add_external_initializers_from_files_in_memory(
-            list(data), list(data.values()), [len(contents) for contents in data.values()]
-        )
     try:
-        compiler = ort.ModelCompiler(
-            session_options,
-            model,
-            embed_compiled_data_into_model=True,
-            flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
-            graph_optimization_level=LEVELS[optimization],
-        )
-        compiled: bytes = compiler.compile_to_bytes()
+        return compile_buffers(model, data or {}, target)
+    except EpcontextError:
+        raise
     except Exception as error:
         graph = onnx.ModelProto.FromString(model).graph
         if (problem := explained(str(error), provider_of(target), graph)) is None:
             raise
         raise BuildError(problem) from error
-    return compiled

@@ -65,7 +65,15 @@ def compile_context(
     """
     provider = provider_of(target)
     try:
-        if provider.own_context_options is None:
+        if target.in_memory:
+            data = {
+                name: (prepared.parent / name).read_bytes()
+                for name in graph.external_data(
+                    onnx.load(prepared, load_external_data=False), prepared.parent, prepared.name
+                )
+            }
+            result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
+        elif provider.own_context_options is None:
             _with_model_compiler(prepared, result, target, session_options or {})
         else:
             own = provider.own_context_options(str(result), target.embed)
@@ -78,6 +86,28 @@ def compile_context(
         raise BuildError(problem) from error
     if not result.is_file():
         raise BuildError(_nothing_compiled(provider, _graph(prepared)))
+
+
+def compile_buffers(model: bytes, data: Mapping[str, bytes], target: TargetSpec) -> bytes:
+    """The context model of ``model``, an ONNX file's contents, with the compiled blob inside.
+
+    ``data``: the contents of the files of its external data, by the location that the model has.
+    """
+    session_options = options(target, target.provider_options)
+    if data:
+        session_options.add_external_initializers_from_files_in_memory(
+            list(data), list(data.values()), [len(contents) for contents in data.values()]
+        )
+    compiler = ort.ModelCompiler(
+        session_options,
+        model,
+        # To memory, with a sidecar: ONNX Runtime would drop that beside the source model.
+        embed_compiled_data_into_model=True,
+        flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
+        graph_optimization_level=LEVELS[target.optimization],
+    )
+    compiled: bytes = compiler.compile_to_bytes()
+    return compiled
 
 
 def _with_model_compiler(

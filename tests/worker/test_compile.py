@@ -27,6 +27,7 @@ from hatch_epcontext.worker.compile import compile_job
 from hatch_epcontext.worker.prepare import prepare
 from tests.conftest import needs_qnn
 from tests.models import (
+    choosing_nothing,
     half_for_the_cpu,
     interrupted,
     model,
@@ -244,3 +245,22 @@ def test_a_context_that_still_needs_the_sources_data_is_refused(tmp_path: Path) 
         BuildError, match=r"left tensors where the source model has them: .*a\.data"
     ):
         compile_module.read_context("a", path, result, target("qnn", X_ELITE))
+
+
+@needs_qnn
+@pytest.mark.parametrize("external", [False, True])
+def test_in_memory_it_is_one_file_of_the_same(tmp_path: Path, external: bool) -> None:
+    path = (save_with_data if external else save)(network(1), tmp_path / "models" / "a.onnx")
+    to = dataclasses.replace(target("qnn", X_ELITE, embed=True), in_memory=True)
+    reply, made = compiled(path, to, tmp_path)
+    assert [file.name for file in made.iterdir()] == ["a_ctx.onnx"]
+    by_file, _ = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "file")
+    assert reply.contexts == by_file.contexts
+
+
+@needs_qnn
+def test_nothing_compiled_in_memory_is_an_error(tmp_path: Path) -> None:
+    path = save(choosing_nothing(), tmp_path / "a.onnx")
+    to = dataclasses.replace(target("qnn", X_ELITE, embed=True), in_memory=True)
+    with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
+        compiled(path, to, tmp_path)

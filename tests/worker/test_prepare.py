@@ -19,6 +19,8 @@ from hatch_epcontext.protocol import (
     PrepareReply,
     PrepareRequest,
 )
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import prepare as prepare_module
 from hatch_epcontext.worker.prepare import fix, inspect, prepare
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
@@ -195,6 +197,25 @@ def test_data_of_any_name_is_only_read(tmp_path: Path, folding: Folding, locatio
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     run(source, tmp_path, folding, dims={"batch": 1})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+@pytest.mark.parametrize("compare", [True, False])
+def test_a_model_beyond_the_limit_of_a_file_is_prepared_with_its_data_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folding: Folding, compare: bool
+) -> None:
+    monkeypatch.setattr(prepare_module, "PROTOBUF_LIMIT", 1000)
+    source = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    reply = run(source, tmp_path, folding, compare=compare, dims={"batch": 1})
+    prepared = Path(reply.path)
+    assert prepared.stat().st_size < 2000
+    loaded = onnx.load(prepared, load_external_data=False)
+    assert graph.external_data(loaded, prepared.parent, "a")
+    x = {"x": np.ones((1, 1, 8, 8), np.float32)}
+    expected = open_session(source, cpu_options()).run(None, x)[0]
+    np.testing.assert_allclose(
+        open_session(prepared, cpu_options()).run(None, x)[0], expected, 1e-4
+    )
 
 
 def choosing() -> onnx.ModelProto:
