@@ -293,7 +293,10 @@ def _kind(device: Any) -> str:
 def _devices(ort: Any, entry: dict[str, Any], wanted: str) -> list[Any]:
     offered = [each for each in _offered(ort, entry) if _passes(each, entry["device_filter"])]
     if wanted == "any":
-        fitting = [each for each in offered if _kind(each) == entry["device"]] or offered
+        fitting = [each for each in offered if _kind(each) == entry["device"]]
+        if not fitting and entry["sharing"] is not None and entry["sharing"]["needs_device"]:
+            raise _Skip(f"contexts that share weights need the {entry['device']} itself")
+        fitting = fitting or offered
     else:
         fitting = [each for each in offered if _kind(each) == wanted]
     if not fitting:

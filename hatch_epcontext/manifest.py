@@ -34,11 +34,15 @@ class SourceEntry:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A weight-sharing group: its members, and the bytes that they have less than each for itself."""
+    """A weight-sharing group: its members, and the bytes that they have less than each for itself.
+
+    ``needs_device``: what merely simulates the EP's device cannot open them, and may crash.
+    """
 
     group: str
     members: tuple[str, ...]
     saved: int
+    needs_device: bool
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,8 @@ def _sharing(built: Built) -> Sharing | None:
     job = built.job
     if job.group is None:
         return None
-    return Sharing(job.group, tuple(model.name for model in job.models), built.saved)
+    members = tuple(model.name for model in job.models)
+    return Sharing(job.group, members, built.saved, not job.target.provider.loads_shared)
 
 
 def _shipped(plugin: Plugin | None) -> Plugin | None:

@@ -300,7 +300,7 @@ def test_a_policy_opens_the_ep_with_its_options(ship: Ship, tmp_path: Path) -> N
 
 
 def test_sessions_that_share_weights_keep_those_before_them(ship: Ship) -> None:
-    sharing = {"group": "g", "members": ["a", "b"], "saved": 1}
+    sharing = {"group": "g", "members": ["a", "b"], "saved": 1, "needs_device": True}
     app = ship({**CPU, "sharing": sharing}, {**CPU, "target": "other"})
     first = weakref.ref(app.load("a"))
     assert first() is None
@@ -333,3 +333,15 @@ def test_a_folder_in_the_users_cache_is_made(
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert Path(app._in_user_cache("{user-cache}")) == tmp_path / "Library" / "Caches" / name
+
+
+def test_what_cannot_be_simulated_is_not_tried(ship: Ship) -> None:
+    """The simulator of QNN crashes over contexts that share weights, and the app with it."""
+    sharing = {"group": "g", "members": ["a", "b"], "saved": 1, "needs_device": True}
+    app = ship({**NPU, "sharing": sharing})
+    app._offered = lambda ort, entry: [device("CPU")]
+    npu, source = app.explain("a", device="any")
+    assert str(npu) == "npu: skipped, contexts that share weights need the npu itself"
+    assert source.outcome == "opened"
+    app._offered = lambda ort, entry: [device("CPU"), device("NPU")]
+    assert [app._kind(each) for each in app._devices(onnxruntime, NPU, "any")] == ["npu"]

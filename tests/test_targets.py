@@ -339,6 +339,7 @@ def test_targets_from_the_cache(project: Path) -> None:
 
 
 EVERYTHING = """
+max-size = "1 GB"
 [targets.rtx]
 provider = "NvTensorRTRTX"
 provider-options = { nv_max_workspace_size = 5, nv_weight_streaming_budget = "40%" }
@@ -364,6 +365,15 @@ device-filter = { type = "gpu" }
 [[models]]
 path = "models/b.onnx"
 policy = "default"
+share-weights = "group"
+external-initializers = true
+external-initializers-threshold = 10
+[[models]]
+path = "models/b.onnx"
+name = "c"
+share-weights = "group"
+in-memory = false
+embed = "auto"
 """
 
 
