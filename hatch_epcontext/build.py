@@ -11,10 +11,11 @@ from hatch_epcontext.cache import Cache
 from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.fingerprint import model_sha256
 from hatch_epcontext.job import Built, JobRunner, Source
-from hatch_epcontext.plan import Plan, check_environment, model_spec
+from hatch_epcontext.plan import Plan, model_spec
 from hatch_epcontext.process import call
 from hatch_epcontext.protocol import InspectReply, InspectRequest, ModelProfiles
 from hatch_epcontext.report import describe
+from hatch_epcontext.requirements import check_environment
 
 
 @dataclass(frozen=True)

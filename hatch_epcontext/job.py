@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hatch_epcontext.artifact import (
@@ -23,9 +21,17 @@ from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import Model
 from hatch_epcontext.coverage import check_coverage
 from hatch_epcontext.errors import BuildError, ModelError, Problem
-from hatch_epcontext.fingerprint import FORMAT, file_sha256, fingerprint, value_sha256
-from hatch_epcontext.plan import Job, model_spec, model_spec_of, target_spec, versions_of
+from hatch_epcontext.fingerprint import fingerprint
+from hatch_epcontext.plan import Job, model_spec, model_spec_of, target_spec
 from hatch_epcontext.process import call
+from hatch_epcontext.proof import (
+    cannot,
+    cannot_run,
+    proof_alone,
+    proof_key,
+    proof_of,
+    without_running,
+)
 from hatch_epcontext.protocol import (
     FOLDINGS,
     PROTOBUF_LIMIT,
@@ -41,6 +47,7 @@ from hatch_epcontext.protocol import (
     ValidateReply,
     ValidateRequest,
 )
+from hatch_epcontext.requirements import versions_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class JobRunner:
             check_coverage(context.coverage, job.target, job.where)
         alone = {each.models[0].name: self.run(each) for each in job.alone if job.group}
         proofs = {
-            context.model: _proof_alone(job, model, alone[model.name])
+            context.model: proof_alone(job, model, alone[model.name].proofs[model.name])
             if job.group and not job.target.provider.loads_shared
             else self._prove(job, model, artifact, context, scratch)
             for model, context in zip(job.models, artifact.record.contexts, strict=True)
@@ -252,7 +259,7 @@ class JobRunner:
         self, job: Job, compiled: CompileRequest, reply: CompileReply, times: Times, scratch: Path
     ) -> Times:
         """``times`` with those of loading, for jobs of one model that can be run here."""
-        if why := _cannot(job) or ("its models share weights" if job.group else ""):
+        if why := cannot(job) or ("its models share weights" if job.group else ""):
             return replace(times, unmeasured=why)
         request = MeasureRequest(
             compiled.prepared[0], compiled.target, reply.product, reply.contexts[0], compiled.folder
@@ -268,19 +275,10 @@ class JobRunner:
     def _prove(
         self, job: Job, model: Model, artifact: Artifact, context: Context, scratch: Path
     ) -> Proof:
-        given = _without_running(job, model)
+        given = without_running(job, model)
         if given and not job.target.from_cache:
             return given
-        tolerance = model.tolerance_for(job.target.provider)
-        key = value_sha256(
-            {
-                "format": FORMAT,
-                "model": model.name,
-                "inputs": _inputs_digest(model.inputs),
-                "tolerance": asdict(tolerance) if tolerance else None,
-                "load_options": job.target.load_options,
-            }
-        )
+        key = proof_key(job, model)
         kept = self.cache.proof(artifact, key)
         # What had no device of its own then may have one now.
         if kept and (kept.how == "run" or job.target.from_cache):
@@ -304,7 +302,7 @@ class JobRunner:
             artifact.record.product,
             context,
             str(moved),
-            tolerance,
+            model.tolerance_for(job.target.provider),
             artifact.record.contexts if job.group else (),
         )
         reply: ValidateReply = call(
@@ -314,31 +312,11 @@ class JobRunner:
             timeout=self.timeout,
         )
         shutil.rmtree(moved)
-        proof = _proof(artifact, reply)
+        proof = proof_of(artifact, reply)
         if proof.how != "run" and model.validate == "require":
-            raise _cannot_run(job, model, reply.absent)
+            raise cannot_run(job, model, reply.absent)
         self.cache.keep_proof(artifact, key, proof)
         return proof
-
-
-def _proof_alone(job: Job, model: Model, alone: Built) -> Proof:
-    """The proof of a context that shares weights, where such contexts cannot be opened."""
-    proof = alone.proofs[model.name]
-    if proof.how == "none" or not model.validate:
-        return proof
-    why = f"{job.target.provider.ep} cannot open contexts that share weights here"
-    if model.validate == "require":
-        raise _cannot_run(job, model, why)
-    if proof.how != "run":
-        return proof
-    return Proof("alone", proof.agreements, why)
-
-
-def _proof(artifact: Artifact, reply: ValidateReply) -> Proof:
-    if not reply.absent:
-        return Proof("run", reply.agreements)
-    how = "cpu" if artifact.record.product == "optimized" else "structure"
-    return Proof(how, reply.agreements, reply.absent)
 
 
 def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
@@ -349,46 +327,3 @@ def _with_preparations(error: BuildError, preparations: list[Preparation]) -> Bu
         for failure in preparation.failed
     )
     return BuildError(*(replace(problem, what=problem.what + told) for problem in error.problems))
-
-
-def _without_running(job: Job, model: Model) -> Proof | None:
-    """The proof of a model that is not to be run, or cannot be; None if it can."""
-    if model.validate is False:
-        return Proof("none")
-    if model.validate == "structure":
-        return Proof("structure", why='validate = "structure"')
-    if not (why := _cannot(job)):
-        return None
-    if model.validate == "require" and not job.target.from_cache:
-        raise _cannot_run(job, model, why)
-    return Proof("structure", why=why)
-
-
-def _cannot_run(job: Job, model: Model, why: str) -> BuildError:
-    return BuildError(
-        Problem(
-            f"{job.where}: validation",
-            f'{why.rstrip(".")}, and validate is "require".',
-            f'Build elsewhere, or take "auto" in {model.key}.validate, which checks what it can.',
-        )
-    )
-
-
-def _cannot(job: Job) -> str:
-    """Why the job's result cannot be run here, as far as that is known without asking the EP."""
-    target = job.target
-    if target.virtual_devices:
-        return f"{target.provider.ep} compiled for a virtual device"
-    if target.provider.runs_on(sys.platform, platform.machine()):
-        return ""
-    here = f"({sys.platform}, {platform.machine()})"
-    return f"{target.provider.ep} cannot run its contexts on this machine {here}"
-
-
-def _inputs_digest(inputs: str) -> str:
-    path = Path(inputs)
-    if path.is_file():
-        return file_sha256(path)
-    if path.is_dir():
-        return value_sha256({name: file.sha256 for name, file in record_files(path).items()})
-    return inputs

@@ -1,32 +1,15 @@
-"""Config -> Plan: the jobs, what the build environment needs for them, and where each result goes."""
+"""Config -> Plan: the jobs, what they need installed, and where each result goes."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
-
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config import Config, Model, Target
-from hatch_epcontext.errors import ConfigError, Problem, RequirementError
-from hatch_epcontext.fingerprint import file_sha256
+from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.protocol import ModelSpec, TargetSpec
-from hatch_epcontext.providers import FLAVOURS
-from hatch_epcontext.tables import KEY
-
-ONNX_RUNTIME = ">=1.23"
-"""Older ones have no ModelCompiler that fails when nothing was compiled."""
-
-TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
-"""What a worker imports beside ONNX Runtime."""
-
-INSPECTION = (f"{FLAVOURS[0]}{ONNX_RUNTIME}", *TOOLS)
-"""What it takes to read models, and compile none."""
+from hatch_epcontext.requirements import requirements
 
 
 @dataclass(frozen=True)
@@ -69,7 +52,7 @@ class Plan:
 
 def plan(config: Config) -> Plan:
     """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
-    return Plan(config, _jobs(config), _requirements(config.targets))
+    return Plan(config, _jobs(config), requirements(config.targets))
 
 
 def _jobs(config: Config) -> tuple[Job, ...]:
@@ -162,185 +145,3 @@ def target_spec(target: Target) -> TargetSpec:
         in_memory=target.in_memory,
         external_initializers=target.external_initializers,
     )
-
-
-def distributions(target: Target) -> frozenset[str]:
-    """The distributions whose versions can change what is compiled for ``target``."""
-    wanted = target.requirements or target.provider.requirements
-    named: set[str] = {canonicalize_name(Requirement(r).name) for r in wanted}
-    plugin = target.provider.plugin
-    if plugin is not None and plugin.module:
-        owners = metadata.packages_distributions().get(plugin.module.split(".")[0], [])
-        named |= {canonicalize_name(owner) for owner in owners}
-    return frozenset({*named, *FLAVOURS})
-
-
-def versions_of(target: Target, installed: Mapping[str, str]) -> dict[str, str]:
-    """The versions, out of those ``installed``, of all that ``target`` is compiled with.
-
-    A library that belongs to no distribution counts by its contents.
-    """
-    versions = {name: installed[name] for name in sorted(distributions(target) & installed.keys())}
-    for name in distributions(target) - installed.keys() - frozenset(FLAVOURS):
-        if version := _installed(name):
-            versions[name] = version
-    plugin = target.provider.plugin
-    if plugin is not None and plugin.path:
-        library = Path(plugin.path)
-        versions[library.name] = f"sha256:{file_sha256(library)}"
-    return versions
-
-
-def _flavour(targets: Iterable[Target]) -> str:
-    """The one ONNX Runtime distribution with which all targets can be built."""
-    targets = list(targets)
-    possible = [flavour for flavour in FLAVOURS if _serves(flavour, targets)]
-    if not possible:
-        needs = ", ".join(
-            f"{t.name}: {' or '.join(t.provider.flavours)}" for t in targets if t.needs_ep
-        )
-        raise ConfigError(
-            Problem(
-                f"{KEY}.targets",
-                f"no one ONNX Runtime serves all targets ({needs}).",
-                "Build some with HATCH_EPCONTEXT_TARGETS=<these>, which fills the cache, and then all "
-                "with HATCH_EPCONTEXT_FROM_CACHE=<these>.",
-            )
-        )
-    # Without isolation one may be there already, and then no other can come beside it.
-    if there := [flavour for flavour in possible if _installed(flavour)]:
-        return there[0]
-
-    def dislike(flavour: str) -> int:
-        # Without its own an optimized graph can be made, and not run on its EP.
-        wanted = (t.provider.flavours for t in targets if not _unavailable(t))
-        return sum(f.index(flavour) if flavour in f else len(FLAVOURS) for f in wanted)
-
-    return min(possible, key=dislike)
-
-
-def _requirements(targets: Iterable[Target]) -> tuple[str, ...]:
-    # What cannot be installed here is left out, and told when something is to be compiled: an editable
-    # install of the source models needs none of it.
-    targets = [t for t in targets if not t.from_cache and not (t.needs_ep and _unavailable(t))]
-    flavour = _flavour(targets)
-    wanted = [
-        requirement
-        for t in targets
-        if not _unavailable(t)
-        for requirement in t.requirements or t.provider.requirements
-    ]
-    named = {canonicalize_name(Requirement(r).name) for r in wanted}
-    own = named.intersection(FLAVOURS)
-    together = own if len(own) == 1 and _serves(max(own), targets) else own | {flavour}
-    for rivals in (frozenset(FLAVOURS), *(group for t in targets for group in t.provider.rivals)):
-        clash = sorted((named | together) & rivals)
-        if len(clash) > 1:
-            raise ConfigError(
-                Problem(
-                    f"{KEY}: requirements",
-                    f"{' and '.join(clash)} cannot be installed together: "
-                    "they overwrite one another.",
-                    "Build some targets with HATCH_EPCONTEXT_TARGETS=<these>, which fills the cache, "
-                    "and then all with HATCH_EPCONTEXT_FROM_CACHE=<these>.",
-                )
-            )
-    base = [] if together & named else [flavour + ONNX_RUNTIME]
-    return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
-
-
-def _serves(flavour: str, targets: Iterable[Target]) -> bool:
-    return all(flavour in t.provider.flavours for t in targets if t.needs_ep)
-
-
-def _unavailable(target: Target) -> str:
-    """Why what ``target`` is compiled with cannot be installed here; "" if it can."""
-    if target.requirements is not None:
-        return ""
-    python = (sys.version_info.major, sys.version_info.minor)
-    return target.provider.unavailable(python, sys.platform)
-
-
-def _check_available(targets: Iterable[Target]) -> None:
-    problems = [
-        Problem(
-            f"{KEY}: target {target.name}",
-            f"the {target.provider.name} provider {reason}.",
-            "Build elsewhere, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
-        )
-        for target in targets
-        if target.needs_ep and (reason := _unavailable(target))
-    ]
-    if problems:
-        raise RequirementError(*problems)
-
-
-def check_environment(targets: Iterable[Target], requirements: Iterable[str]) -> Mapping[str, str]:
-    """The version of each installed distribution that ``requirements`` names.
-
-    For builds without isolation, where nobody has installed anything. Raises RequirementError when a
-    target cannot be built on this machine, and with the pip command when something is missing, too
-    old, or there twice. Imports none of it.
-    """
-    targets = [target for target in targets if not target.from_cache]
-    _check_available(targets)
-    flavours = {name: version for name in FLAVOURS if (version := _installed(name))}
-    if len(flavours) > 1:
-        raise RequirementError(
-            Problem(
-                "onnxruntime",
-                f"{' and '.join(flavours)} are both installed, and overwrite one another.",
-                f"Run: {_python()} -m pip uninstall {' '.join(flavours)}, "
-                "then install the one that is needed.",
-            )
-        )
-    serves = {flavour for flavour in FLAVOURS if _serves(flavour, targets)}
-    for rivals in {group for target in targets for group in target.provider.rivals}:
-        if len(there := sorted(name for name in rivals if _installed(name))) > 1:
-            raise RequirementError(
-                Problem(
-                    "this build environment",
-                    f"{' and '.join(there)} are both installed, and overwrite one another.",
-                    f"Run: {_python()} -m pip uninstall {' '.join(there)}, "
-                    "then install the one that is needed.",
-                )
-            )
-    versions: dict[str, str] = {}
-    missing = []
-    for requirement in map(Requirement, requirements):
-        if requirement.marker and not requirement.marker.evaluate():
-            continue
-        name: str = canonicalize_name(requirement.name)
-        if name in FLAVOURS and flavours.keys() & serves:
-            name = next(iter(flavours))
-        version = _installed(name)
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
-            missing.append((str(requirement), version))
-        else:
-            versions[name] = version
-    if missing:
-        found = "; ".join(
-            f"{requirement} ({'is not installed' if version is None else f'{version} is'})"
-            for requirement, version in missing
-        )
-        quoted = " ".join(f'"{requirement}"' for requirement, _ in missing)
-        raise RequirementError(
-            Problem(
-                "this build environment",
-                f"lacks what the targets are compiled with: {found}.",
-                f"Run: {_python()} -m pip install {quoted}\n"
-                "or build with isolation, which installs it by itself.",
-            )
-        )
-    return versions
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _python() -> str:
-    return sys.executable or "python"

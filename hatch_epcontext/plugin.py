@@ -66,7 +66,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext import tree
         from hatch_epcontext.build import Result, inspect
-        from hatch_epcontext.plan import INSPECTION, check_environment, plan
+        from hatch_epcontext.plan import plan
+        from hatch_epcontext.requirements import INSPECTION, check_environment
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')

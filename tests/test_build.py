@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 
 from hatch_epcontext import job as job_module
-from hatch_epcontext import plan as plan_module
+from hatch_epcontext import proof as proof_module
+from hatch_epcontext import requirements
 from hatch_epcontext.build import Result, build
 from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import load
@@ -135,14 +136,15 @@ def test_a_required_run_fails_where_there_can_be_none(
 
 def cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build machine on which no provider can run what it compiles."""
-    find = job_module._cannot
+    find = proof_module.cannot
 
     def why(job: Job) -> str:
         provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
         target = dataclasses.replace(job.target, provider=provider)
         return find(dataclasses.replace(job, target=target))
 
-    monkeypatch.setattr(job_module, "_cannot", why)
+    monkeypatch.setattr(proof_module, "cannot", why)
+    monkeypatch.setattr(job_module, "cannot", why)
 
 
 @pytest.mark.skipif(
@@ -171,7 +173,7 @@ def test_a_target_is_taken_from_the_cache_whatever_is_installed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run(CPU)
-    monkeypatch.setattr(plan_module, "_installed", lambda name: "99.0" if name in ONNX else None)
+    monkeypatch.setattr(requirements, "_installed", lambda name: "99.0" if name in ONNX else None)
     monkeypatch.setattr(job_module, "call", None)
     (built,) = run(CPU, FROM_CACHE).built
     assert built.cached

@@ -13,8 +13,8 @@ from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
 from hatch_epcontext import wheel
-from hatch_epcontext.plan import TOOLS
 from hatch_epcontext.plugin import EpcontextBuildHook
+from hatch_epcontext.requirements import TOOLS
 from tests import projects
 from tests.models import model, network, save, save_with_data, value
 

@@ -12,7 +12,8 @@ import pytest
 
 from hatch_epcontext import providers
 from hatch_epcontext.providers import FLAVOURS, PROVIDERS, Option, Provider, find, missing, render
-from hatch_epcontext.providers.base import ProfileOptions, choice, number, pointer, switch, text
+from hatch_epcontext.providers.base import ProfileOptions
+from hatch_epcontext.providers.option import choice, number, pointer, switch, text
 from hatch_epcontext.structure import from_json, to_json
 
 QNN = PROVIDERS["qnn"]
@@ -23,7 +24,7 @@ RTX = PROVIDERS["tensorrt-rtx"]
 def test_a_provider_is_registered_by_its_module_alone() -> None:
     modules = {module.name for module in pkgutil.iter_modules(providers.__path__)}
     named = {name.replace("-", "_") for name in PROVIDERS}
-    assert named == modules - {"base", "libraries"}
+    assert named == modules - {"base", "libraries", "option"}
 
 
 @pytest.mark.parametrize("provider", PROVIDERS.values(), ids=lambda provider: provider.name)

@@ -9,19 +9,9 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import (
-    Device,
-    Option,
-    OptionValue,
-    Plugin,
-    Product,
-    Profile,
-    Provider,
-    Scalar,
-    Tolerance,
-    render,
-)
+from hatch_epcontext.providers.base import Device, Plugin, Product, Profile, Provider, Tolerance
 from hatch_epcontext.providers.libraries import missing
+from hatch_epcontext.providers.option import Option, OptionValue, Scalar, render
 
 __all__ = [
     "FLAVOURS",

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import (
-    Option,
-    Provider,
-    Tolerance,
-    choice,
-    number,
-    pointer,
-    switch,
-)
+from hatch_epcontext.providers.base import Provider, Tolerance
+from hatch_epcontext.providers.option import Option, choice, number, pointer, switch
 
 _OPTIONS: Mapping[str, Option] = {
     "device_id": number("GPU by number", scope="load"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import Option, Provider, Tolerance, choice, number, switch
+from hatch_epcontext.providers.base import Provider, Tolerance
+from hatch_epcontext.providers.option import Option, choice, number, switch
 
 _WORDS = ("false", "true")
 

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hatch_epcontext.providers.base import Option, Plugin, Provider, Tolerance, switch, text
+from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.option import Option, switch, text
 
 _CONFIG = "load_config = {{ {} }}"
 

@@ -9,17 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import (
-    Option,
-    Plugin,
-    Provider,
-    Scope,
-    Tolerance,
-    choice,
-    number,
-    switch,
-    text,
-)
+from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
 
 _PERFORMANCE_MODES = (
     "burst",

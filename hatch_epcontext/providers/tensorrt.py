@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import (
-    Option,
-    ProfileOptions,
-    Provider,
-    Tolerance,
-    number,
-    pointer,
-    switch,
-    text,
-)
+from hatch_epcontext.providers.base import ProfileOptions, Provider, Tolerance
+from hatch_epcontext.providers.option import Option, number, pointer, switch, text
 
 _PROFILES = ProfileOptions(
     "trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes"

@@ -7,18 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import (
-    Option,
-    Plugin,
-    ProfileOptions,
-    Provider,
-    Tolerance,
-    choice,
-    number,
-    pointer,
-    switch,
-    text,
-)
+from hatch_epcontext.providers.base import Plugin, ProfileOptions, Provider, Tolerance
+from hatch_epcontext.providers.option import Option, choice, number, pointer, switch, text
 
 _PROFILES = ProfileOptions(
     "nv_profile_min_shapes",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import Option, Provider, Tolerance, choice, switch, text
+from hatch_epcontext.providers.base import Provider, Tolerance
+from hatch_epcontext.providers.option import Option, choice, switch, text
 
 _OPTIONS: Mapping[str, Option] = {
     "config_file": text("The compiler's configuration"),

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import (
-    Option,
-    Plugin,
-    Provider,
-    Tolerance,
-    choice,
-    number,
-    pointer,
-    switch,
-    text,
-)
+from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.option import Option, choice, number, pointer, switch, text
 
 
 def _buffers(doc: str, default: str) -> Option:

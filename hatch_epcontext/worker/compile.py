@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, EpcontextError, ModelError, Problem
+from hatch_epcontext.errors import BuildError, EpcontextError, Problem
 from hatch_epcontext.protocol import (
-    PROTOBUF_LIMIT,
     CompileReply,
     CompileRequest,
-    Context,
-    Coverage,
-    NodeFacts,
     TargetSpec,
 )
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
-
-_COMPATIBILITY = "ep_compatibility_info."
 
 
 def compile_job(request: CompileRequest) -> CompileReply:
@@ -49,7 +44,7 @@ def compile_job(request: CompileRequest) -> CompileReply:
         else:
             result = folder / f"{spec.name}_optimized.onnx"
             optimize(prepared, result, request.target.optimization, request.target)
-            contexts.append(_read_optimized(spec.name, result))
+            contexts.append(read_optimized(spec.name, result))
     return CompileReply(provider.product, tuple(contexts), time.monotonic() - start)
 
 
@@ -174,152 +169,3 @@ def _nothing_compiled(provider: Provider, compiled: onnx.GraphProto) -> Problem:
         else "See that its provider-options name a chip that it knows, and that it has the "
         "model's operators.",
     )
-
-
-def _read_optimized(name: str, result: Path) -> Context:
-    model = onnx.load(result, load_external_data=False)
-    return Context(
-        model=name,
-        model_file=result.name,
-        inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
-        outputs=tuple(map(graph.facts, model.graph.output)),
-    )
-
-
-def read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -> Context:
-    """What the context model ``result`` of ``prepared`` says of itself.
-
-    Raises BuildError when it is not what was asked for.
-    """
-    provider = provider_of(target)
-    source = onnx.load(prepared, load_external_data=False)
-    model = onnx.load(result, load_external_data=False)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
-    compatibility = metadata.get(_COMPATIBILITY + provider.ep, "")
-    contexts = [node for node in graph.nodes(model.graph) if node.op_type == graph.CONTEXT_OP]
-    problems = [
-        *_wrong_contexts(contexts, result, provider),
-        *_wrong_chip(compatibility, contexts, provider, target),
-        *_wrong_embedding(contexts, result, provider, target),
-    ]
-    if problems:
-        raise BuildError(*problems)
-    _check_data(model, result, provider)
-    left = [n for n in graph.compute_nodes(model.graph) if n.op_type != graph.CONTEXT_OP]
-    total = len(graph.compute_nodes(source.graph))
-    opened = _opened(source) if left else frozenset()
-    return Context(
-        model=name,
-        model_file=result.name,
-        inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
-        outputs=tuple(map(graph.facts, model.graph.output)),
-        coverage=Coverage(
-            nodes=total,
-            compiled=max(total - len(left), 0),
-            partitions=len(contexts),
-            left=tuple(_left(node, opened) for node in left),
-        ),
-        compatibility=compatibility,
-        ep_sdk_version=_text(contexts[0], "ep_sdk_version"),
-    )
-
-
-def _opened(prepared: onnx.ModelProto) -> frozenset[str]:
-    """The values whose shapes are known only when the model runs, although its inputs are fixed."""
-    inferred = onnx.shape_inference.infer_shapes(prepared, data_prop=True).graph
-    values = (*inferred.input, *inferred.value_info, *inferred.output)
-    return frozenset(
-        value.name
-        for value in values
-        if not all(isinstance(size, int) for size in graph.facts(value).shape)
-    )
-
-
-def _left(node: onnx.NodeProto, opened: frozenset[str]) -> NodeFacts:
-    op = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-    if still := sorted(opened.intersection(node.input)):
-        return NodeFacts(node.name, op, f"the shape of {still[0]!r} depends on the data")
-    if still := sorted(opened.intersection(node.output)):
-        return NodeFacts(node.name, op, f"the shape of its output {still[0]!r} depends on the data")
-    return NodeFacts(node.name, op)
-
-
-def _wrong_contexts(
-    contexts: list[onnx.NodeProto], result: Path, provider: Provider
-) -> Iterator[Problem]:
-    if not contexts:
-        yield Problem("", f"{provider.ep} wrote a model without a single EPContext node.")
-    for node in contexts:
-        if (source := _text(node, "source")) != provider.ep:
-            yield Problem(
-                "", f"the EPContext node {node.name} was made by {source!r}, not by {provider.ep}."
-            )
-        # Where the attributes are absent the operator's defaults hold: main and embedded.
-        if (
-            graph.attribute(node, "main_context", 1) != 1
-            or graph.attribute(node, "embed_mode", 1) != 0
-        ):
-            continue
-        sidecar = _text(node, "ep_cache_context")
-        if not graph.stays_inside(result.parent, sidecar):
-            yield Problem(
-                "", f"the EPContext node {node.name} names a file elsewhere: {sidecar!r}."
-            )
-        elif not (result.parent / sidecar).is_file():
-            yield Problem(
-                "", f"the EPContext node {node.name} names {sidecar!r}, which is not there."
-            )
-
-
-def _wrong_chip(
-    compatibility: str, contexts: list[onnx.NodeProto], provider: Provider, target: TargetSpec
-) -> Iterator[Problem]:
-    asked = {**target.device_filter, **target.provider_options}
-    # Nodes that only refer to another's context need not say what made it.
-    versions = dict.fromkeys(filter(None, (_text(node, "ep_sdk_version") for node in contexts)))
-    for version in versions or ("",):
-        if wrong := provider.disagreement(compatibility, version, asked):
-            yield Problem(
-                f"target {target.name}",
-                f"{provider.ep} did not compile for what was asked: {wrong}.",
-                f"It says of the result: {compatibility}",
-            )
-
-
-def _check_data(model: onnx.ModelProto, result: Path, provider: Provider) -> None:
-    try:
-        graph.external_data(model, result.parent, result.name)
-    except ModelError as error:
-        raise BuildError(
-            *(
-                Problem(
-                    problem.where,
-                    f"{provider.ep} left tensors where the source model has them: {problem.what}",
-                    "Set external-initializers = true, which gives them a file of their own.",
-                )
-                for problem in error.problems
-            )
-        ) from error
-
-
-def _wrong_embedding(
-    contexts: list[onnx.NodeProto], result: Path, provider: Provider, target: TargetSpec
-) -> Iterator[Problem]:
-    if target.embed and provider.embeds_one and len(contexts) > 1:
-        yield Problem(
-            "",
-            f"the model became {len(contexts)} contexts, and {provider.ep} loads only one where they "
-            "are embedded.",
-            "Leave embed out: their blobs are then in a file beside the context model.",
-        )
-    if result.stat().st_size > PROTOBUF_LIMIT:
-        yield Problem(
-            "",
-            f"{result.name} has {result.stat().st_size / 2**30:.1f} GiB, and no ONNX file can be larger "
-            "than 2 GiB.",
-            "Leave embed out." if target.embed else "Set external-initializers = true.",
-        )
-
-
-def _text(node: onnx.NodeProto, name: str) -> str:
-    return bytes(graph.attribute(node, name, b"")).decode("utf-8", "replace")

@@ -9,7 +9,8 @@ import onnx
 from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.protocol import CompileRequest, Context
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.compile import compile_context, read_context
+from hatch_epcontext.worker.compile import compile_context
+from hatch_epcontext.worker.readback import read_context
 
 
 def compile_group(request: CompileRequest) -> tuple[Context, ...]:

@@ -11,10 +11,10 @@ from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.protocol import ValidateReply, ValidateRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.inputs import expected_outputs
+from hatch_epcontext.worker.libraries import AbsentError
 from hatch_epcontext.worker.prepare import feeds_for, fix
 from hatch_epcontext.worker.reference import check_outputs, reference
 from hatch_epcontext.worker.session import (
-    AbsentError,
     context_options,
     cpu_options,
     open_session,

@@ -18,7 +18,9 @@ from hatch_epcontext.errors import BuildError
 from hatch_epcontext.process import call
 from hatch_epcontext.protocol import CompileReply, CompileRequest, ModelSpec, TargetSpec
 from hatch_epcontext.providers import Plugin
-from hatch_epcontext.worker.session import AbsentError, matches, options
+from hatch_epcontext.worker.libraries import AbsentError
+from hatch_epcontext.worker.readback import read_context
+from hatch_epcontext.worker.session import matches, options
 from tests.conftest import needs, needs_qnn
 from tests.models import model, network, save, value, weights
 from tests.worker.test_compile import X_ELITE, target
@@ -238,7 +240,7 @@ def test_a_session_writes_contexts_for_eps_that_do_so_themselves(
     )
     prepared = save(network(1), tmp_path / "a.onnx")
     compile_module._with_session(prepared, options(to, to.provider_options), to)
-    context = compile_module.read_context("a", prepared, result, to)
+    context = read_context("a", prepared, result, to)
     assert context.coverage is not None
     assert context.coverage.share == 1
     assert len(list(tmp_path.glob("a_ctx*"))) == (1 if embed else 2)

@@ -1,17 +1,13 @@
-"""``[tool.epcontext]`` and the environment -> Config, with every error at once."""
+"""Tables -> models and targets, with everything that is wrong on the way."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from hatch_epcontext.checks import (
     check_groups,
-    check_hook,
     check_model,
     check_name,
     check_narrowing,
@@ -19,190 +15,17 @@ from hatch_epcontext.checks import (
     check_target,
     check_twins,
     fitting,
-    size_in_bytes,
 )
-from hatch_epcontext.environment import Editable, Validate, read_environment
-from hatch_epcontext.errors import ConfigError, Problem
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import Problem
 from hatch_epcontext.options import render_options
 from hatch_epcontext.paths import Finder
-from hatch_epcontext.providers import Device, Profile, Provider, Tolerance
-from hatch_epcontext.structure import at, from_toml, show, suggestion
-from hatch_epcontext.tables import (
-    KEY,
-    MADE_UP,
-    Fallback,
-    ModelTable,
-    Optimization,
-    Policy,
-    RootTable,
-    TargetTable,
-    ToleranceTable,
-)
+from hatch_epcontext.structure import at, show, suggestion
+from hatch_epcontext.tables import KEY, MADE_UP, ModelTable, RootTable, TargetTable
 from hatch_epcontext.targets import NamedTarget, named_target
 
-MOST_JOBS = 4
-"""Workers at once by default: each needs the memory of a compiler."""
 
-
-@dataclass(frozen=True)
-class Target:
-    """A named place a model is compiled for, with what the model narrowed and the defaults filled in.
-
-    ``key`` is where the optimization profiles stand in the configuration; they are also in
-    ``provider_options``, as the EP wants them. ``external_initializers``: bytes from which what is left
-    outside of the contexts goes into a file of its own, or None. With ``from_cache`` nothing is compiled
-    in this build.
-    """
-
-    name: str
-    key: str
-    provider: Provider
-    provider_options: Mapping[str, str]
-    session_options: Mapping[str, str]
-    load_options: Mapping[str, str]
-    device: Device
-    device_filter: Mapping[str, str]
-    policy: Policy | None
-    virtual_devices: bool
-    profiles: tuple[Profile, ...]
-    platforms: tuple[str, ...]
-    requirements: tuple[str, ...] | None
-    optimization: Optimization
-    embed: bool
-    in_memory: bool
-    external_initializers: int | None
-    min_coverage: float
-    from_cache: bool
-
-    @property
-    def needs_ep(self) -> bool:
-        """Whether the EP itself has to be there to build: basic optimizations are the same for all."""
-        return self.provider.product == "context" or self.optimization not in ("none", "basic")
-
-
-@dataclass(frozen=True)
-class Model:
-    """A source model, with the targets that it is built for in this build.
-
-    ``path`` is absolute, and so is ``inputs`` unless they are made up; ``key`` is where the model
-    stands in the configuration. ``tolerance`` is what the configuration says, or None for what the
-    provider says.
-    """
-
-    name: str
-    path: Path
-    key: str
-    targets: tuple[Target, ...]
-    share_weights: str | None
-    dims: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-    constants: Mapping[str, Any]
-    inputs: str
-    tolerance: ToleranceTable | Literal[False] | None
-    validate: Validate
-
-    def tolerance_for(self, provider: Provider) -> Tolerance | None:
-        """How far outputs on ``provider`` may be from the CPU EP's; None for no comparison."""
-        if self.tolerance is False:
-            return None
-        given = dataclasses.asdict(self.tolerance) if self.tolerance else {}
-        return dataclasses.replace(
-            provider.tolerance, **{k: v for k, v in given.items() if v is not None}
-        )
-
-
-@dataclass(frozen=True)
-class Config:
-    """A checked configuration. ``output`` is None for ``<import package>/epcontext``."""
-
-    root: Path
-    models: tuple[Model, ...]
-    output: PurePosixPath | None
-    jobs: int
-    timeout: float
-    fallback: Fallback
-    editable: Editable
-    wheel_tag: str
-    max_size: int | None
-    cache_dir: Path | None
-    use_cache: bool
-    overrides: tuple[str, ...]
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """One target of each name that some model is built for, in order."""
-        return tuple({t.name: t for model in self.models for t in model.targets}.values())
-
-
-def load(
-    root: Path,
-    table: object,
-    hook_table: Mapping[str, Any],
-    environ: Mapping[str, str] = os.environ,
-) -> Config:
-    """The configuration of the project in ``root``.
-
-    ``table`` is ``[tool.epcontext]``, or None if there is none; ``hook_table`` is the hook's own.
-    Raises ConfigError with all that is wrong in any of the three.
-    """
-    settings, problems = read_environment(environ)
-    problems += check_hook(hook_table)
-    if table is None:
-        missing = Problem(
-            f"[{KEY}]",
-            "is not in pyproject.toml, and the hook is switched on.",
-            'The shortest one: provider = "qnn" and models = ["models/name.onnx"].',
-        )
-        raise ConfigError(*problems, missing)
-    parsed, mistyped = from_toml(table, RootTable, KEY)
-    if settings.no_cache and settings.from_cache:
-        what = "takes from the cache what HATCH_EPCONTEXT_NO_CACHE says not to use."
-        problems.append(Problem("HATCH_EPCONTEXT_FROM_CACHE", what, "Unset one of them."))
-    reader = _Reader(root, parsed, settings.targets, settings.from_cache)
-    models = reader.models()
-    # Models share targets, and so what is wrong with them; and what was left out for its type is
-    # not to be missed on top of that.
-    mistyped_keys = [problem.where for problem in mistyped]
-    problems += mistyped
-    problems += [
-        problem
-        for problem in dict.fromkeys(reader.problems)
-        if not any(_one_inside_the_other(problem.where, key) for key in mistyped_keys)
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    jobs = settings.jobs or parsed.jobs
-    return Config(
-        root=root,
-        # A model that none of the wanted targets is for can still be shipped as it is.
-        models=tuple(
-            _validated(model, settings.validate)
-            for model in models
-            if model.targets or parsed.fallback == "source"
-        ),
-        output=PurePosixPath(parsed.output) if parsed.output is not None else None,
-        jobs=min(os.cpu_count() or 1, MOST_JOBS) if jobs == "auto" else jobs,
-        timeout=settings.timeout or parsed.timeout,
-        fallback=parsed.fallback,
-        editable=settings.editable or parsed.editable,
-        wheel_tag=parsed.wheel_tag,
-        max_size=size_in_bytes(parsed.max_size) if parsed.max_size is not None else None,
-        cache_dir=settings.cache_dir,
-        use_cache=not settings.no_cache,
-        overrides=settings.overrides,
-    )
-
-
-def _one_inside_the_other(a: str, b: str) -> bool:
-    short, long = sorted((a, b), key=len)
-    return long.startswith(short) and long[len(short) : len(short) + 1] in ("", ".", "[")
-
-
-def _validated(model: Model, override: Validate | None) -> Model:
-    return model if override is None else dataclasses.replace(model, validate=override)
-
-
-class _Reader:
+class Reader:
     """Turns the tables into models and targets, and notes what is wrong on the way.
 
     ``wanted`` are the only targets that count in this build, or None for all; those in ``cached``
