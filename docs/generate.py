@@ -1,10 +1,14 @@
-"""Writes the pages of this folder that are made from the package itself: ``python docs/generate.py``."""
+"""Writes what is made from the package itself: ``python docs/generate.py``.
+
+That is the page about providers, and the JSON schema of the configuration inside the package.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from hatch_epcontext import schema
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
 
 FOLDER = Path(__file__).parent
@@ -123,7 +127,9 @@ def _option(name: str, option: Option) -> str:
 
 
 def main() -> None:
+    """Write all of them."""
     (FOLDER / "providers.md").write_text(providers(), encoding="utf-8", newline="\n")
+    schema.FILE.write_text(schema.text(), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ ORDER = [
     {"structure"},
     {"environment", "options", "paths", "protocol", "fingerprint"},
     {"tables", "artifact"},
-    {"targets"},
+    {"targets", "schema"},
     {"checks"},
     {"config", "process", "cache"},
     {"requirements"},
