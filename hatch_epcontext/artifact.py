@@ -12,6 +12,9 @@ from hatch_epcontext.fingerprint import file_sha256
 from hatch_epcontext.protocol import Agreement, Context, Folding
 from hatch_epcontext.providers import Product
 
+GENERATOR = "hatch-epcontext"
+"""What manifests and reports name as their maker, followed by the version."""
+
 
 @dataclass(frozen=True)
 class FileRecord:

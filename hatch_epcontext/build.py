@@ -11,7 +11,7 @@ from hatch_epcontext.cache import Cache
 from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.fingerprint import model_sha256
 from hatch_epcontext.job import Built, JobRunner, Source
-from hatch_epcontext.plan import Plan, model_spec
+from hatch_epcontext.plan import Job, Plan, model_spec
 from hatch_epcontext.process import call
 from hatch_epcontext.protocol import InspectReply, InspectRequest, ModelProfiles
 from hatch_epcontext.report import describe
@@ -51,6 +51,31 @@ def inspect(plan: Plan, staging: Path) -> tuple[Source, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Peek:
+    """What is known of a job before it is run: its fingerprint, and whether the cache has its artifact."""
+
+    job: Job
+    fingerprint: str
+    cached: bool
+
+
+def peek(plan: Plan, staging: Path, cache: Cache) -> tuple[Peek, ...]:
+    """Look ahead at all jobs of the plan; models are read, and nothing is compiled.
+
+    Raises as `build` does.
+    """
+    _, runner = _runner(plan, staging, cache)
+    return tuple(Peek(job, *runner.peek(job)) for job in plan.jobs)
+
+
+def _runner(plan: Plan, staging: Path, cache: Cache) -> tuple[tuple[Source, ...], JobRunner]:
+    versions = check_environment(plan.config.targets, plan.requirements)
+    sources = inspect(plan, staging)
+    by_name = {source.model.name: source for source in sources}
+    return sources, JobRunner(by_name, versions, cache, staging, plan.config.timeout)
+
+
 def build(plan: Plan, staging: Path, cache: Cache, report: Callable[[str], None]) -> Result:
     """Compile and prove every job of the plan, those that the cache has excepted.
 
@@ -58,15 +83,7 @@ def build(plan: Plan, staging: Path, cache: Cache, report: Callable[[str], None]
     Raises RequirementError when the environment lacks something, and BuildError with all the jobs
     that failed, once every other one is done and kept.
     """
-    versions = check_environment(plan.config.targets, plan.requirements)
-    sources = inspect(plan, staging)
-    runner = JobRunner(
-        {source.model.name: source for source in sources},
-        versions,
-        cache,
-        staging,
-        plan.config.timeout,
-    )
+    sources, runner = _runner(plan, staging, cache)
     built, problems = [], list[Problem]()
     with ThreadPoolExecutor(plan.config.jobs) as pool:
         try:

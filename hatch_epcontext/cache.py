@@ -9,16 +9,26 @@ fingerprint of what was last made of the same models and settings, by whatever v
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
-from hatch_epcontext.artifact import Artifact, Proof, Record, is_intact, link_or_copy
+from hatch_epcontext.artifact import (
+    GENERATOR,
+    Artifact,
+    Proof,
+    Record,
+    is_intact,
+    link_or_copy,
+)
 from hatch_epcontext.structure import from_json, to_json
 
 LAYOUT = "v1"
@@ -49,6 +59,10 @@ class Cache:
         artifact = self._intact(entry)
         if artifact is None and entry.exists():
             self._warn(f"the cached artifact in {entry} is damaged; compiling again")
+        elif artifact is not None:
+            # For those who remove what was not used for long.
+            with contextlib.suppress(OSError):
+                os.utime(entry)
         return artifact
 
     def note_latest(self, recipe: str, fingerprint: str) -> None:
@@ -148,6 +162,85 @@ class Cache:
         return (
             Artifact(entry / "files", record) if is_intact(entry / "files", record.files) else None
         )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One artifact in a cache: its size in bytes, and when it was last stored or used.
+
+    ``record`` is None where it cannot be read.
+    """
+
+    folder: Path
+    record: Record | None
+    size: int
+    used: datetime.datetime
+
+    @property
+    def fingerprint(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Store:
+    """A cache folder as a whole, for those who look after it. Builds may use it at the same time."""
+
+    root: Path
+
+    def entries(self) -> list[Entry]:
+        """All artifacts, the last used first."""
+        folders = (self.root / LAYOUT).glob("??/*")
+        # Whatever folder was named: only what a build can have stored is ever touched.
+        found = [_entry(f) for f in folders if re.fullmatch(r"[0-9a-f]{64}", f.name) and f.is_dir()]
+        return sorted(found, key=lambda entry: entry.used, reverse=True)
+
+    def damaged(self) -> list[Entry]:
+        """Those that are not as they were stored."""
+        return [
+            entry
+            for entry in self.entries()
+            if entry.record is None or not is_intact(entry.folder / "files", entry.record.files)
+        ]
+
+    def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
+        """Remove what was not used for ``older_than``, and the longest unused beyond ``max_size`` bytes."""
+        oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
+        kept, doomed = 0, []
+        for entry in self.entries():
+            fits = max_size is None or kept + entry.size <= max_size
+            if fits and (oldest is None or entry.used >= oldest):
+                kept += entry.size
+            else:
+                doomed.append(entry)
+        return self._remove(doomed)
+
+    def clear(self) -> list[Entry]:
+        """Remove all artifacts, and what else builds have written into the folder."""
+        removed = self._remove(self.entries())
+        for file in (self.root / LAYOUT / "latest").glob("*"):
+            if re.fullmatch(r"[0-9a-f]{64}", file.name):
+                file.unlink(missing_ok=True)
+        for file in (self.root / "reports").glob("*.json"):
+            if f'"generator": "{GENERATOR} ' in file.read_text(encoding="utf-8", errors="replace"):
+                file.unlink(missing_ok=True)
+        return removed
+
+    def _remove(self, entries: list[Entry]) -> list[Entry]:
+        for entry in entries:
+            # Renamed first: a build finds it whole or not at all.
+            doomed = Path(tempfile.mkdtemp(prefix=".doomed-", dir=entry.folder.parent))
+            entry.folder.rename(doomed / "entry")
+            shutil.rmtree(doomed, ignore_errors=True)
+        return entries
+
+
+def _entry(folder: Path) -> Entry:
+    record = None
+    with contextlib.suppress(OSError, ValueError):
+        record = from_json((folder / "record.json").read_bytes(), Record)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    used = datetime.datetime.fromtimestamp(folder.stat().st_mtime, datetime.timezone.utc)
+    return Entry(folder, record, size, used)
 
 
 def _replace(file: Path, text: str) -> Path:

@@ -117,6 +117,14 @@ class JobRunner:
         saved = sum(built.artifact.size for built in alone.values()) - artifact.size if alone else 0
         return Built(job, artifact, proofs, cached, saved)
 
+    def peek(self, job: Job) -> tuple[str, bool]:
+        """The job's fingerprint, and whether the cache has what it names; nothing is made."""
+        recipe = self._fingerprint(job, {})
+        if job.target.from_cache:
+            return recipe, self.cache.latest(recipe) is not None
+        key = self._fingerprint(job, versions_of(job.target, self.versions))
+        return key, self.cache.get(key) is not None
+
     def _latest(self, job: Job, recipe: str) -> Artifact:
         artifact = self.cache.latest(recipe)
         if artifact is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hatch_epcontext
-from hatch_epcontext.artifact import FileRecord, Preparation, Proof
+from hatch_epcontext.artifact import GENERATOR, FileRecord, Preparation, Proof
 from hatch_epcontext.build import Result
 from hatch_epcontext.checks import SOURCE
 from hatch_epcontext.job import Built, Source
@@ -21,7 +21,6 @@ from hatch_epcontext.providers import Device, Plugin, Product
 
 FILE = "epcontext.json"
 FORMAT = 1
-GENERATOR = "hatch-epcontext"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import hatch_epcontext
-from hatch_epcontext.artifact import FileRecord, Preparation, Proof, Times
+from hatch_epcontext.artifact import GENERATOR, FileRecord, Preparation, Proof, Times
 from hatch_epcontext.job import Built, Source
 from hatch_epcontext.protocol import Context, Coverage
 from hatch_epcontext.structure import show_size
@@ -59,7 +59,7 @@ def make(sources: Iterable[Source], built: Iterable[Built]) -> Report:
     """The report of a build: what the manifest says, and what it must not say, the times."""
     by_name = {source.model.name: source for source in sources}
     return Report(
-        f"hatch-epcontext {hatch_epcontext.__version__}",
+        f"{GENERATOR} {hatch_epcontext.__version__}",
         tuple(_job(done, by_name) for done in built),
     )
 

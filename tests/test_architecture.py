@@ -35,7 +35,7 @@ ORDER = [
     {"manifest"},
     {"wheel"},
     {"tree"},
-    {"plugin"},
+    {"plugin", "cli"},
     {"hooks"},
 ]
 
@@ -103,6 +103,13 @@ def test_hatchs_entry_point_brings_nothing_of_the_package_and_none_of_its_depend
 def test_the_hook_itself_brings_the_core_only_when_it_is_used() -> None:
     loaded = loaded_after("from hatch_epcontext.hooks import hatch_register_build_hook as h; h()")
     assert "hatch_epcontext.config" not in loaded
+
+
+def test_the_hook_needs_nothing_of_the_command_line() -> None:
+    assert not loaded_after("import hatch_epcontext.plugin, hatch_epcontext.build") & {
+        "click",
+        "rich",
+    }
 
 
 def test_the_whole_core_brings_neither_onnx_nor_onnxruntime() -> None:

@@ -1,0 +1,17 @@
+"""The command line: ``epcontext``. One module for each command, all on the core that the hook uses."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say what it needs."""
+    try:
+        from hatch_epcontext.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        print(f'epcontext: {error}. Run: pip install "hatch-epcontext[cli]"', file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    app()

@@ -1,0 +1,47 @@
+"""The group of all commands, and what they have in common: errors as messages, and exit codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import hatch_epcontext
+from hatch_epcontext.cli.build import build
+from hatch_epcontext.cli.cache import cache
+from hatch_epcontext.cli.schema import schema
+from hatch_epcontext.errors import ConfigError, EpcontextError
+
+
+class _Told(click.ClickException):
+    """An error that can be foreseen, as one message and without a traceback."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"epcontext: {self.message}", err=True)
+
+
+class _WrongConfiguration(_Told):
+    exit_code = 2
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise _WrongConfiguration(str(error)) from error
+        except (EpcontextError, OSError) as error:
+            raise _Told(str(error)) from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hatch_epcontext.__version__, prog_name="epcontext")
+def app() -> None:
+    """Compile ONNX models into ONNX Runtime EP-context artifacts.
+
+    Exit codes: 0 done, 1 something failed, 2 wrong usage or configuration.
+    """
+
+
+for _command in (build, cache, schema):
+    app.add_command(_command)

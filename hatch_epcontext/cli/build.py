@@ -1,0 +1,154 @@
+"""``epcontext build``: the models of a project, without making a wheel."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hatch_epcontext.build import Result, peek
+from hatch_epcontext.build import build as run
+from hatch_epcontext.cache import Cache, default_root
+from hatch_epcontext.config import Config, load
+from hatch_epcontext.errors import ConfigError, Problem
+from hatch_epcontext.plan import Plan, plan
+from hatch_epcontext.pyproject import tool_table
+from hatch_epcontext.report import make
+from hatch_epcontext.structure import show, suggestion, to_json
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedJob:
+    """A job of ``--dry-run --json``."""
+
+    job: str
+    provider: str
+    fingerprint: str
+    cached: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The answer to ``--dry-run --json``."""
+
+    jobs: tuple[PlannedJob, ...]
+    requirements: tuple[str, ...]
+
+
+@click.command()
+@click.argument(
+    "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
+)
+@click.option("-t", "--target", "targets", multiple=True, help="Only this target; repeatable.")
+@click.option("-m", "--model", "models", multiple=True, help="Only this model; repeatable.")
+@click.option("--dry-run", is_flag=True, help="Show the jobs, and compile nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report (or the plan) as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+def build(
+    project: Path,
+    targets: tuple[str, ...],
+    models: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compile and prove the models of PROJECT (the folder with its pyproject.toml), without a wheel.
+
+    What is made goes into the cache, from which the next build of the wheel takes it.
+    """
+    config = _config(project.absolute(), targets, models)
+    planned = plan(config)
+    with tempfile.TemporaryDirectory(
+        prefix="hatch-epcontext-", ignore_cleanup_errors=True
+    ) as temporary:
+        staging = Path(temporary).resolve()
+        root = (config.cache_dir or default_root()) if config.use_cache else None
+        cache = Cache(
+            root, staging / "cache", lambda text: click.echo(f"epcontext: {text}", err=True)
+        )
+        if dry_run:
+            _show_plan(planned, staging, cache, as_json=as_json)
+            return
+        result = _run(planned, staging, cache, quiet=quiet or as_json)
+    if as_json:
+        click.echo(to_json(make(result.sources, result.built)), nl=False)
+
+
+def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
+    environ = dict(os.environ)
+    if targets:
+        environ["HATCH_EPCONTEXT_TARGETS"] = ",".join(targets)
+    try:
+        config = load(project, tool_table(project), {}, environ)
+    except ConfigError as error:
+        if not targets:
+            raise
+        # Said where the user said it.
+        raise ConfigError(
+            *(
+                dataclasses.replace(problem, where="--target")
+                if problem.where == "HATCH_EPCONTEXT_TARGETS"
+                else problem
+                for problem in error.problems
+            )
+        ) from error
+    if not models:
+        return config
+    names = [model.name for model in config.models]
+    if unknown := [name for name in models if name not in names]:
+        raise ConfigError(
+            *(
+                Problem("--model", f"{show(name)} is not a model.", suggestion(name, names))
+                for name in unknown
+            )
+        )
+    # A weight-sharing group is one artifact.
+    groups = {m.share_weights for m in config.models if m.name in models} - {None}
+    chosen = tuple(m for m in config.models if m.name in models or m.share_weights in groups)
+    return dataclasses.replace(config, models=chosen)
+
+
+def _show_plan(planned: Plan, staging: Path, cache: Cache, *, as_json: bool) -> None:
+    peeks = peek(planned, staging, cache)
+    if as_json:
+        jobs = tuple(
+            PlannedJob(each.job.where, each.job.target.provider.name, each.fingerprint, each.cached)
+            for each in peeks
+        )
+        click.echo(to_json(Planned(jobs, planned.requirements)), nl=False)
+        return
+    table = Table()
+    for column in ("job", "provider", "fingerprint", "cache"):
+        table.add_column(column)
+    for each in peeks:
+        table.add_row(
+            each.job.where,
+            each.job.target.provider.name,
+            each.fingerprint[:12],
+            "has it" if each.cached else "to be compiled",
+        )
+    Console().print(table)
+    click.echo(f"requires: {', '.join(planned.requirements)}")
+
+
+def _run(planned: Plan, staging: Path, cache: Cache, *, quiet: bool) -> Result:
+    console = Console(stderr=True)
+    columns = (TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Elsewhere than on a terminal a bar is noise: there each job is a line.
+    with Progress(
+        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as progress:
+        task = progress.add_task("building", total=len(planned.jobs))
+
+        def tell(line: str) -> None:
+            progress.advance(task)
+            if not quiet:
+                console.out(line, highlight=False)
+
+        return run(planned, staging, cache, tell)

@@ -1,0 +1,120 @@
+"""``epcontext cache``: what the cache of artifacts holds, and making it smaller."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from hatch_epcontext.cache import Entry, Store, default_root
+from hatch_epcontext.checks import size_in_bytes
+from hatch_epcontext.structure import show_size
+
+_LONGEST = datetime.timedelta(days=36500)
+_UNITS = {"d": "days", "h": "hours", "w": "weeks"}
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else size_in_bytes(value)
+    except ValueError as allowed:
+        raise click.BadParameter(f"{value!r} is not {allowed}.") from allowed
+
+
+def _age(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> datetime.timedelta | None:
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d{1,5})([dhw])", value)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not an age such as 30d, 12h or 4w.")
+    age = datetime.timedelta(**{_UNITS[found[2]]: int(found[1])})
+    if age > _LONGEST:
+        raise click.BadParameter(f"{value!r} is too long.")
+    return age
+
+
+@click.group()
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="HATCH_EPCONTEXT_CACHE_DIR",
+    help="Another folder than the user's.",
+)
+@click.pass_context
+def cache(ctx: click.Context, cache_dir: Path | None) -> None:
+    """Look at the cache of artifacts, and make it smaller."""
+    ctx.obj = Store((cache_dir or default_root()).expanduser().absolute())
+
+
+@cache.command()
+@click.pass_obj
+def info(store: Store) -> None:
+    """Show where the cache is, and what is in it."""
+    entries = store.entries()
+    click.echo(f"{store.root}: {_told(entries)}")
+    if not entries:
+        return
+    table = Table()
+    for column in ("models", "files", "size", "last used", "fingerprint"):
+        table.add_column(column, justify="right" if column in ("files", "size") else "left")
+    for entry in entries:
+        used = entry.used.astimezone().strftime("%Y-%m-%d %H:%M")
+        files = str(len(entry.record.files)) if entry.record else ""
+        models = (
+            ", ".join(context.model for context in entry.record.contexts) if entry.record else ""
+        )
+        table.add_row(
+            models or "damaged", files, show_size(entry.size), used, entry.fingerprint[:12]
+        )
+    Console().print(table)
+
+
+@cache.command()
+@click.option(
+    "--older-than",
+    callback=_age,
+    metavar="AGE",
+    help="Remove what was not used for so long: 30d, 12h, 4w.",
+)
+@click.option(
+    "--max-size",
+    callback=_size,
+    metavar="SIZE",
+    help="Remove the longest unused until the rest fits: 5GB.",
+)
+@click.pass_obj
+def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | None) -> None:
+    """Remove artifacts that were not used for long, or do not fit."""
+    if older_than is None and max_size is None:
+        raise click.UsageError("Say what to remove, with --older-than or --max-size.")
+    click.echo(f"removed {_told(store.prune(older_than, max_size))}")
+
+
+@cache.command()
+@click.pass_obj
+def clear(store: Store) -> None:
+    """Remove all artifacts and reports."""
+    click.echo(f"removed {_told(store.clear())}")
+
+
+@cache.command()
+@click.pass_context
+def verify(ctx: click.Context) -> None:
+    """Read all artifacts, and tell those that are not as they were stored."""
+    store: Store = ctx.obj
+    damaged = store.damaged()
+    for entry in damaged:
+        click.echo(f"damaged: {entry.folder}")
+    click.echo(f"{len(store.entries()) - len(damaged)} as they were stored, {len(damaged)} damaged")
+    ctx.exit(1 if damaged else 0)
+
+
+def _told(entries: list[Entry]) -> str:
+    noun = "artifact" if len(entries) == 1 else "artifacts"
+    return f"{len(entries)} {noun}, {show_size(sum(entry.size for entry in entries))}"

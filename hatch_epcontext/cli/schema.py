@@ -1,0 +1,13 @@
+"""``epcontext schema``: the JSON schema of ``[tool.epcontext]``."""
+
+from __future__ import annotations
+
+import click
+
+from hatch_epcontext.schema import FILE
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of [tool.epcontext], for editors and other tools."""
+    click.echo(FILE.read_text(encoding="utf-8"), nl=False)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hatch_epcontext.cli.app import app
+from tests.models import network, save
+
+Cli = Callable[..., Result]
+
+TOML = """
+[tool.epcontext]
+models = ["models/a.onnx", "models/b.onnx"]
+[tool.epcontext.targets.one]
+provider = "cpu"
+[tool.epcontext.targets.two]
+provider = "cpu"
+optimization = "extended"
+"""
+
+
+@pytest.fixture
+def cli() -> Cli:
+    """Run ``epcontext`` with these arguments; it must end with ``code`` and without a traceback."""
+
+    def run(*arguments: str | Path, code: int = 0) -> Result:
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def app_project(project: Path) -> Path:
+    """A project of two models and two targets."""
+    (project / "pyproject.toml").write_text(TOML, encoding="utf-8")
+    for name in ("a", "b"):
+        save(network(), project / "models" / f"{name}.onnx")
+    return project

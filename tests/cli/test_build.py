@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.conftest import needs_qnn
+from tests.models import save, transformer
+
+
+def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
+    before = set(app_project.rglob("*"))
+    first = cli("build", app_project)
+    assert first.stderr.count("optimized graph, ran and agrees with the CPU") == 4
+    assert first.stdout == ""
+    assert cli("build", app_project).stderr.count("from the cache") == 4
+    assert set(app_project.rglob("*")) == before
+
+
+def test_some_of_them(cli: Cli, app_project: Path) -> None:
+    told = cli("build", app_project, "--target", "one", "--model", "b").stderr
+    assert told.startswith("b -> one (cpu): ")
+    assert len(told.splitlines()) == 1
+
+
+def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+    told = cli("build", app_project, "--dry-run").stdout
+    assert told.count("to be compiled") == 4
+    assert "requires: onnxruntime" in told
+    assert not (tmp_path / "user-cache").exists()
+    cli("build", app_project, "-t", "one", "-q")
+    planned = json.loads(cli("build", app_project, "--dry-run", "--json").stdout)
+    assert {job["job"]: job["cached"] for job in planned["jobs"]} == {
+        "a -> one": True,
+        "a -> two": False,
+        "b -> one": True,
+        "b -> two": False,
+    }
+    assert all(len(job["fingerprint"]) == 64 for job in planned["jobs"])
+    assert planned["requirements"][0].startswith("onnxruntime")
+
+
+def test_the_report_as_json(cli: Cli, app_project: Path) -> None:
+    result = cli("build", app_project, "--json", "-t", "one")
+    report = json.loads(result.stdout)
+    assert [job["models"][0]["model"] for job in report["jobs"]] == ["a", "b"]
+    assert result.stderr == ""
+
+
+def test_quiet_is_quiet(cli: Cli, app_project: Path) -> None:
+    assert cli("build", app_project, "-q").output == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--target", "thre"), '--target\n    "thre" is not a target.'),
+        (("--model", "c"), '--model\n    "c" is not a model.'),
+        (("--nothing",), "No such option"),
+        (("elsewhere",), "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage(cli: Cli, app_project: Path, arguments: tuple[str, ...], told: str) -> None:
+    assert told in cli("build", app_project, *arguments, code=2).stderr
+
+
+def test_a_folder_without_a_project(cli: Cli, tmp_path: Path) -> None:
+    assert "pyproject.toml" in cli("build", tmp_path, code=1).stderr
+    (tmp_path / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
+    assert "[tool.epcontext]" in cli("build", tmp_path, code=2).stderr
+
+
+def test_a_model_that_fails(cli: Cli, app_project: Path) -> None:
+    (app_project / "models" / "a.onnx").write_bytes(b"no model")
+    told = cli("build", app_project, code=1).stderr
+    assert "a.onnx is not an ONNX model" in told
+
+
+@needs_qnn
+def test_a_member_of_a_group_brings_the_others(cli: Cli, app_project: Path) -> None:
+    toml = """
+[tool.epcontext]
+provider = "qnn"
+[[tool.epcontext.models]]
+path = "models/a.onnx"
+share-weights = "both"
+[[tool.epcontext.models]]
+path = "models/b.onnx"
+share-weights = "both"
+"""
+    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
+    for name, length in (("a", 64), ("b", 1)):
+        save(transformer(length), app_project / "models" / f"{name}.onnx")
+    planned = json.loads(cli("build", app_project, "-m", "b", "--dry-run", "--json").stdout)
+    assert [job["job"] for job in planned["jobs"]] == ["both (a + b) -> qnn"]

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+
+DAY = 86400
+
+
+@pytest.fixture
+def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
+    """A cache with two artifacts."""
+    cli("build", app_project, "-t", "one", "-q")
+    return tmp_path / "user-cache"
+
+
+def entries(cache: Path) -> list[Path]:
+    return sorted((cache / "v1").glob("??/*"))
+
+
+def age(entry: Path, days: float) -> None:
+    then = time.time() - days * DAY
+    os.utime(entry, (then, then))
+
+
+def test_what_is_in_it(cli: Cli, filled: Path) -> None:
+    told = cli("cache", "info").stdout
+    assert told.startswith(f"{filled}: 2 artifacts, ")
+    for entry in entries(filled):
+        assert entry.name[:12] in told
+
+
+def test_one_that_is_not_there_is_empty(cli: Cli, tmp_path: Path) -> None:
+    told = cli("cache", "--cache-dir", tmp_path / "none", "info").stdout
+    assert told == f"{tmp_path / 'none'}: 0 artifacts, 0 bytes\n"
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_was_not_used_for_long_is_removed(cli: Cli, app_project: Path, filled: Path) -> None:
+    old, new = entries(filled)
+    age(old, 31)
+    age(new, 29)
+    assert cli("cache", "prune", "--older-than", "30d").stdout.startswith("removed 1 artifact, ")
+    assert entries(filled) == [new]
+    # And to be used is to be young.
+    age(new, 31)
+    cli("build", app_project, "-t", "one", "-q")
+    assert cli("cache", "prune", "--older-than", "4w").stdout.startswith("removed 0 artifacts, ")
+
+
+def test_the_longest_unused_give_way(cli: Cli, filled: Path) -> None:
+    first, second = entries(filled)
+    age(second, 1)
+    size = sum(file.stat().st_size for file in first.rglob("*") if file.is_file())
+    cli("cache", "prune", "--max-size", f"{size + 100}B")
+    assert entries(filled) == [first]
+
+
+def test_clearing_removes_what_is_ours_and_nothing_else(cli: Cli, filled: Path) -> None:
+    (filled / "reports").mkdir()
+    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v1" / "ab" / "mine"]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}", encoding="utf-8")
+    assert cli("cache", "clear").stdout.startswith("removed 2 artifacts, ")
+    assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
+
+
+def test_what_was_changed_is_found(cli: Cli, filled: Path) -> None:
+    assert cli("cache", "verify").stdout == "2 as they were stored, 0 damaged\n"
+    first, second = entries(filled)
+    next((first / "files").iterdir()).write_bytes(b"changed")
+    (second / "record.json").write_text("{", encoding="utf-8")
+    told = cli("cache", "verify", code=1).stdout
+    assert f"damaged: {first}" in told
+    assert f"damaged: {second}" in told
+    assert told.endswith("0 as they were stored, 2 damaged\n")
+    assert "damaged" in cli("cache", "info").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "with --older-than or --max-size"),
+        (("--older-than", "30"), "is not an age such as 30d"),
+        (("--older-than", "99999w"), "is too long"),
+        (("--max-size", "much"), "is not a number of bytes, or a size"),
+    ],
+)
+def test_wrong_usage(cli: Cli, arguments: tuple[str, ...], told: str) -> None:
+    assert told in cli("cache", "prune", *arguments, code=2).stderr
