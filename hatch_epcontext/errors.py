@@ -66,6 +66,12 @@ class ModelError(BuildError):
     """A model, or what its configuration says of it, is at fault: not ONNX Runtime and not the EP."""
 
 
+class InspectionError(EpcontextError):
+    """A file or folder is none that can be inspected, or not what it says of itself."""
+
+    headline = "it is not right"
+
+
 class WheelError(EpcontextError):
     """The wheel would not hold, or does not hold, what the manifest says."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hatch_epcontext
-from hatch_epcontext.artifact import GENERATOR, FileRecord, Preparation, Proof
+from hatch_epcontext.artifact import GENERATOR, FileRecord, Preparation, Proof, is_intact
 from hatch_epcontext.build import Result
 from hatch_epcontext.checks import SOURCE
 from hatch_epcontext.job import Built, Source
@@ -174,6 +174,15 @@ def artifact_files(result: Result) -> dict[str, FileRecord]:
         for built in result.built
         for name, recorded in built.artifact.record.files.items()
     }
+
+
+def changed_files(folder: Path, found: Manifest) -> tuple[str, ...]:
+    """The manifest's files that are not in its ``folder`` as it says, sorted."""
+    return tuple(
+        name
+        for name, recorded in sorted(found.files.items())
+        if not is_intact(folder, {name: recorded})
+    )
 
 
 def source_folder(model: str) -> str:

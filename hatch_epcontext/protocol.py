@@ -277,16 +277,75 @@ class MeasureRequest:
 
 
 @dataclass(frozen=True)
+class ContextFacts:
+    """One EPContext node, as it is written.
+
+    ``sidecar`` is "" where the blob is inside, or in another node; ``size`` and ``sha256`` are the
+    sidecar's, and "" where that is not there, or the size of the blob inside.
+    """
+
+    node: str
+    source: str
+    partition: str
+    ep_sdk_version: str
+    main: bool
+    sidecar: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class DescribeReply:
+    """What an ONNX file says. ``operators``: how many of each there are, contexts excepted;
+    ``external_data``: its files, and ``outside`` those that lead out of its folder; ``compatibility``:
+    by EP.
+    """
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    opsets: Mapping[str, int]
+    operators: Mapping[str, int]
+    contexts: tuple[ContextFacts, ...]
+    external_data: tuple[str, ...]
+    outside: tuple[str, ...]
+    compatibility: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class DescribeRequest:
+    """Read the ONNX file at ``path``, whoever made it."""
+
+    path: str
+
+    action: ClassVar[str] = "describe"
+    reply: ClassVar[type] = DescribeReply
+
+
+@dataclass(frozen=True)
 class Refusal:
     """The answer in place of a reply; a problem without a place is about the request as a whole."""
 
     problems: tuple[Problem, ...]
 
 
-Request = InspectRequest | PrepareRequest | CompileRequest | ValidateRequest | MeasureRequest
+Request = (
+    InspectRequest
+    | PrepareRequest
+    | CompileRequest
+    | ValidateRequest
+    | MeasureRequest
+    | DescribeRequest
+)
 REQUESTS = {
     request.action: request
-    for request in (InspectRequest, PrepareRequest, CompileRequest, ValidateRequest, MeasureRequest)
+    for request in (
+        InspectRequest,
+        PrepareRequest,
+        CompileRequest,
+        ValidateRequest,
+        MeasureRequest,
+        DescribeRequest,
+    )
 }
 
 DONE = 0

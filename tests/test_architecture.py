@@ -34,7 +34,7 @@ ORDER = [
     {"build"},
     {"manifest"},
     {"wheel"},
-    {"tree"},
+    {"tree", "inspection"},
     {"plugin", "cli"},
     {"hooks"},
 ]

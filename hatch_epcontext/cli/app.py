@@ -9,6 +9,7 @@ import click
 import hatch_epcontext
 from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
+from hatch_epcontext.cli.inspect import inspect
 from hatch_epcontext.cli.schema import schema
 from hatch_epcontext.errors import ConfigError, EpcontextError
 
@@ -43,5 +44,5 @@ def app() -> None:
     """
 
 
-for _command in (build, cache, schema):
+for _command in (build, cache, inspect, schema):
     app.add_command(_command)

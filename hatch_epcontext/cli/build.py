@@ -10,11 +10,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from hatch_epcontext.build import Result, peek
 from hatch_epcontext.build import build as run
 from hatch_epcontext.cache import Cache, default_root
+from hatch_epcontext.cli import output
 from hatch_epcontext.config import Config, load
 from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.plan import Plan, plan
@@ -123,17 +123,15 @@ def _show_plan(planned: Plan, staging: Path, cache: Cache, *, as_json: bool) -> 
         )
         click.echo(to_json(Planned(jobs, planned.requirements)), nl=False)
         return
-    table = Table()
-    for column in ("job", "provider", "fingerprint", "cache"):
-        table.add_column(column)
+    made = output.table("job", "provider", "fingerprint", "cache")
     for each in peeks:
-        table.add_row(
+        made.add_row(
             each.job.where,
             each.job.target.provider.name,
             each.fingerprint[:12],
             "has it" if each.cached else "to be compiled",
         )
-    Console().print(table)
+    output.show(made)
     click.echo(f"requires: {', '.join(planned.requirements)}")
 
 

@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from hatch_epcontext.cache import Entry, Store, default_root
 from hatch_epcontext.checks import size_in_bytes
+from hatch_epcontext.cli.output import show, table
 from hatch_epcontext.structure import show_size
 
 _LONGEST = datetime.timedelta(days=36500)
@@ -60,19 +59,17 @@ def info(store: Store) -> None:
     click.echo(f"{store.root}: {_told(entries)}")
     if not entries:
         return
-    table = Table()
-    for column in ("models", "files", "size", "last used", "fingerprint"):
-        table.add_column(column, justify="right" if column in ("files", "size") else "left")
+    made = table("models", "files", "size", "last used", "fingerprint")
     for entry in entries:
         used = entry.used.astimezone().strftime("%Y-%m-%d %H:%M")
         files = str(len(entry.record.files)) if entry.record else ""
         models = (
             ", ".join(context.model for context in entry.record.contexts) if entry.record else ""
         )
-        table.add_row(
+        made.add_row(
             models or "damaged", files, show_size(entry.size), used, entry.fingerprint[:12]
         )
-    Console().print(table)
+    show(made)
 
 
 @cache.command()

@@ -16,6 +16,10 @@ def _answer(request: Any) -> Any:
         from hatch_epcontext.worker.prepare import inspect
 
         return inspect(request)
+    if request.action == "describe":
+        from hatch_epcontext.worker.describe import describe
+
+        return describe(request)
     if request.action == "prepare":
         from hatch_epcontext.worker.prepare import prepare
 

@@ -94,18 +94,29 @@ def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
                 yield from attribute.tensors
 
 
-def external_data(model: onnx.ModelProto, folder: Path, where: str) -> tuple[str, ...]:
-    """The files in which ``model``, which lies in ``folder``, keeps tensors.
+def external_data_names(model: onnx.ModelProto) -> tuple[str, ...]:
+    """The files in which ``model`` keeps tensors, as it writes them, sorted; they need not be there."""
+    return tuple(sorted(_external_data_ends(model)))
 
-    Relative to ``folder``, with forward slashes, sorted. Raises ModelError, about ``where``, when one
-    leads out of the folder, is missing, or is too short.
-    """
+
+def _external_data_ends(model: onnx.ModelProto) -> dict[str, int]:
+    """Each file in which ``model`` keeps tensors -> the byte up to which it is used."""
     ends: dict[str, int] = {}
     for tensor in _tensors(model):
         if uses_external_data(tensor):
             info = ExternalDataInfo(tensor)
             end = int(info.offset or 0) + int(info.length or 0)
             ends[info.location] = max(ends.get(info.location, 0), end)
+    return ends
+
+
+def external_data(model: onnx.ModelProto, folder: Path, where: str) -> tuple[str, ...]:
+    """The files in which ``model``, which lies in ``folder``, keeps tensors.
+
+    Relative to ``folder``, with forward slashes, sorted. Raises ModelError, about ``where``, when one
+    leads out of the folder, is missing, or is too short.
+    """
+    ends = _external_data_ends(model)
     problems = []
     for location, end in sorted(ends.items()):
         if not stays_inside(folder, location):

@@ -17,9 +17,8 @@ from hatch_epcontext.protocol import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.describe import COMPATIBILITY
 from hatch_epcontext.worker.session import provider_of
-
-_COMPATIBILITY = "ep_compatibility_info."
 
 
 def read_optimized(name: str, result: Path) -> Context:
@@ -42,7 +41,7 @@ def read_context(name: str, prepared: Path, result: Path, target: TargetSpec) ->
     source = onnx.load(prepared, load_external_data=False)
     model = onnx.load(result, load_external_data=False)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    compatibility = metadata.get(_COMPATIBILITY + provider.ep, "")
+    compatibility = metadata.get(COMPATIBILITY + provider.ep, "")
     contexts = [node for node in graph.nodes(model.graph) if node.op_type == graph.CONTEXT_OP]
     problems = [
         *_wrong_contexts(contexts, result, provider),

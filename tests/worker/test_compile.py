@@ -85,6 +85,13 @@ def compiled(path: Path, to: TargetSpec, tmp_path: Path) -> tuple[CompileReply, 
     return compile_job(request), Path(request.folder)
 
 
+def compile_context_of(made: onnx.ModelProto, tmp_path: Path, options: Mapping[str, str]) -> Path:
+    """The context model that QNN makes of ``made``, with its sidecar beside it."""
+    path = save(made, tmp_path / "models" / "a.onnx")
+    reply, folder = compiled(path, target("qnn", options), tmp_path)
+    return folder / reply.contexts[0].model_file
+
+
 @needs_qnn
 def test_a_context_is_compiled_for_a_chip_that_is_not_here(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "batch.onnx")
