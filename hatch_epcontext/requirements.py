@@ -32,9 +32,18 @@ def distributions(target: Target) -> frozenset[str]:
     named: set[str] = {canonicalize_name(Requirement(r).name) for r in wanted}
     plugin = target.provider.plugin
     if plugin is not None and plugin.module:
-        owners = metadata.packages_distributions().get(plugin.module.split(".")[0], [])
-        named |= {canonicalize_name(owner) for owner in owners}
+        named |= _owners(plugin.module.split(".")[0])
     return frozenset({*named, *FLAVOURS})
+
+
+def _owners(package: str) -> set[str]:
+    """The installed distributions that have files in the import package ``package``."""
+    # `packages_distributions` sees all of them from Python 3.11 on only.
+    return {
+        canonicalize_name(each.name)
+        for each in metadata.distributions()
+        if any(file.parts[0] == package for file in each.files or ())
+    }
 
 
 def versions_of(target: Target, installed: Mapping[str, str]) -> dict[str, str]:
