@@ -322,6 +322,24 @@ class DescribeRequest:
 
 
 @dataclass(frozen=True)
+class SurveyReply:
+    """What this machine has for one EP: its ``devices`` in words, and if there are none ``why``."""
+
+    devices: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class SurveyRequest:
+    """Load the library of a provider, by name, and list its devices."""
+
+    provider: str
+
+    action: ClassVar[str] = "survey"
+    reply: ClassVar[type] = SurveyReply
+
+
+@dataclass(frozen=True)
 class Refusal:
     """The answer in place of a reply; a problem without a place is about the request as a whole."""
 
@@ -335,6 +353,7 @@ Request = (
     | ValidateRequest
     | MeasureRequest
     | DescribeRequest
+    | SurveyRequest
 )
 REQUESTS = {
     request.action: request
@@ -345,6 +364,7 @@ REQUESTS = {
         ValidateRequest,
         MeasureRequest,
         DescribeRequest,
+        SurveyRequest,
     )
 }
 

@@ -46,14 +46,14 @@ def _owners(package: str) -> set[str]:
     }
 
 
-def versions_of(target: Target, installed: Mapping[str, str]) -> dict[str, str]:
-    """The versions, out of those ``installed``, of all that ``target`` is compiled with.
+def versions_of(target: Target, there: Mapping[str, str]) -> dict[str, str]:
+    """The versions, out of those that are ``there``, of all that ``target`` is compiled with.
 
     A library that belongs to no distribution counts by its contents.
     """
-    versions = {name: installed[name] for name in sorted(distributions(target) & installed.keys())}
-    for name in distributions(target) - installed.keys() - frozenset(FLAVOURS):
-        if version := _installed(name):
+    versions = {name: there[name] for name in sorted(distributions(target) & there.keys())}
+    for name in distributions(target) - there.keys() - frozenset(FLAVOURS):
+        if version := installed(name):
             versions[name] = version
     plugin = target.provider.plugin
     if plugin is not None and plugin.path:
@@ -79,7 +79,7 @@ def _flavour(targets: Iterable[Target]) -> str:
             )
         )
     # Without isolation one may be there already, and then no other can come beside it.
-    if there := [flavour for flavour in possible if _installed(flavour)]:
+    if there := [flavour for flavour in possible if installed(flavour)]:
         return there[0]
 
     def dislike(flavour: str) -> int:
@@ -159,7 +159,7 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
     """
     targets = [target for target in targets if not target.from_cache]
     _check_available(targets)
-    flavours = {name: version for name in FLAVOURS if (version := _installed(name))}
+    flavours = {name: version for name in FLAVOURS if (version := installed(name))}
     if len(flavours) > 1:
         raise RequirementError(
             Problem(
@@ -171,7 +171,7 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
         )
     serves = {flavour for flavour in FLAVOURS if _serves(flavour, targets)}
     for rivals in {group for target in targets for group in target.provider.rivals}:
-        if len(there := sorted(name for name in rivals if _installed(name))) > 1:
+        if len(there := sorted(name for name in rivals if installed(name))) > 1:
             raise RequirementError(
                 Problem(
                     "this build environment",
@@ -188,7 +188,7 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
         name: str = canonicalize_name(requirement.name)
         if name in FLAVOURS and flavours.keys() & serves:
             name = next(iter(flavours))
-        version = _installed(name)
+        version = installed(name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             missing.append((str(requirement), version))
         else:
@@ -210,7 +210,8 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
     return versions
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

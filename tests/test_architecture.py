@@ -34,7 +34,7 @@ ORDER = [
     {"build"},
     {"manifest"},
     {"wheel"},
-    {"tree", "inspection"},
+    {"tree", "inspection", "survey"},
     {"plugin", "cli"},
     {"hooks"},
 ]

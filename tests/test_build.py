@@ -173,7 +173,7 @@ def test_a_target_is_taken_from_the_cache_whatever_is_installed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run(CPU)
-    monkeypatch.setattr(requirements, "_installed", lambda name: "99.0" if name in ONNX else None)
+    monkeypatch.setattr(requirements, "installed", lambda name: "99.0" if name in ONNX else None)
     monkeypatch.setattr(job_module, "call", None)
     (built,) = run(CPU, FROM_CACHE).built
     assert built.cached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,31 +11,22 @@ from hatch_epcontext.errors import EpcontextError, ModelError, Problem
 from hatch_epcontext.protocol import DONE, FAILED, REFUSED, REQUESTS, Refusal
 from hatch_epcontext.structure import from_json, to_json
 
+_ANSWERS = {
+    "inspect": "prepare.inspect",
+    "prepare": "prepare.prepare",
+    "compile": "compile.compile_job",
+    "measure": "measure.measure",
+    "validate": "validate.validate",
+    "describe": "describe.describe",
+    "survey": "survey.survey",
+}
+"""The function that answers each action; only its module is imported."""
+
 
 def _answer(request: Any) -> Any:
-    if request.action == "inspect":
-        from hatch_epcontext.worker.prepare import inspect
-
-        return inspect(request)
-    if request.action == "describe":
-        from hatch_epcontext.worker.describe import describe
-
-        return describe(request)
-    if request.action == "prepare":
-        from hatch_epcontext.worker.prepare import prepare
-
-        return prepare(request)
-    if request.action == "compile":
-        from hatch_epcontext.worker.compile import compile_job
-
-        return compile_job(request)
-    if request.action == "measure":
-        from hatch_epcontext.worker.measure import measure
-
-        return measure(request)
-    from hatch_epcontext.worker.validate import validate
-
-    return validate(request)
+    module, function = _ANSWERS[request.action].split(".")
+    found = importlib.import_module(f"hatch_epcontext.worker.{module}")
+    return getattr(found, function)(request)
 
 
 def main(action: str, asked: str, answered: str) -> int:

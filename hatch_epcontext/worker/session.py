@@ -43,7 +43,7 @@ def options(
     for key, value in {**target.session_options, **(session_options or {})}.items():
         result.add_session_config_entry(key, value)
     if provider.plugin is None:
-        _add_built_in(result, provider, provider_options)
+        add_built_in(result, provider, provider_options)
         return result
     register(provider.plugin, provider.ep, virtual=target.virtual_devices)
     devices = _devices(provider, target)
@@ -92,9 +92,10 @@ def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> or
     return ort.InferenceSession(model, session_options, enable_fallback=0)
 
 
-def _add_built_in(
+def add_built_in(
     result: ort.SessionOptions, provider: Provider, provider_options: Mapping[str, str]
 ) -> None:
+    """Add an EP that is a part of ONNX Runtime; raises AbsentError when it is not, or does not load."""
     there = ort.get_available_providers()
     if provider.ep not in there:
         raise AbsentError(
@@ -146,8 +147,8 @@ def _devices(provider: Provider, target: TargetSpec) -> list[Any]:
                     + (f" that is {', '.join(wanted)}." if wanted and offered else "."),
                     *([f"It needs {provider.needs}."] if provider.needs and not offered else []),
                     "ONNX Runtime has:",
-                    *(f"  {_described(each)}" for each in ort.get_ep_devices()),
-                    *(f"  {line}" for line in _incompatibilities(provider.ep)),
+                    *(f"  {described(each)}" for each in ort.get_ep_devices()),
+                    *(f"  {line}" for line in incompatibilities(provider.ep)),
                 ]
             ),
             "Choose one with device and device-filter."
@@ -170,7 +171,8 @@ def matches(device: Any, wanted: Mapping[str, str]) -> bool:
     return all(facts.get(name, "").casefold() == value.casefold() for name, value in wanted.items())
 
 
-def _described(device: Any) -> str:
+def described(device: Any) -> str:
+    """A device of an EP in words: the EP, the kind of device, its vendor, and what tells it apart."""
     facts = {**dict(device.device.metadata), **dict(device.ep_metadata)}
     # What tells devices apart: not where the library lies, nor what the hardware can do (in capitals).
     same = ("library_path", "version")
@@ -179,7 +181,7 @@ def _described(device: Any) -> str:
     return ", ".join([f"{device.ep_name} on {kind} ({device.device.vendor or 'unknown'})", *told])
 
 
-def _incompatibilities(ep: str) -> Iterator[str]:
+def incompatibilities(ep: str) -> Iterator[str]:
     """What the EP itself says of each piece of hardware that it does not take."""
     try:
         from onnxruntime.capi._pybind_state import (
