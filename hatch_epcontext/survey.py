@@ -51,12 +51,15 @@ def survey(project: Path, store: Store, environ: Mapping[str, str]) -> Survey:
     flavours = _versions(FLAVOURS)
     tools = _versions(requirement.split(">=")[0] for requirement in TOOLS)
     told, problems = _project(project, environ)
-    try:
-        check_environment((), TOOLS)
-    except EpcontextError as error:
-        problems += [f"{problem.what} {problem.fix}" for problem in error.problems]
-    if not flavours:
-        problems.append(f"No ONNX Runtime is installed: {', '.join(FLAVOURS[:2])} or another one.")
+    # What a project lacks has been told with it.
+    if not problems:
+        try:
+            check_environment((), TOOLS)
+        except EpcontextError as error:
+            problems += [f"{problem.what}\n{problem.fix}" for problem in error.problems]
+        if not flavours:
+            names = " or ".join(FLAVOURS[:2])
+            problems.append(f"No ONNX Runtime is installed: take {names}, or another one.")
     with tempfile.TemporaryDirectory(
         prefix="hatch-epcontext-", ignore_cleanup_errors=True
     ) as temporary:
