@@ -253,9 +253,9 @@ def test_profiles_become_the_eps_strings() -> None:
 
 def test_tensorrt_writes_its_own_contexts() -> None:
     assert PROVIDERS["tensorrt"].own_context_options is not None
-    assert PROVIDERS["tensorrt"].own_context_options("/work/a_ctx.onnx", True) == {
+    assert PROVIDERS["tensorrt"].own_context_options("/made/a_ctx.onnx", True) == {
         "trt_dump_ep_context_model": "1",
-        "trt_ep_context_file_path": "/work/a_ctx.onnx",
+        "trt_ep_context_file_path": "/made/a_ctx.onnx",
         "trt_ep_context_embed_mode": "1",
         "trt_engine_cache_enable": "0",
     }
