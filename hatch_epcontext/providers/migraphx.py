@@ -45,7 +45,7 @@ PROVIDER = Provider(
     sources=("the option names in onnxruntime-migraphx 1.27.1",),
     notes=(
         (
-            "The EP returns no EP contexts, so ONNX Runtime cannot compile for it. It keeps what it compiled in "
+            "The EP returns no EP contexts. It keeps what it compiled in a cache of its own, "
             "`migraphx_model_cache_dir`, on the user's machine: put that into `load-options`."
         ),
     ),
