@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import click
@@ -137,16 +138,20 @@ def _show_plan(planned: Plan, staging: Path, cache: Cache, *, as_json: bool) -> 
 
 def _run(planned: Plan, staging: Path, cache: Cache, *, quiet: bool) -> Result:
     console = Console(stderr=True)
-    columns = (TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Elsewhere than on a terminal a bar is noise: there each job is a line.
-    with Progress(
-        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
-    ) as progress:
+    if quiet or not console.is_terminal:
+        tell = _nothing if quiet else partial(click.echo, err=True)
+        return run(planned, staging, cache, tell)
+    columns = (TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("building", total=len(planned.jobs))
 
-        def tell(line: str) -> None:
+        def advance(line: str) -> None:
             progress.advance(task)
-            if not quiet:
-                console.out(line, highlight=False)
+            console.out(line, highlight=False)
 
-        return run(planned, staging, cache, tell)
+        return run(planned, staging, cache, advance)
+
+
+def _nothing(line: str) -> None:
+    """For whom no line is to be printed."""
