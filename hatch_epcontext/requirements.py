@@ -51,8 +51,9 @@ def versions_of(target: Target, there: Mapping[str, str]) -> dict[str, str]:
 
     A library that belongs to no distribution counts by its contents.
     """
-    versions = {name: there[name] for name in sorted(distributions(target) & there.keys())}
-    for name in distributions(target) - there.keys() - frozenset(FLAVOURS):
+    named = distributions(target)
+    versions = {name: there[name] for name in sorted(named & there.keys())}
+    for name in named - there.keys() - frozenset(FLAVOURS):
         if version := installed(name):
             versions[name] = version
     plugin = target.provider.plugin

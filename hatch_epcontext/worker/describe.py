@@ -28,30 +28,21 @@ def describe(request: DescribeRequest) -> DescribeReply:
         ) from None
     if not model.ir_version or not model.graph.node:
         raise ModelError(Problem(str(path), "is not an ONNX model: it has no graph."))
-    nodes = graph.compute_nodes(model.graph)
     operators = Counter(
-        f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        for node in nodes
+        graph.operator(node)
+        for node in graph.compute_nodes(model.graph)
         if node.op_type != graph.CONTEXT_OP
     )
+    named = graph.external_data_names(model)
+    inside = tuple(name for name in named if graph.stays_inside(path.parent, name))
     return DescribeReply(
         inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
         outputs=tuple(map(graph.facts, model.graph.output)),
         opsets={opset.domain or "ai.onnx": opset.version for opset in model.opset_import},
         operators=dict(operators.most_common()),
-        contexts=tuple(
-            _context(node, path.parent) for node in nodes if node.op_type == graph.CONTEXT_OP
-        ),
-        external_data=tuple(
-            name
-            for name in graph.external_data_names(model)
-            if graph.stays_inside(path.parent, name)
-        ),
-        outside=tuple(
-            name
-            for name in graph.external_data_names(model)
-            if not graph.stays_inside(path.parent, name)
-        ),
+        contexts=tuple(_context(node, path.parent) for node in graph.contexts(model.graph)),
+        external_data=inside,
+        outside=tuple(name for name in named if name not in inside),
         compatibility={
             entry.key.removeprefix(COMPATIBILITY): entry.value
             for entry in model.metadata_props
@@ -61,13 +52,8 @@ def describe(request: DescribeRequest) -> DescribeReply:
 
 
 def _context(node: onnx.NodeProto, folder: Path) -> ContextFacts:
-    def text(name: str) -> str:
-        return bytes(graph.attribute(node, name, b"")).decode("utf-8", "replace")
-
-    # Where the attributes are absent the operator's defaults hold: main and embedded.
-    main = graph.attribute(node, "main_context", 1) == 1
-    embedded = graph.attribute(node, "embed_mode", 1) != 0
-    sidecar = "" if embedded or not main else text("ep_cache_context")
+    main, embedded = graph.is_main(node), graph.is_embedded(node)
+    sidecar = "" if embedded or not main else graph.text(node, "ep_cache_context")
     found = folder / sidecar
     recorded = None
     if sidecar and graph.stays_inside(folder, sidecar) and found.is_file():
@@ -75,9 +61,9 @@ def _context(node: onnx.NodeProto, folder: Path) -> ContextFacts:
     size = len(graph.attribute(node, "ep_cache_context", b"")) if embedded and main else 0
     return ContextFacts(
         node=node.name,
-        source=text("source"),
-        partition=text("partition_name"),
-        ep_sdk_version=text("ep_sdk_version"),
+        source=graph.text(node, "source"),
+        partition=graph.text(node, "partition_name"),
+        ep_sdk_version=graph.text(node, "ep_sdk_version"),
         main=main,
         sidecar=sidecar,
         size=recorded.size if recorded else size,

@@ -40,7 +40,7 @@ def read(path: Path, where: str) -> onnx.ModelProto:
         raise refuse("is not an ONNX model: it cannot be read as one.") from None
     if not model.ir_version or not model.graph.node:
         raise refuse("is not an ONNX model: it has no graph.")
-    if any(node.op_type == CONTEXT_OP for node in nodes(model.graph)):
+    if contexts(model.graph):
         raise refuse(
             "is a context model already.",
             "List the source model that it was compiled from.",
@@ -68,12 +68,39 @@ def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return [node for node in nodes(graph) if node.op_type != "Constant"]
 
 
+def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The EPContext nodes of ``graph``, nested ones too."""
+    return [node for node in nodes(graph) if node.op_type == CONTEXT_OP]
+
+
+def operator(node: onnx.NodeProto) -> str:
+    """The operator of ``node``, after its domain where that is not ONNX's own."""
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+
+
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     """The value of an attribute of ``node``, text as bytes; ``default`` where it is absent."""
     for each in node.attribute:
         if each.name == name:
             return onnx.helper.get_attribute_value(each)
     return default
+
+
+def text(node: onnx.NodeProto, name: str) -> str:
+    """A text attribute of ``node``, which need not be UTF-8; empty where it is absent."""
+    return bytes(attribute(node, name, b"")).decode("utf-8", "replace")
+
+
+def is_main(node: onnx.NodeProto) -> bool:
+    """Whether an EPContext node has a context, and does not refer to another's."""
+    # 1 is the operator's default, which holds where the attribute is absent.
+    return bool(attribute(node, "main_context", 1) == 1)
+
+
+def is_embedded(node: onnx.NodeProto) -> bool:
+    """Whether an EPContext node has its context inside the model, and not in a sidecar."""
+    # 1 is the operator's default, which holds where the attribute is absent.
+    return bool(attribute(node, "embed_mode", 1) != 0)
 
 
 def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def read_context(name: str, prepared: Path, result: Path, target: TargetSpec) ->
     model = onnx.load(result, load_external_data=False)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     compatibility = metadata.get(COMPATIBILITY + provider.ep, "")
-    contexts = [node for node in graph.nodes(model.graph) if node.op_type == graph.CONTEXT_OP]
+    contexts = graph.contexts(model.graph)
     problems = [
         *_wrong_contexts(contexts, result, provider),
         *_wrong_chip(compatibility, contexts, provider, target),
@@ -66,7 +66,7 @@ def read_context(name: str, prepared: Path, result: Path, target: TargetSpec) ->
             left=tuple(_left(node, opened) for node in left),
         ),
         compatibility=compatibility,
-        ep_sdk_version=_text(contexts[0], "ep_sdk_version"),
+        ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),
     )
 
 
@@ -82,7 +82,7 @@ def _opened(prepared: onnx.ModelProto) -> frozenset[str]:
 
 
 def _left(node: onnx.NodeProto, opened: frozenset[str]) -> NodeFacts:
-    op = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    op = graph.operator(node)
     if still := sorted(opened.intersection(node.input)):
         return NodeFacts(node.name, op, f"the shape of {still[0]!r} depends on the data")
     if still := sorted(opened.intersection(node.output)):
@@ -96,17 +96,13 @@ def _wrong_contexts(
     if not contexts:
         yield Problem("", f"{provider.ep} wrote a model without a single EPContext node.")
     for node in contexts:
-        if (source := _text(node, "source")) != provider.ep:
+        if (source := graph.text(node, "source")) != provider.ep:
             yield Problem(
                 "", f"the EPContext node {node.name} was made by {source!r}, not by {provider.ep}."
             )
-        # Where the attributes are absent the operator's defaults hold: main and embedded.
-        if (
-            graph.attribute(node, "main_context", 1) != 1
-            or graph.attribute(node, "embed_mode", 1) != 0
-        ):
+        if graph.is_embedded(node) or not graph.is_main(node):
             continue
-        sidecar = _text(node, "ep_cache_context")
+        sidecar = graph.text(node, "ep_cache_context")
         if not graph.stays_inside(result.parent, sidecar):
             yield Problem(
                 "", f"the EPContext node {node.name} names a file elsewhere: {sidecar!r}."
@@ -122,7 +118,9 @@ def _wrong_chip(
 ) -> Iterator[Problem]:
     asked = {**target.device_filter, **target.provider_options}
     # Nodes that only refer to another's context need not say what made it.
-    versions = dict.fromkeys(filter(None, (_text(node, "ep_sdk_version") for node in contexts)))
+    versions = dict.fromkeys(
+        filter(None, (graph.text(node, "ep_sdk_version") for node in contexts))
+    )
     for version in versions or ("",):
         if wrong := provider.disagreement(compatibility, version, asked):
             yield Problem(
@@ -165,7 +163,3 @@ def _wrong_embedding(
             "than 2 GiB.",
             "Leave embed out." if target.embed else "Set external-initializers = true.",
         )
-
-
-def _text(node: onnx.NodeProto, name: str) -> str:
-    return bytes(graph.attribute(node, name, b"")).decode("utf-8", "replace")

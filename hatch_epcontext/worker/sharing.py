@@ -47,16 +47,12 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
     return contexts
 
 
-def _contexts(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    return [node for node in graph.nodes(model.graph) if node.op_type == graph.CONTEXT_OP]
-
-
 def _sidecars(result: Path) -> set[str]:
     model = onnx.load(result, load_external_data=False)
     return {
-        bytes(graph.attribute(node, "ep_cache_context", b"")).decode("utf-8", "replace")
-        for node in _contexts(model)
-        if graph.attribute(node, "main_context", 1) == 1
+        graph.text(node, "ep_cache_context")
+        for node in graph.contexts(model.graph)
+        if graph.is_main(node)
     }
 
 
@@ -66,11 +62,11 @@ def even_out(results: list[Path]) -> None:
     The member that is opened first allocates the buffer for all of them, whichever it is.
     """
     models = {result: onnx.load(result, load_external_data=False) for result in results}
-    nodes = [node for model in models.values() for node in _contexts(model)]
+    nodes = [node for model in models.values() for node in graph.contexts(model.graph)]
     largest = max((int(graph.attribute(node, "max_size", 0)) for node in nodes), default=0)
     for result, model in models.items():
         changed = False
-        for node in _contexts(model):
+        for node in graph.contexts(model.graph):
             for attribute in node.attribute:
                 if attribute.name == "max_size" and attribute.i != largest:
                     attribute.i, changed = largest, True
