@@ -22,10 +22,11 @@ from rich.table import Table
 
 from benchmarks.models import MODELS, fetch
 from benchmarks.plain import plain
-from hatch_epcontext.build import Result, build
+from hatch_epcontext.build import build
 from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import load
 from hatch_epcontext.plan import plan
+from hatch_epcontext.result import Result
 
 TARGETS: Mapping[str, Mapping[str, Any]] = {
     "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},

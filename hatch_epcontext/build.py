@@ -7,26 +7,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.cache import Cache
-from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.cache import Cache, default_root
+from hatch_epcontext.config import Config
+from hatch_epcontext.errors import BuildError
 from hatch_epcontext.fingerprint import model_sha256
-from hatch_epcontext.job import Built, JobRunner, Source
+from hatch_epcontext.job import JobRunner
 from hatch_epcontext.plan import Job, Plan, model_spec
-from hatch_epcontext.process import call
+from hatch_epcontext.process import Workers
 from hatch_epcontext.protocol import InspectReply, InspectRequest, ModelProfiles
 from hatch_epcontext.report import describe
 from hatch_epcontext.requirements import check_environment
+from hatch_epcontext.result import Failure, Result, Source
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a plan came to, models and jobs in the plan's order."""
+class IncompleteError(BuildError):
+    """Some jobs failed; ``result`` has what became of all of them."""
 
-    sources: tuple[Source, ...]
-    built: tuple[Built, ...]
+    def __init__(self, result: Result) -> None:
+        super().__init__(*(each for failure in result.failures for each in failure.problems))
+        self.result = result
 
 
-def inspect(plan: Plan, staging: Path) -> tuple[Source, ...]:
+def cache_of(config: Config, staging: Path, warn: Callable[[str], None]) -> Cache:
+    """The cache that ``config`` wants, with a folder in ``staging`` for what cannot be kept."""
+    root = (config.cache_dir or default_root()) if config.use_cache else None
+    return Cache(root, staging / "cache", warn)
+
+
+def inspect(plan: Plan, staging: Path, workers: Workers | None = None) -> tuple[Source, ...]:
     """All models of the plan as their files are; raises BuildError with all that is wrong with them."""
     models = plan.config.models
     static = {
@@ -42,9 +50,8 @@ def inspect(plan: Plan, staging: Path) -> tuple[Source, ...]:
         if target.profiles
     )
     request = InspectRequest(tuple(map(model_spec, models)), static, profiles)
-    reply: InspectReply = call(
-        request, staging / "inspect", where="reading the models", timeout=plan.config.timeout
-    )
+    workers = workers or Workers(plan.config.timeout)
+    reply: InspectReply = workers.call(request, staging / "inspect", where="reading the models")
     return tuple(
         Source(model, facts, model_sha256(model.path, facts.external_data))
         for model, facts in zip(models, reply.models, strict=True)
@@ -65,39 +72,51 @@ def peek(plan: Plan, staging: Path, cache: Cache) -> tuple[Peek, ...]:
 
     Raises as `build` does.
     """
-    _, runner = _runner(plan, staging, cache)
+    runner = runner_of(plan, staging, cache, Workers(plan.config.timeout))
     return tuple(Peek(job, *runner.peek(job)) for job in plan.jobs)
 
 
-def _runner(plan: Plan, staging: Path, cache: Cache) -> tuple[tuple[Source, ...], JobRunner]:
+def runner_of(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
+    """What runs the jobs of ``plan``, once the environment was checked and its models were read.
+
+    Raises RequirementError when the environment lacks something, and BuildError when a model is wrong.
+    """
     versions = check_environment(plan.config.targets, plan.requirements)
-    sources = inspect(plan, staging)
-    by_name = {source.model.name: source for source in sources}
-    return sources, JobRunner(by_name, versions, cache, staging, plan.config.timeout)
+    sources = {source.model.name: source for source in inspect(plan, staging, workers)}
+    return JobRunner(sources, versions, cache, staging, workers)
 
 
-def build(plan: Plan, staging: Path, cache: Cache, report: Callable[[str], None]) -> Result:
+def build(
+    plan: Plan,
+    staging: Path,
+    cache: Cache,
+    report: Callable[[str], None],
+    workers: Workers | None = None,
+) -> Result:
     """Compile and prove every job of the plan, those that the cache has excepted.
 
-    ``staging`` is a folder of this build's own; ``report`` is told one line for each finished job.
-    Raises RequirementError when the environment lacks something, and BuildError with all the jobs
-    that failed, once every other one is done and kept.
+    ``staging`` is a folder of this build's own; ``report`` is told one line for each job that ends;
+    ``workers`` are those of the plan's timeout if left out. Raises RequirementError when the
+    environment lacks something, BuildError when a model cannot be read, and IncompleteError when jobs
+    failed, once every other one is done and kept.
     """
-    sources, runner = _runner(plan, staging, cache)
-    built, problems = [], list[Problem]()
+    runner = runner_of(plan, staging, cache, workers or Workers(plan.config.timeout))
+    built, failures = [], []
     with ThreadPoolExecutor(plan.config.jobs) as pool:
         try:
-            for future in [pool.submit(runner.run, job) for job in plan.jobs]:
+            for job, future in [(job, pool.submit(runner.run, job)) for job in plan.jobs]:
                 try:
                     done = future.result()
                 except BuildError as error:
-                    problems += error.problems
+                    failures.append(Failure(job, error.problems))
+                    report(f"{job.where} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(done)
                     report(describe(done))
         finally:
             # An interrupted build is not to start what is still waiting.
             pool.shutdown(cancel_futures=True)
-    if problems:
-        raise BuildError(*problems)
-    return Result(sources, tuple(built))
+    result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
+    if failures:
+        raise IncompleteError(result)
+    return result

@@ -31,6 +31,7 @@ class Environment:
     timeout: float | None = None
     editable: Editable | None = None
     validate: Validate | None = None
+    report: Path | None = None
     overrides: tuple[str, ...] = ()
 
 
@@ -82,6 +83,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
 def _editable(text: str) -> str:
     return _choice(text, tuple(get_args(Editable)))
 
@@ -101,10 +106,11 @@ _READERS = {
     "SKIP": _switch,
     "TARGETS": _names,
     "FROM_CACHE": _names,
-    "CACHE_DIR": lambda text: Path(text).expanduser().absolute(),
+    "CACHE_DIR": _path,
     "NO_CACHE": _switch,
     "JOBS": _count,
     "TIMEOUT": _seconds,
     "EDITABLE": _editable,
     "VALIDATE": _validate,
+    "REPORT": _path,
 }

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from hatch_epcontext import manifest, wheel
 from hatch_epcontext.errors import BuildError, InspectionError, Problem
 from hatch_epcontext.manifest import Manifest
-from hatch_epcontext.process import call
+from hatch_epcontext.process import Workers
 from hatch_epcontext.protocol import DescribeReply, DescribeRequest
 from hatch_epcontext.requirements import check_environment
 from hatch_epcontext.structure import from_json
@@ -58,11 +58,10 @@ def inspect(path: Path) -> Inspection:
         prefix="hatch-epcontext-", ignore_cleanup_errors=True
     ) as temporary:
         try:
-            reply: DescribeReply = call(
+            reply: DescribeReply = Workers(TIMEOUT).call(
                 DescribeRequest(str(path.resolve())),
                 Path(temporary) / "describe",
                 where=str(path),
-                timeout=TIMEOUT,
             )
         except BuildError as error:
             raise InspectionError(*error.problems) from error

@@ -20,10 +20,11 @@ from hatch_epcontext.artifact import (
 from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import Model
 from hatch_epcontext.coverage import check_coverage
-from hatch_epcontext.errors import BuildError, ModelError, Problem
+from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.fingerprint import fingerprint
 from hatch_epcontext.plan import Job, model_spec, model_spec_of, target_spec
-from hatch_epcontext.process import call
+from hatch_epcontext.preparation import prepare
+from hatch_epcontext.process import Workers
 from hatch_epcontext.proof import (
     cannot,
     cannot_run,
@@ -33,62 +34,28 @@ from hatch_epcontext.proof import (
     without_running,
 )
 from hatch_epcontext.protocol import (
-    FOLDINGS,
     PROTOBUF_LIMIT,
     CompileReply,
     CompileRequest,
     Context,
-    Folding,
     MeasureReply,
     MeasureRequest,
-    ModelFacts,
-    PrepareReply,
-    PrepareRequest,
     ValidateReply,
     ValidateRequest,
 )
 from hatch_epcontext.requirements import versions_of
-
-
-@dataclass(frozen=True)
-class Source:
-    """A source model as this build found it."""
-
-    model: Model
-    facts: ModelFacts
-    sha256: str
-
-    @property
-    def size(self) -> int:
-        """Bytes of the model's file and its external data."""
-        folder = self.model.path.parent
-        names = (self.model.path.name, *self.facts.external_data)
-        return sum((folder / name).stat().st_size for name in names)
-
-
-@dataclass(frozen=True)
-class Built:
-    """A job that is done: its artifact, and the proof of each of its models.
-
-    ``saved``: bytes by which the artifact is smaller than its models would be that share nothing.
-    """
-
-    job: Job
-    artifact: Artifact
-    proofs: Mapping[str, Proof]
-    cached: bool
-    saved: int = 0
+from hatch_epcontext.result import Built, Source
 
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Runs jobs of one build; ``versions`` are of all that is installed for it, ``timeout`` in seconds."""
+    """Runs jobs of one build; ``versions`` are of all that is installed for it."""
 
     sources: Mapping[str, Source]
     versions: Mapping[str, str]
     cache: Cache
     staging: Path
-    timeout: float
+    workers: Workers
 
     def run(self, job: Job) -> Built:
         """Take the job's artifact from the cache or make it, and prove it.
@@ -173,7 +140,7 @@ class JobRunner:
     def _compile(self, job: Job, key: str, scratch: Path) -> Artifact:
         self._check_embeddable(job)
         start = time.monotonic()
-        prepared = [self._prepare(job, model, scratch) for model in job.models]
+        prepared = [prepare(job, model, scratch, self.workers) for model in job.models]
         prepare_seconds = time.monotonic() - start
         made = scratch / "artifact"
         made.mkdir()
@@ -184,9 +151,7 @@ class JobRunner:
             folder=str(made),
         )
         try:
-            reply: CompileReply = call(
-                request, scratch / "compile", where=job.where, timeout=self.timeout
-            )
+            reply: CompileReply = self.workers.call(request, scratch / "compile", where=job.where)
         except BuildError as error:
             raise _with_preparations(error, [preparation for _, preparation in prepared]) from None
         # Hashed before anything else comes near them.
@@ -218,51 +183,6 @@ class JobRunner:
                     )
                 )
 
-    def _prepare(self, job: Job, model: Model, scratch: Path) -> tuple[str, Preparation]:
-        """The prepared model and how it came about: by the strongest way that works.
-
-        One that leaves control flow, of which EPs with fixed shapes compile none, gives way to another
-        that leaves less.
-        """
-        best: tuple[Folding, PrepareReply] | None = None
-        failures: list[tuple[Folding, BuildError]] = []
-        for folding in FOLDINGS if job.target.optimization != "none" else FOLDINGS[-1:]:
-            if best is not None and folding == "none":
-                break
-            try:
-                reply = self._fold(job, model, folding, scratch)
-            except ModelError:
-                raise
-            except BuildError as error:
-                failures.append((folding, error))
-                continue
-            if best is None or len(reply.control_flow) < len(best[1].control_flow):
-                best = folding, reply
-            if not (best[1].control_flow and job.target.provider.static_shapes):
-                break
-        if best is None:
-            raise failures[-1][1]
-        folding, reply = best
-        return reply.path, Preparation(
-            folding,
-            reply.nodes_before,
-            reply.nodes,
-            reply.control_flow,
-            tuple(f"{name}: {p.what}" for name, error in failures for p in error.problems),
-        )
-
-    def _fold(self, job: Job, model: Model, folding: Folding, scratch: Path) -> PrepareReply:
-        folder = scratch / f"prepared-{model.name}-{folding}"
-        folder.mkdir()
-        compare = model.tolerance is not False
-        reply: PrepareReply = call(
-            PrepareRequest(model_spec(model), folding, str(folder), compare),
-            scratch / f"prepare-{model.name}-{folding}",
-            where=f"{job.where}: preparation",
-            timeout=self.timeout,
-        )
-        return reply
-
     def _measured(
         self, job: Job, compiled: CompileRequest, reply: CompileReply, times: Times, scratch: Path
     ) -> Times:
@@ -273,8 +193,8 @@ class JobRunner:
             compiled.prepared[0], compiled.target, reply.product, reply.contexts[0], compiled.folder
         )
         try:
-            measured: MeasureReply = call(
-                request, scratch / "measure", where=job.where, timeout=self.timeout
+            measured: MeasureReply = self.workers.call(
+                request, scratch / "measure", where=job.where
             )
         except BuildError as error:
             return replace(times, unmeasured="; ".join(p.what for p in error.problems))
@@ -313,11 +233,10 @@ class JobRunner:
             model.tolerance_for(job.target.provider),
             artifact.record.contexts if job.group else (),
         )
-        reply: ValidateReply = call(
+        reply: ValidateReply = self.workers.call(
             request,
             scratch / f"validate-{model.name}",
             where=f"{job.where}: validation",
-            timeout=self.timeout,
         )
         shutil.rmtree(moved)
         proof = proof_of(artifact, reply)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import hatch_epcontext
 from hatch_epcontext.artifact import GENERATOR, FileRecord, Preparation, Proof, is_intact
-from hatch_epcontext.build import Result
 from hatch_epcontext.checks import SOURCE
-from hatch_epcontext.job import Built, Source
 from hatch_epcontext.protocol import Coverage, TensorFacts
 from hatch_epcontext.providers import Device, Plugin, Product
+from hatch_epcontext.result import Built, Result, Source
 
 FILE = "epcontext.json"
 FORMAT = 1

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 if TYPE_CHECKING:
-    from hatch_epcontext.build import Result
+    from hatch_epcontext.cache import Cache
     from hatch_epcontext.config import Config
+    from hatch_epcontext.result import Result
 
 
 # Not subscripted: the number of its type parameters has changed between releases of hatchling.
@@ -65,9 +66,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext import tree
-        from hatch_epcontext.build import Result, inspect
+        from hatch_epcontext.build import inspect
         from hatch_epcontext.plan import plan
         from hatch_epcontext.requirements import INSPECTION, check_environment
+        from hatch_epcontext.result import Result
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
@@ -86,19 +88,33 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._clean_up()
 
     def _build(self, config: Config, staging: Path) -> Result:
-        from hatch_epcontext.build import build
-        from hatch_epcontext.cache import Cache, default_root
+        from hatch_epcontext.build import IncompleteError, build, cache_of
         from hatch_epcontext.plan import plan
+        from hatch_epcontext.process import Workers
+
+        cache = cache_of(config, staging, self._warning)
+        # What workers do is for those who ask for more, as with `hatch -v build`.
+        asked = self.app.verbosity
+        workers = Workers(config.timeout, self._info if asked > 0 else None, verbose=asked > 1)
+        try:
+            result = build(plan(config), staging, cache, self._info, workers)
+        except IncompleteError as error:
+            self._report(error.result, config, cache)
+            raise
+        self._report(result, config, cache)
+        return result
+
+    def _report(self, result: Result, config: Config, cache: Cache) -> None:
+        from hatch_epcontext import page
         from hatch_epcontext.report import make
         from hatch_epcontext.structure import to_json
 
-        root = (config.cache_dir or default_root()) if config.use_cache else None
-        cache = Cache(root, staging / "cache", self._warning)
-        result = build(plan(config), staging, cache, self._info)
-        name = f"{self.metadata.name}-{self.metadata.version}"
-        if kept := cache.keep_report(name, to_json(make(result.sources, result.built))):
+        report, name = make(result), self.metadata.name
+        if kept := cache.keep_report(f"{name}-{self.metadata.version}", to_json(report)):
             self._info(f"report: {kept}")
-        return result
+        if config.report is not None:
+            page.write(report, f"{name} {self.metadata.version}", config.report)
+            self._info(f"report: {config.report}")
 
     def _stage(self) -> Path:
         self._staging = tempfile.TemporaryDirectory(

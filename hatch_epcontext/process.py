@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import BuildError, ModelError, Problem
-from hatch_epcontext.protocol import DONE, FAILED, REFUSED, Refusal, Request
+from hatch_epcontext.protocol import DONE, FAILED, REFUSED, VERBOSE, Refusal, Request
 from hatch_epcontext.structure import from_json, to_json
 
 TAIL = 30
 """How many lines of a worker's log an error shows."""
+
+FOLLOWING = 0.2
+"""Seconds between two looks at the log of a worker that is followed."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
@@ -31,69 +37,124 @@ _WINDOWS_CRASHES = {
 }
 
 
-def call(request: Request, folder: Path, *, where: str, timeout: float) -> Any:
-    """The worker's reply to ``request``, of the type that the request names.
+@dataclass(frozen=True)
+class Workers:
+    """How workers are run.
 
-    ``folder`` is where the request, the reply and the log are written; it is made, and is the
-    worker's working directory. ``timeout`` is in seconds. Raises ModelError when the worker refuses,
-    and BuildError when it fails, crashes or takes too long.
+    ``timeout``: seconds for each. ``tell``, if given, is told what each is asked, and every line that it
+    prints while it runs; with ``verbose`` ONNX Runtime prints more than its warnings.
     """
-    folder.mkdir(parents=True)
-    asked, answered, log = folder / "request.json", folder / "reply.json", folder / "worker.log"
-    asked.write_text(to_json(request), encoding="utf-8")
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "hatch_epcontext.worker",
-        request.action,
-        asked,
-        answered,
-    ]
-    ended = _run(command, folder, log, timeout)
-    tail = _tail(log)
-    if ended is None:
-        raise BuildError(
-            Problem(
-                where,
-                f"the worker was stopped: it took longer than {timeout:g} seconds.",
-                "Give it more with timeout, or HATCH_EPCONTEXT_TIMEOUT.",
-                tail,
+
+    timeout: float
+    tell: Callable[[str], None] | None = None
+    verbose: bool = False
+
+    def call(self, request: Request, folder: Path, *, where: str) -> Any:
+        """The worker's reply to ``request``, of the type that the request names.
+
+        ``folder`` is where the request, the reply and the log are written; it is made, and is the
+        worker's working directory. Raises ModelError when the worker refuses, and BuildError when it
+        fails, crashes or takes too long.
+        """
+        folder.mkdir(parents=True)
+        asked, answered, log = folder / "request.json", folder / "reply.json", folder / "worker.log"
+        asked.write_text(to_json(request), encoding="utf-8")
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "hatch_epcontext.worker",
+            request.action,
+            asked,
+            answered,
+            *([VERBOSE] if self.verbose else []),
+        ]
+        with self._told(log, where, request.action):
+            ended = self._run(command, folder, log)
+        tail = _tail(log)
+        if ended is None:
+            raise BuildError(
+                Problem(
+                    where,
+                    f"the worker was stopped: it took longer than {self.timeout:g} seconds.",
+                    "Give it more with timeout, or HATCH_EPCONTEXT_TIMEOUT.",
+                    tail,
+                )
+            )
+        if ended not in (DONE, REFUSED, FAILED) or not answered.is_file():
+            raise BuildError(Problem(where, f"the worker {_death(ended)}.", _remedy(ended), tail))
+        text = answered.read_text(encoding="utf-8")
+        if ended == DONE:
+            return from_json(text, request.reply)
+        raise (ModelError if ended == REFUSED else BuildError)(
+            *(
+                replace(problem, where=problem.where or where, log=tail if ended == FAILED else "")
+                for problem in from_json(text, Refusal).problems
             )
         )
-    if ended not in (DONE, REFUSED, FAILED) or not answered.is_file():
-        raise BuildError(Problem(where, f"the worker {_death(ended)}.", _remedy(ended), tail))
-    text = answered.read_text(encoding="utf-8")
-    if ended == DONE:
-        return from_json(text, request.reply)
-    raise (ModelError if ended == REFUSED else BuildError)(
-        *(
-            replace(problem, where=problem.where or where, log=tail if ended == FAILED else "")
-            for problem in from_json(text, Refusal).problems
-        )
-    )
 
+    def _run(self, command: Sequence[str | Path], folder: Path, log: Path) -> int | None:
+        with log.open("wb") as sink:
+            try:
+                return subprocess.run(
+                    command,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    timeout=self.timeout,
+                    env={**os.environ, **_ENVIRONMENT},
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return None
 
-def _run(command: Sequence[str | Path], folder: Path, log: Path, timeout: float) -> int | None:
-    with log.open("wb") as sink:
+    @contextlib.contextmanager
+    def _told(self, log: Path, where: str, action: str) -> Iterator[None]:
+        """While it is entered, a thread tells what comes into ``log``."""
+        if self.tell is None:
+            yield
+            return
+        start = time.monotonic()
+        self.tell(f"{where}: {action} ...")
+        ended = threading.Event()
+        follower = threading.Thread(target=_follow, args=(log, ended, where, self.tell))
+        follower.start()
         try:
-            return subprocess.run(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                timeout=timeout,
-                env={**os.environ, **_ENVIRONMENT},
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return None
+            yield
+        finally:
+            ended.set()
+            follower.join()
+            self.tell(f"{where}: {action} took {time.monotonic() - start:.1f} s")
+
+
+def _follow(log: Path, ended: threading.Event, where: str, tell: Callable[[str], None]) -> None:
+    """Tell each line of ``log`` as soon as it is whole; the last one as it is.
+
+    A file, and no pipe: what a vendor's compiler starts and leaves behind would hold a pipe open.
+    """
+    offset, rest = 0, b""
+    last = False
+    while not last:
+        last = ended.wait(FOLLOWING)
+        if not log.is_file():
+            continue
+        with log.open("rb") as file:
+            file.seek(offset)
+            found = file.read()
+        offset += len(found)
+        *lines, rest = (rest + found).split(b"\n")
+        for line in [*lines, *([rest] if last and rest else [])]:
+            tell(f"{where} | {_plain(line.decode('utf-8', 'replace'))}")
+
+
+def _plain(text: str) -> str:
+    # ONNX Runtime colours its log even where it is no terminal.
+    return _COLOUR.sub("", text).rstrip("\r")
 
 
 def _tail(log: Path) -> str:
-    # ONNX Runtime colours its log even where it is no terminal.
-    text = _COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace"))
-    return "\n".join(text.splitlines()[-TAIL:])
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return "\n".join(_plain(line) for line in text.splitlines()[-TAIL:])
 
 
 def _death(code: int) -> str:

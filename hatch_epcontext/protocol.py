@@ -373,3 +373,5 @@ REFUSED = 3
 """The worker's exit code when the model or its configuration is at fault."""
 FAILED = 4
 """The worker's exit code when ONNX Runtime or the EP failed: its log may say more."""
+VERBOSE = "--verbose"
+"""The worker's last argument when all is to be told that ONNX Runtime has to say."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import hatch_epcontext
 from hatch_epcontext.artifact import GENERATOR, FileRecord, Preparation, Proof, Times
-from hatch_epcontext.job import Built, Source
+from hatch_epcontext.errors import Problem
 from hatch_epcontext.protocol import Context, Coverage
+from hatch_epcontext.result import Built, Failure, Result, Source
 from hatch_epcontext.structure import show_size
 
 MOST_WORDS = 90
@@ -48,19 +49,40 @@ class JobReport:
 
 
 @dataclass(frozen=True)
+class FailureReport:
+    """A job that failed: its ``models`` by name, and what is wrong with it."""
+
+    target: str
+    provider: str
+    models: tuple[str, ...]
+    group: str | None
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """All jobs of a build."""
 
     generator: str
     jobs: tuple[JobReport, ...]
+    failures: tuple[FailureReport, ...] = ()
 
 
-def make(sources: Iterable[Source], built: Iterable[Built]) -> Report:
-    """The report of a build: what the manifest says, and what it must not say, the times."""
-    by_name = {source.model.name: source for source in sources}
+def make(result: Result) -> Report:
+    """The report of a build: what the manifest says, and what it must not say, times and failures."""
+    by_name = {source.model.name: source for source in result.sources}
     return Report(
         f"{GENERATOR} {hatch_epcontext.__version__}",
-        tuple(_job(done, by_name) for done in built),
+        tuple(_job(done, by_name) for done in result.built),
+        tuple(map(_failure, result.failures)),
+    )
+
+
+def _failure(failure: Failure) -> FailureReport:
+    job = failure.job
+    names = tuple(model.name for model in job.models)
+    return FailureReport(
+        job.target.name, job.target.provider.name, names, job.group, failure.problems
     )
 
 

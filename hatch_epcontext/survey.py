@@ -11,7 +11,7 @@ from hatch_epcontext.cache import Store
 from hatch_epcontext.config import load
 from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.plan import plan
-from hatch_epcontext.process import call
+from hatch_epcontext.process import Workers
 from hatch_epcontext.protocol import SurveyReply, SurveyRequest
 from hatch_epcontext.providers import FLAVOURS, PROVIDERS, Provider
 from hatch_epcontext.pyproject import parse
@@ -87,11 +87,10 @@ def _state(provider: Provider, has_runtime: bool, scratch: Path) -> ProviderStat
         wanted = " and ".join(provider.requirements or (provider.flavours[0],))
         return ProviderState(provider.name, "", (), f"{wanted} is not installed.")
     try:
-        reply: SurveyReply = call(
+        reply: SurveyReply = Workers(TIMEOUT).call(
             SurveyRequest(provider.name),
             scratch / provider.name,
             where=provider.name,
-            timeout=TIMEOUT,
         )
     except BuildError as error:
         return ProviderState(provider.name, package, (), error.problems[0].what)

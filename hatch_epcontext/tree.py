@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from hatch_epcontext import manifest
 from hatch_epcontext.artifact import record_file
-from hatch_epcontext.build import Result
 from hatch_epcontext.errors import ConfigError, Problem
+from hatch_epcontext.result import Result
 from hatch_epcontext.structure import from_json, to_json
 from hatch_epcontext.tables import KEY
 from hatch_epcontext.wheel import Tree

@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 
 from hatch_epcontext import manifest
 from hatch_epcontext.artifact import link_or_copy, record_file
-from hatch_epcontext.build import Result
 from hatch_epcontext.config import Config
 from hatch_epcontext.errors import ConfigError, Problem, WheelError
 from hatch_epcontext.fingerprint import stream_sha256
+from hatch_epcontext.result import Result
 from hatch_epcontext.structure import from_json, show_size, to_json
 from hatch_epcontext.tables import KEY
 

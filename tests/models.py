@@ -29,12 +29,12 @@ def model(
     outputs: Sequence[onnx.ValueInfoProto],
     initializers: Sequence[onnx.TensorProto] = (),
     ir_version: int = 8,
+    domain: str = "",
 ) -> onnx.ModelProto:
-    """A checked model of opset 17."""
+    """A checked model of opset 17, or of version 1 of another ``domain`` as well."""
     graph = helper.make_graph(nodes, "graph", inputs, outputs, initializers)
-    made = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=ir_version
-    )
+    opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    made = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
     onnx.checker.check_model(made)
     return made
 
@@ -118,6 +118,16 @@ def choosing_nothing() -> onnx.ModelProto:
         [helper.make_node("NonZero", ["x"], ["y"], "where")],
         [value("x", [2, 4])],
         [value("y", [2, None], TensorProto.INT64)],
+    )
+
+
+def unknown_operator() -> onnx.ModelProto:
+    """An operator that nobody has."""
+    return model(
+        [helper.make_node("Strange", ["x"], ["y"], "strange", domain="our.own")],
+        [value("x", [2, 4])],
+        [value("y", [2, 4])],
+        domain="our.own",
     )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hatch_epcontext.artifact import Artifact, Proof
-from hatch_epcontext.build import Result
 from hatch_epcontext.config import Config, load
-from hatch_epcontext.job import Built, Source
 from hatch_epcontext.plan import plan
 from hatch_epcontext.protocol import ModelFacts
 from hatch_epcontext.pyproject import parse
+from hatch_epcontext.result import Built, Result, Source
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 

@@ -12,12 +12,13 @@ import pytest
 from hatch_epcontext import job as job_module
 from hatch_epcontext import proof as proof_module
 from hatch_epcontext import requirements
-from hatch_epcontext.build import Result, build
+from hatch_epcontext.build import build
 from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import load
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.plan import Job, plan
 from hatch_epcontext.pyproject import parse
+from hatch_epcontext.result import Result
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, network, save, transformer
 
@@ -174,7 +175,7 @@ def test_a_target_is_taken_from_the_cache_whatever_is_installed(
 ) -> None:
     first = run(CPU)
     monkeypatch.setattr(requirements, "installed", lambda name: "99.0" if name in ONNX else None)
-    monkeypatch.setattr(job_module, "call", None)
+    monkeypatch.setattr(job_module.JobRunner, "_compile", None)
     (built,) = run(CPU, FROM_CACHE).built
     assert built.cached
     assert built.artifact == first.built[0].artifact

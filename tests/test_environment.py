@@ -24,6 +24,7 @@ def test_all_variables(tmp_path: Path) -> None:
         SKIP="true",
         TARGETS="a, b,",
         CACHE_DIR=str(tmp_path),
+        REPORT=str(tmp_path / "r.html"),
         NO_CACHE="1",
         JOBS="3",
         TIMEOUT="2.5",
@@ -33,6 +34,7 @@ def test_all_variables(tmp_path: Path) -> None:
     assert settings.skip
     assert settings.targets == ("a", "b")
     assert settings.cache_dir == tmp_path
+    assert settings.report == tmp_path / "r.html"
     assert settings.no_cache
     assert (settings.jobs, settings.timeout) == (3, 2.5)
     assert (settings.editable, settings.validate) == ("compile", "require")

@@ -16,7 +16,7 @@ from hatch_epcontext import wheel
 from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.requirements import TOOLS
 from tests import projects
-from tests.models import model, network, save, save_with_data, value
+from tests.models import model, network, save, save_with_data, unknown_operator, value
 
 PROJECT = (
     projects.PROJECT
@@ -63,6 +63,27 @@ def failure(root: Path, capsys: pytest.CaptureFixture[str], version: str = "stan
     assert captured.out == ""
     assert "Traceback" not in captured.err
     return captured.err
+
+
+def test_a_page_about_the_build_is_written_where_the_environment_says(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    monkeypatch.setenv("HATCH_EPCONTEXT_REPORT", str(page))
+    make(root)
+    assert "<h1>my-app 1.0</h1>" in page.read_text(encoding="utf-8")
+    assert f"epcontext: report: {page}" in capsys.readouterr().err
+    save(unknown_operator(), root / "models" / "b.onnx")
+    failure(root, capsys)
+    assert "cannot be run on the CPU" in page.read_text(encoding="utf-8")
+
+
+def test_who_asks_hatch_for_more_is_told_what_workers_do(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HATCH_VERBOSE", "1")
+    make(root)
+    assert "epcontext: a -> cpu: compile ..." in capsys.readouterr().err
 
 
 def hook(root: Path, target: str = "wheel") -> EpcontextBuildHook:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from hatch_epcontext.errors import BuildError, Problem
-from hatch_epcontext.process import call
-from hatch_epcontext.protocol import InspectReply, InspectRequest, ModelSpec
+from hatch_epcontext.process import Workers
+from hatch_epcontext.protocol import InspectReply, InspectRequest, ModelSpec, PrepareRequest
 from tests.models import network, save
 
 
@@ -18,7 +19,7 @@ def request_for(path: Path) -> InspectRequest:
 
 def problem(tmp_path: Path, path: Path, timeout: float = 60) -> Problem:
     with pytest.raises(BuildError) as raised:
-        call(request_for(path), tmp_path / "call", where="a -> npu", timeout=timeout)
+        Workers(timeout).call(request_for(path), tmp_path / "call", where="a -> npu")
     (found,) = raised.value.problems
     return found
 
@@ -34,7 +35,7 @@ def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_request_in_one_reply_out(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "a.onnx")
-    reply = call(request_for(path), tmp_path / "call", where="reading", timeout=60)
+    reply = Workers(60).call(request_for(path), tmp_path / "call", where="reading")
     assert isinstance(reply, InspectReply)
     assert reply.models[0].inputs[0].shape == ("batch", 1, 8, 8)
 
@@ -101,3 +102,44 @@ def test_colours_of_the_log_are_taken_out(tmp_path: Path, dying: Path) -> None:
         "import os\nprint('\\x1b[0;93mwarning\\x1b[m', flush=True)\nos._exit(1)\n", encoding="utf-8"
     )
     assert problem(tmp_path, tmp_path / "a.onnx").log == "warning"
+
+
+def test_who_asks_is_told_what_a_worker_does_while_it_runs(tmp_path: Path, dying: Path) -> None:
+    dying.write_text(
+        "import os, time\n"
+        "print('\\x1b[0;93mfirst\\x1b[m', flush=True)\n"
+        f"wait = {str(tmp_path / 'told')!r}\n"
+        "end = time.monotonic() + 60\n"
+        "while not os.path.exists(wait) and time.monotonic() < end: time.sleep(0.05)\n"
+        "print('second', end='', flush=True)\n"
+        "os._exit(7)\n",
+        encoding="utf-8",
+    )
+    told: list[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if line.endswith("first"):
+            (tmp_path / "told").touch()
+
+    with pytest.raises(BuildError):
+        Workers(120, tell).call(
+            request_for(tmp_path / "a.onnx"), tmp_path / "call", where="a -> npu"
+        )
+    assert told[:3] == ["a -> npu: inspect ...", "a -> npu | first", "a -> npu | second"]
+    assert re.fullmatch(r"a -> npu: inspect took \d+\.\d s", told[3])
+    assert len(told) == 4
+
+
+def test_onnx_runtimes_whole_log_is_for_those_who_ask_for_it(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    spec = ModelSpec("a", str(path), "models[0]", {"batch": 1})
+    for name, verbose in (("short", False), ("whole", True)):
+        (tmp_path / name).mkdir()
+        told: list[str] = []
+        Workers(60, told.append, verbose=verbose).call(
+            PrepareRequest(spec, "onnxruntime", str(tmp_path / name), True),
+            tmp_path / f"call-{name}",
+            where="a",
+        )
+        assert any("[I:onnxruntime" in line for line in told) == verbose

@@ -15,7 +15,7 @@ def test_the_report_says_what_was_done_and_how_long_it_took(
     project: Path, artifact: Artifact
 ) -> None:
     result = resulting(configured(project), artifact)
-    made = report.make(result.sources, result.built)
+    made = report.make(result)
     (job,) = made.jobs
     assert (job.target, job.provider, job.cached) == ("cpu", "cpu", False)
     assert (job.times.compile, job.speedup) == (0.5, 4.0)

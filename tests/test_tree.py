@@ -7,8 +7,8 @@ import pytest
 
 from hatch_epcontext import tree
 from hatch_epcontext.artifact import Artifact
-from hatch_epcontext.build import Result
 from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.result import Result
 from tests.results import configured, resulting
 
 

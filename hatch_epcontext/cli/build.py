@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hatch_epcontext.build import Result, peek
-from hatch_epcontext.build import build as run
-from hatch_epcontext.cache import Cache, default_root
+from hatch_epcontext.build import cache_of, peek
+from hatch_epcontext.cache import Cache
 from hatch_epcontext.cli import output
+from hatch_epcontext.cli.running import (
+    Voice,
+    report_options,
+    run_plan,
+    voice_options,
+    warn,
+    workplace,
+)
 from hatch_epcontext.config import Config, load
 from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.plan import Plan, plan
 from hatch_epcontext.pyproject import tool_table
-from hatch_epcontext.report import make
 from hatch_epcontext.structure import show, suggestion, to_json
 
 
@@ -49,36 +51,32 @@ class Planned:
 @click.option("-t", "--target", "targets", multiple=True, help="Only this target; repeatable.")
 @click.option("-m", "--model", "models", multiple=True, help="Only this model; repeatable.")
 @click.option("--dry-run", is_flag=True, help="Show the jobs, and compile nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report (or the plan) as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@report_options
+@voice_options
 def build(
     project: Path,
     targets: tuple[str, ...],
     models: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
+    report: Path | None,
     quiet: bool,
+    verbose: int,
 ) -> None:
     """Compile and prove the models of PROJECT (the folder with its pyproject.toml), without a wheel.
 
     What is made goes into the cache, from which the next build of the wheel takes it.
     """
     config = _config(project.absolute(), targets, models)
+    config = dataclasses.replace(config, report=report or config.report)
     planned = plan(config)
-    with tempfile.TemporaryDirectory(
-        prefix="hatch-epcontext-", ignore_cleanup_errors=True
-    ) as temporary:
-        staging = Path(temporary).resolve()
-        root = (config.cache_dir or default_root()) if config.use_cache else None
-        cache = Cache(
-            root, staging / "cache", lambda text: click.echo(f"epcontext: {text}", err=True)
-        )
+    with workplace() as staging:
+        cache = cache_of(config, staging, warn)
         if dry_run:
             _show_plan(planned, staging, cache, as_json=as_json)
             return
-        result = _run(planned, staging, cache, quiet=quiet or as_json)
-    if as_json:
-        click.echo(to_json(make(result.sources, result.built)), nl=False)
+        voice = Voice(quiet or (as_json and not verbose), verbose)
+        run_plan(planned, staging, cache, voice, config.root.name, as_json=as_json)
 
 
 def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
@@ -134,24 +132,3 @@ def _show_plan(planned: Plan, staging: Path, cache: Cache, *, as_json: bool) -> 
         )
     output.show(made)
     click.echo(f"requires: {', '.join(planned.requirements)}")
-
-
-def _run(planned: Plan, staging: Path, cache: Cache, *, quiet: bool) -> Result:
-    console = Console(stderr=True)
-    # Elsewhere than on a terminal a bar is noise: there each job is a line.
-    if quiet or not console.is_terminal:
-        tell = _nothing if quiet else partial(click.echo, err=True)
-        return run(planned, staging, cache, tell)
-    columns = (TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("building", total=len(planned.jobs))
-
-        def advance(line: str) -> None:
-            progress.advance(task)
-            console.out(line, highlight=False)
-
-        return run(planned, staging, cache, advance)
-
-
-def _nothing(line: str) -> None:
-    """For whom no line is to be printed."""

@@ -77,6 +77,7 @@ def load(
         max_size=size_in_bytes(parsed.max_size) if parsed.max_size is not None else None,
         cache_dir=settings.cache_dir,
         use_cache=not settings.no_cache,
+        report=settings.report,
         overrides=settings.overrides,
     )
 

@@ -82,7 +82,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. ``output`` is None for ``<import package>/epcontext``."""
+    """A checked configuration.
+
+    ``output`` is None for ``<import package>/epcontext``; ``report`` is where the page about the build goes.
+    """
 
     root: Path
     models: tuple[Model, ...]
@@ -95,6 +98,7 @@ class Config:
     max_size: int | None
     cache_dir: Path | None
     use_cache: bool
+    report: Path | None
     overrides: tuple[str, ...]
 
     @property

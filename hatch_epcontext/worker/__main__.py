@@ -1,4 +1,4 @@
-"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY``: answer one request and end."""
+"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY [--verbose]``: answer one request and end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import EpcontextError, ModelError, Problem
-from hatch_epcontext.protocol import DONE, FAILED, REFUSED, REQUESTS, Refusal
+from hatch_epcontext.protocol import DONE, FAILED, REFUSED, REQUESTS, VERBOSE, Refusal
 from hatch_epcontext.structure import from_json, to_json
 
 _ANSWERS = {
@@ -22,6 +22,10 @@ _ANSWERS = {
 }
 """The function that answers each action; only its module is imported."""
 
+_WITHOUT_RUNTIME = ("describe",)
+_INFO = 1
+"""ONNX Runtime's severity of what is neither a warning nor for its own developers."""
+
 
 def _answer(request: Any) -> Any:
     module, function = _ANSWERS[request.action].split(".")
@@ -29,10 +33,14 @@ def _answer(request: Any) -> Any:
     return getattr(found, function)(request)
 
 
-def main(action: str, asked: str, answered: str) -> int:
+def main(action: str, asked: str, answered: str, *how: str) -> int:
     """Answer the request in the file ``asked`` with the file ``answered``; returns the exit code."""
     request = from_json(Path(asked).read_bytes(), REQUESTS[action])
     try:
+        if VERBOSE in how and action not in _WITHOUT_RUNTIME:
+            import onnxruntime
+
+            onnxruntime.set_default_logger_severity(_INFO)
         answer, code = _answer(request), DONE
     except ModelError as error:
         answer, code = Refusal(error.problems), REFUSED

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
-from tests.models import save, transformer
+from tests.models import save, transformer, unknown_operator
 
 
 def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
@@ -47,6 +47,34 @@ def test_the_report_as_json(cli: Cli, app_project: Path) -> None:
     report = json.loads(result.stdout)
     assert [job["models"][0]["model"] for job in report["jobs"]] == ["a", "b"]
     assert result.stderr == ""
+
+
+def test_a_page_about_it(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+    cli("build", app_project, "--report", tmp_path / "new" / "r.html", "-t", "one")
+    assert "ran and agrees" in (tmp_path / "new" / "r.html").read_text(encoding="utf-8")
+
+
+def test_what_failed_is_reported_with_what_did_not(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    save(unknown_operator(), app_project / "models" / "b.onnx")
+    page = tmp_path / "r.html"
+    result = cli("build", app_project, "--json", "--report", page, "-t", "one", code=1)
+    report = json.loads(result.stdout)
+    assert [job["models"][0]["model"] for job in report["jobs"]] == ["a"]
+    (failure,) = report["failures"]
+    assert (failure["models"], failure["target"]) == (["b"], "one")
+    assert "cannot be run on the CPU" in failure["problems"][0]["what"]
+    assert "cannot be run on the CPU" in page.read_text(encoding="utf-8")
+    told = cli("build", app_project, "-t", "one", code=1).stderr
+    assert "b -> one (cpu): FAILED" in told.splitlines()
+
+
+def test_verbose_tells_what_workers_do(cli: Cli, app_project: Path) -> None:
+    told = cli("build", app_project, "-v", "-t", "one", "-m", "a").stderr.splitlines()
+    assert "a -> one: compile ..." in told
+    assert "a -> one: validation: validate ..." in told
+    assert told[-1].startswith("a -> one (cpu): optimized graph")
 
 
 def test_quiet_is_quiet(cli: Cli, app_project: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.models import MODELS, fetch
 from benchmarks.zoo import ours
-from hatch_epcontext.build import Result
 from hatch_epcontext.report import describe
+from hatch_epcontext.result import Result
 from tests.conftest import needs_qnn
 
 pytestmark = needs_qnn

@@ -16,7 +16,7 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.process import call
+from hatch_epcontext.process import Workers
 from hatch_epcontext.protocol import CompileReply, CompileRequest, ModelSpec, TargetSpec
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.libraries import AbsentError
@@ -51,7 +51,7 @@ def compile_in_a_worker(to: TargetSpec, tmp_path: Path) -> CompileReply:
     folder = tmp_path / "compiled"
     folder.mkdir()
     request = CompileRequest((ModelSpec("a", str(path), "m"),), (str(path),), to, str(folder))
-    reply: CompileReply = call(request, tmp_path / "worker", where="a -> t", timeout=120)
+    reply: CompileReply = Workers(120).call(request, tmp_path / "worker", where="a -> t")
     return reply
 
 

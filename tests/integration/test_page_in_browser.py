@@ -1,0 +1,96 @@
+"""The page about a real build, with a failure in it, as a browser shows it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from hatch_epcontext import page
+from hatch_epcontext.build import IncompleteError, build, cache_of
+from hatch_epcontext.config import load
+from hatch_epcontext.plan import plan
+from hatch_epcontext.pyproject import parse
+from hatch_epcontext.report import make
+from tests.models import network, save, unknown_operator
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine"),
+]
+
+TOML = """
+[targets.cpu]
+provider = "cpu"
+[targets.a-target-with-quite-a-long-name]
+provider = "cpu"
+optimization = "all"
+[[models]]
+path = "models/a.onnx"
+[[models]]
+path = "models/b.onnx"
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # As root, in a container, Chromium has no sandbox.
+        launched = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def file(project: Path, tmp_path: Path) -> Path:
+    """The page about a build in which two jobs of four failed."""
+    save(network(), project / "models" / "a.onnx")
+    save(unknown_operator(), project / "models" / "b.onnx")
+    config = load(project, parse(TOML), {})
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    with pytest.raises(IncompleteError) as raised:
+        build(plan(config), staging, cache_of(config, staging, print), print)
+    path = tmp_path / "report.html"
+    page.write(make(raised.value.result), "my-app 1.0", path)
+    return path
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_is_shown_without_an_error_at_any_width(
+    browser: Browser, file: Path, width: int
+) -> None:
+    shown: Page = browser.new_page(viewport={"width": width, "height": 800})
+    wrong: list[str] = []
+    shown.on("console", lambda message: wrong.append(message.text))
+    shown.on("pageerror", lambda error: wrong.append(str(error)))
+    shown.on(
+        "request", lambda request: wrong.append(request.url) if "file:" not in request.url else None
+    )
+    shown.goto(file.as_uri())
+    assert wrong == []
+    assert shown.title() == "my-app 1.0: models"
+    assert shown.locator("h2").all_inner_texts() == [
+        "Failed",
+        "Models by targets",
+        "Opening a session",
+        "Jobs",
+    ]
+    assert shown.locator("article.failed").count() == 2
+    assert shown.locator("td .badge.good").count() == 2
+    # Nothing but what scrolls by itself is wider than the screen.
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    for bar in shown.locator("figure .track i").all():
+        box = bar.bounding_box()
+        assert box is not None
+        assert box["width"] >= 2
+        assert box["height"] > 0
+    shown.get_by_role("link", name="FAILED").first.click()
+    assert shown.url.endswith("#job-b-cpu")
+    shown.locator("summary").last.click()
+    assert shown.get_by_text("a_optimized.onnx").last.is_visible()
+    shown.close()
