@@ -72,6 +72,12 @@ class InspectionError(EpcontextError):
     headline = "it is not right"
 
 
+class OutputError(EpcontextError):
+    """What was made cannot be put where it is wanted."""
+
+    headline = "nothing is written"
+
+
 class WheelError(EpcontextError):
     """The wheel would not hold, or does not hold, what the manifest says."""
 

@@ -10,11 +10,15 @@ from hatch_epcontext.structure import show
 
 
 class Finder:
-    """Finds files in the project at ``root``, and adds to ``problems`` what it does not find."""
+    """Finds files in the project at ``root``, and adds to ``problems`` what it does not find.
 
-    def __init__(self, root: Path, problems: list[Problem]) -> None:
+    Unless it is ``confined`` it takes paths to anywhere.
+    """
+
+    def __init__(self, root: Path, problems: list[Problem], *, confined: bool = True) -> None:
         self._root = root
         self._problems = problems
+        self._confined = confined
 
     def matching(self, key: str, pattern: str) -> list[Path]:
         """The models that a path or a glob names, in order."""
@@ -51,6 +55,8 @@ class Finder:
         if not path:
             self._problems.append(Problem(key, "is required: a path inside the project."))
             return False
+        if not self._confined:
+            return True
         if not pure.is_absolute() and path[0] not in "/~" and ".." not in pure.parts:
             return True
         what = f"{show(path)} is not a path inside the project."
@@ -62,7 +68,9 @@ class Finder:
         return False
 
     def _absent(self, key: str, what: str) -> None:
-        fix = "If this is a build from an sdist, see that the sdist has it."
+        fix = (
+            "If this is a build from an sdist, see that the sdist has it." if self._confined else ""
+        )
         self._problems.append(Problem(key, what, fix))
 
 

@@ -33,7 +33,7 @@ ORDER = [
     {"page", "build"},
     {"manifest"},
     {"wheel"},
-    {"tree", "inspection", "survey"},
+    {"tree", "inspection", "survey", "publish"},
     {"plugin", "cli"},
     {"hooks"},
 ]

@@ -9,6 +9,7 @@ import click
 import hatch_epcontext
 from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
+from hatch_epcontext.cli.compile import compile_
 from hatch_epcontext.cli.doctor import doctor
 from hatch_epcontext.cli.inspect import inspect
 from hatch_epcontext.cli.schema import schema
@@ -45,5 +46,5 @@ def app() -> None:
     """
 
 
-for _command in (build, cache, doctor, inspect, schema):
+for _command in (build, cache, compile_, doctor, inspect, schema):
     app.add_command(_command)

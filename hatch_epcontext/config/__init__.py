@@ -27,10 +27,13 @@ def load(
     table: object,
     hook_table: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
+    *,
+    confined: bool = True,
 ) -> Config:
     """The configuration of the project in ``root``.
 
-    ``table`` is ``[tool.epcontext]``, or None if there is none; ``hook_table`` is the hook's own.
+    ``table`` is ``[tool.epcontext]``, or None if there is none; ``hook_table`` is the hook's own. With
+    ``confined`` all files have to be inside the project, as what is built from an sdist needs it.
     Raises ConfigError with all that is wrong in any of the three.
     """
     settings, problems = read_environment(environ)
@@ -46,7 +49,7 @@ def load(
     if settings.no_cache and settings.from_cache:
         what = "takes from the cache what HATCH_EPCONTEXT_NO_CACHE says not to use."
         problems.append(Problem("HATCH_EPCONTEXT_FROM_CACHE", what, "Unset one of them."))
-    reader = Reader(root, parsed, settings.targets, settings.from_cache)
+    reader = Reader(root, parsed, settings.targets, settings.from_cache, confined=confined)
     models = reader.models()
     # Models share targets, and so what is wrong with them; and what was left out for its type is
     # not to be missed on top of that.

@@ -38,11 +38,13 @@ class Reader:
         table: RootTable,
         wanted: tuple[str, ...] | None,
         cached: tuple[str, ...] | None,
+        *,
+        confined: bool = True,
     ) -> None:
         self._root = root
         self._table = table
         self.problems: list[Problem] = [*check_root(table)]
-        self._finder = Finder(root, self.problems)
+        self._finder = Finder(root, self.problems, confined=confined)
         self._targets = self._read_targets()
         self._defaults = self._named(table.default_targets, f"{KEY}.default-targets")
         self._wanted = self._named(wanted, "HATCH_EPCONTEXT_TARGETS")

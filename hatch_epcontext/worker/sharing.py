@@ -12,6 +12,8 @@ from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compile import compile_context
 from hatch_epcontext.worker.readback import read_context
 
+PREFIX = "ep.context_node_name_prefix"
+
 
 def compile_group(request: CompileRequest) -> tuple[Context, ...]:
     """Compile the request's models in order, each into a context model that names the same sidecar.
@@ -24,7 +26,7 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
         sharing = {
             "ep.share_ep_contexts": "1",
             # Their partitions lie in one sidecar, where names must differ.
-            "ep.context_node_name_prefix": f"{spec.name}_",
+            PREFIX: f"{request.target.session_options.get(PREFIX, '')}{spec.name}_",
         }
         if result == results[-1]:
             sharing["ep.stop_share_ep_contexts"] = "1"

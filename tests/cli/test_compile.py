@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.conftest import needs_qnn
+from tests.models import network, save, save_with_data, transformer
+
+QNN = ("-p", "qnn", "-O", "soc_model=60", "-O", "htp_arch=73")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save(network(), tmp_path / "models" / "net.onnx")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@needs_qnn
+def test_one_model_into_one_file_and_its_sidecar(cli: Cli, source: Path, out: Path) -> None:
+    told = cli("compile", source, "-o", out / "net_ctx.onnx", *QNN, "--dim", "batch=1")
+    assert (
+        "net -> qnn (qnn): 4/4 nodes in 1 context, for soc_model 60, htp_arch 73, ran"
+        in told.stderr
+    )
+    assert told.stdout.count("wrote ") == 2
+    assert names(out) == ["net_ctx.onnx", "net_ctx_qnn.bin"]
+    assert cli("inspect", out / "net_ctx.onnx", "--verify").output.endswith(
+        "1 file is there, as they should be\n"
+    )
+
+
+@needs_qnn
+def test_the_blob_inside_under_any_name(cli: Cli, source: Path, out: Path) -> None:
+    file = out / "anything.onnx"
+    cli("compile", source, "-o", file, *QNN, "--dim", "batch=1", "--embed", "--no-validate", "-q")
+    assert names(out) == ["anything.onnx"]
+    (node,) = onnx.load(file).graph.node
+    assert (node.op_type, node.name.startswith("QNN")) == ("EPContext", True)
+
+
+@needs_qnn
+def test_weights_are_shared_as_the_tool_of_onnx_runtime_does(
+    cli: Cli, tmp_path: Path, out: Path
+) -> None:
+    models = [save(transformer(n), tmp_path / f"model{n}.onnx") for n in (64, 1)]
+    told = cli(
+        "compile", *models, "-o", out, "-p", "qnn", "-O", "soc_model=60",
+        "-O", "htp_graph_finalization_optimization_mode=3",
+        "-C", "ep.context_node_name_prefix=_part1", "--share-weights",
+    )  # fmt: skip
+    assert "saved by sharing" in told.stderr
+    contexts = [onnx.load(out / f"model{n}_ctx.onnx") for n in (64, 1)]
+    named = {
+        attribute.s for model in contexts for node in model.graph.node
+        for attribute in node.attribute if attribute.name == "ep_cache_context"
+    }  # fmt: skip
+    assert named == {b"model64_ctx_qnn.bin"}
+    assert names(out) == ["model1_ctx.onnx", "model64_ctx.onnx", "model64_ctx_qnn.bin"]
+
+
+def test_an_optimized_graph_for_the_cpu(cli: Cli, source: Path, out: Path) -> None:
+    x = np.ones((2, 1, 8, 8), np.float32)
+    np.savez(source.parent / "x.npz", x=x)
+    arguments = ("-i", source.parent / "x.npz", "-l", "extended", "--shape", "x=2,1,8,8")
+    cli("compile", source, "-o", out / "o.onnx", "-p", "CPUExecutionProvider", *arguments)
+    session = onnxruntime.InferenceSession(out / "o.onnx")
+    assert session.get_inputs()[0].shape == [2, 1, 8, 8]
+    assert session.run(None, {"x": x})[0].shape == (2, 10)
+
+
+def test_several_models_into_a_folder_each_with_its_own_shapes(
+    cli: Cli, source: Path, out: Path
+) -> None:
+    other = save(network("n"), source.parent / "other.onnx")
+    shapes = ("--dim", "net:batch=3", "--dim", "other:n=2")
+    report = json.loads(
+        cli("compile", source, other, "-o", out, "-p", "cpu", *shapes, "--json").stdout
+    )
+    assert [job["models"][0]["model"] for job in report["jobs"]] == ["net", "other"]
+    assert names(out) == ["net_optimized.onnx", "other_optimized.onnx"]
+    found = [
+        onnxruntime.InferenceSession(out / name).get_inputs()[0].shape[0] for name in names(out)
+    ]
+    assert found == [3, 2]
+
+
+def test_all_that_is_wrong_is_told_with_its_flag(cli: Cli, source: Path, out: Path) -> None:
+    told = cli(
+        "compile", source, "-o", out, "-p", "qnn", "-O", "soc_modle=60", "-O", "htp_arch=999",
+        "-C", "session.nothing=1", "--dim", "batch=-1", "--set", "min-coverage=2",
+        "-i", source.parent / "absent.npz", code=2,
+    ).stderr  # fmt: skip
+    for line in (
+        "--option soc_modle",
+        "--option htp_arch",
+        '--config "session.nothing"',
+        f"{source}: --dim batch",
+        "--set min-coverage",
+        f"{source}: --inputs",
+    ):
+        assert line in told.splitlines()
+    assert "tool.epcontext" not in told
+    assert 'Did you mean "soc_model"?' in told
+    assert not out.exists()
+
+
+@needs_qnn
+def test_an_open_dimension_is_told_with_the_flag_that_fixes_it(
+    cli: Cli, source: Path, out: Path
+) -> None:
+    told = cli("compile", source, "-o", out, "-p", "qnn", code=1).stderr
+    assert f"{source}\n    the input 'x' has an open dimension" in told
+    assert "\n    Fix it: --dim batch=1" in told
+    told = cli("compile", save(network(None), source), "-o", out, "-p", "qnn", code=1).stderr
+    assert "\n    Fix it: --shape x=1,1,8,8" in told
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("-p", "nothing"), '--provider\n    "nothing" is not a provider'),
+        (("-p", "cpu", "--dim", "batch"), '"batch" is not key=value'),
+        (("-p", "cpu", "--set", "editable=1"), '"editable" is not a key that can be set'),
+        (("-p", "cpu", "--share-weights"), "--share-weights is for two models or more"),
+        (("-p", "cpu", "--embed"), "--embed\n    the cpu provider makes no contexts"),
+        ((), "Missing option '-p'"),
+    ],
+)
+def test_wrong_usage(
+    cli: Cli, source: Path, out: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in cli("compile", source, "-o", out, *arguments, code=2).stderr
+    assert not out.exists()
+
+
+def test_what_is_there_is_not_replaced_unasked(cli: Cli, source: Path, out: Path) -> None:
+    arguments = ("compile", source, "-p", "cpu", "-q", "-o")
+    cli(*arguments, out)
+    (file,) = out.iterdir()
+    file.write_bytes(b"theirs")
+    assert "is there already" in cli(*arguments, out, code=1).stderr
+    assert file.read_bytes() == b"theirs"
+    cli(*arguments, out, "--overwrite")
+    assert file.read_bytes() != b"theirs"
+
+
+def test_the_source_is_never_replaced(cli: Cli, tmp_path: Path) -> None:
+    source = save_with_data(network(), tmp_path / "net.onnx", "net_ctx_qnn.bin")
+    before = source.read_bytes()
+    told = cli("compile", source, "-p", "cpu", "-o", source, "--overwrite", code=1).stderr
+    assert "is the source's own file" in told
+    assert source.read_bytes() == before
+
+
+def test_twins(cli: Cli, source: Path, out: Path) -> None:
+    twin = save(network(), source.parent / "more" / "net.onnx")
+    assert (
+        "are both called net" in cli("compile", source, twin, "-o", out, "-p", "cpu", code=2).stderr
+    )
+    assert "has to be a folder" in cli(
+        "compile", source, twin, "-o", out / "a.onnx", "-p", "cpu", code=2
+    ).stderr  # fmt: skip
+
+
+def test_settings_of_a_project_do_not_count(
+    cli: Cli, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_TARGETS", "x-elite")
+    monkeypatch.setenv("HATCH_EPCONTEXT_VALIDATE", "false")
+    assert "ran and agrees" in cli("compile", source, "-o", out, "-p", "cpu").stderr
+
+
+def test_any_other_key(cli: Cli, source: Path, out: Path) -> None:
+    strict = (
+        "--set",
+        "tolerance={atol=0.0, rtol=0.0, cosine=1.0}",
+        "--set",
+        "external-initializers=true",
+    )
+    cli("compile", source, "-o", out, "-p", "cpu", "--constant", "nothing=1", *strict, code=1)
+    cli(
+        "compile",
+        source,
+        "-o",
+        out,
+        "-p",
+        "cpu",
+        *strict,
+        "--set",
+        "external-initializers-threshold=0",
+    )
+    assert names(out) == ["net_optimized.data", "net_optimized.onnx"]
