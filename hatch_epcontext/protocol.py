@@ -249,6 +249,8 @@ class ValidateRequest:
     tolerance: Tolerance | None
     sharing: tuple[Context, ...] = ()
     """All members of the context's weight-sharing group, in order; empty if it is in none."""
+    has_source: bool = True
+    """Whether ``model`` is the source; if not, there is nothing to compare with."""
 
     action: ClassVar[str] = "validate"
     reply: ClassVar[type] = ValidateReply

@@ -143,14 +143,15 @@ def _described(built: Built, preparation: Preparation, context: Context) -> Iter
         yield f"{coverage.compiled}/{coverage.nodes} nodes in {coverage.partitions} {contexts}"
     if made_for := built.job.target.provider.compiled_for(context.compatibility):
         yield "for " + ", ".join(f"{name} {value}" for name, value in made_for.items())
-    yield _told(built.proofs[context.model])
+    yield proven(built.proofs[context.model])
 
 
 def _short(text: str) -> str:
     return textwrap.shorten(text.rstrip("."), MOST_WORDS, placeholder=" ...")
 
 
-def _told(proof: Proof) -> str:
+def proven(proof: Proof) -> str:
+    """What a proof says, in words."""
     if proof.how == "none":
         return "NOT validated (validate = false)"
     if proof.how == "structure":

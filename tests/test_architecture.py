@@ -34,6 +34,7 @@ ORDER = [
     {"manifest"},
     {"wheel"},
     {"tree", "inspection", "survey", "publish"},
+    {"validation"},
     {"plugin", "cli"},
     {"hooks"},
 ]

@@ -13,6 +13,7 @@ from hatch_epcontext.cli.compile import compile_
 from hatch_epcontext.cli.doctor import doctor
 from hatch_epcontext.cli.inspect import inspect
 from hatch_epcontext.cli.schema import schema
+from hatch_epcontext.cli.validate import validate
 from hatch_epcontext.errors import ConfigError, EpcontextError
 
 
@@ -46,5 +47,5 @@ def app() -> None:
     """
 
 
-for _command in (build, cache, compile_, doctor, inspect, schema):
+for _command in (build, cache, compile_, doctor, inspect, schema, validate):
     app.add_command(_command)

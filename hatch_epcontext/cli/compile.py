@@ -22,6 +22,8 @@ from hatch_epcontext.plan import plan
 from hatch_epcontext.publish import places, publish, refuse_existing, refuse_sources
 from hatch_epcontext.structure import show_size
 
+HEADLINE = "nothing is written, because not every model could be compiled and proven"
+
 
 @click.command("compile")
 @click.argument(
@@ -82,7 +84,7 @@ def compile_(
     if share_weights and len(models) == 1:
         raise click.UsageError("--share-weights is for two models or more.")
     named = names_of(models, output if file else None)
-    with told_in_flags(named, flags), workplace() as staging:
+    with told_in_flags(named, flags, HEADLINE), workplace() as staging:
         config = configuration(
             named, flags, embed=embed, share_weights=share_weights, validate=not no_validate
         )

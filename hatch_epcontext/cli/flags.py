@@ -21,8 +21,8 @@ from click.shell_completion import CompletionItem
 
 from hatch_epcontext.config import Config, load
 from hatch_epcontext.environment import PREFIX
-from hatch_epcontext.errors import EpcontextError, Problem
-from hatch_epcontext.providers import PROVIDERS, Device, find
+from hatch_epcontext.errors import BuildError, EpcontextError, Problem
+from hatch_epcontext.providers import PROVIDERS, Device
 from hatch_epcontext.pyproject import parse
 from hatch_epcontext.structure import show, suggestion, toml_key
 from hatch_epcontext.tables import (
@@ -190,18 +190,21 @@ SHAPES = (
 )  # fmt: skip
 """Flags about a model's inputs."""
 
-COMPILING = (
-    click.option(
-        "-l", "--optimization", type=click.Choice(get_args(Optimization)),
-        help="ONNX Runtime's graph optimization before partitioning; basic if left out.",
-    ),
-    _pairs(
-        "--set", "settings", metavar="KEY=TOML", mapping=True,
-        help="Any other key of a target's or a model's table, such as min-coverage=0.9 or "
-        "tolerance={atol=0.1}; repeatable.",
-    ),
-)  # fmt: skip
-"""Flags about compiling."""
+OPTIMIZATION = click.option(
+    "-l",
+    "--optimization",
+    type=click.Choice(get_args(Optimization)),
+    help="ONNX Runtime's graph optimization before partitioning; basic if left out.",
+)
+
+SETTING = _pairs(
+    "--set",
+    "settings",
+    metavar="KEY=TOML",
+    mapping=True,
+    help="Any other key of a target's or a model's table, such as min-coverage=0.9 or "
+    "tolerance={atol=0.1}; repeatable.",
+)
 
 
 def job_flags(command: Command) -> Command:
@@ -212,7 +215,7 @@ def job_flags(command: Command) -> Command:
     def bundled(**given: Any) -> Any:
         return command(flags=Flags(**{name: given.pop(name) for name in names}), **given)
 
-    return with_options(bundled, provider_option(), *LOADING, *SHAPES, *COMPILING)
+    return with_options(bundled, provider_option(), *LOADING, *SHAPES, OPTIMIZATION, SETTING)
 
 
 def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
@@ -333,20 +336,22 @@ def _name(stem: str) -> str:
 
 
 @contextlib.contextmanager
-def told_in_flags(models: Mapping[str, Path], flags: Flags) -> Iterator[None]:
-    """Errors about the configuration as errors about the flags that it came from."""
+def told_in_flags(models: Mapping[str, Path], flags: Flags, headline: str) -> Iterator[None]:
+    """Errors about the configuration as errors about the flags that it came from.
+
+    ``headline``: what it means when a model fails, where nothing is shipped.
+    """
     try:
         yield
     except EpcontextError as error:
-        known = find(flags.provider)
         paths = [str(path) for path in models.values()]
-        error.problems = tuple(
-            _in_flags(problem, paths, known.name if known else "") for problem in error.problems
-        )
+        error.problems = tuple(_in_flags(problem, paths) for problem in error.problems)
+        if isinstance(error, BuildError):
+            error.headline = headline
         raise
 
 
-def _in_flags(problem: Problem, paths: Sequence[str], provider: str) -> Problem:
+def _in_flags(problem: Problem, paths: Sequence[str]) -> Problem:
     return dataclasses.replace(
         problem,
         where=_flag(problem.where, paths),
@@ -385,6 +390,7 @@ _FIXES = (
         re.compile(r"allow-unknown-options = true in the target's table"),
         lambda: "--set allow-unknown-options=true",
     ),
+    (re.compile(r"Say in constants"), lambda: "Say with --constant"),
     (re.compile(r"\nor build with isolation.*"), lambda: ""),
 )
 

@@ -47,11 +47,12 @@ def main(action: str, asked: str, answered: str, *how: str) -> int:
     except EpcontextError as error:
         answer, code = Refusal(error.problems), FAILED
     except Exception as error:
-        # ONNX Runtime's exceptions share no base class; what they say is for the user, and the
-        # traceback goes to the log.
-        import traceback
+        # ONNX Runtime's exceptions share no base class. What they say is for the user, and says all;
+        # of any other the traceback goes to the log.
+        if not type(error).__module__.startswith("onnxruntime."):
+            import traceback
 
-        traceback.print_exc()
+            traceback.print_exc()
         answer, code = Refusal((Problem("", f"{type(error).__name__}: {error}"),)), FAILED
     Path(answered).write_text(to_json(answer), encoding="utf-8")
     return code

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.errors import BuildError, ModelError, Problem
 from hatch_epcontext.protocol import ValidateReply, ValidateRequest
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.inputs import expected_outputs
+from hatch_epcontext.worker.inputs import dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import AbsentError
 from hatch_epcontext.worker.prepare import feeds_for, fix
 from hatch_epcontext.worker.reference import check_outputs, reference
@@ -20,7 +20,7 @@ from hatch_epcontext.worker.session import (
     open_session,
     provider_of,
 )
-from hatch_epcontext.worker.tensors import refuse_not_finite, run
+from hatch_epcontext.worker.tensors import Array, refuse_not_finite, run
 
 
 def validate(request: ValidateRequest) -> ValidateReply:
@@ -30,9 +30,7 @@ def validate(request: ValidateRequest) -> ValidateReply:
     CPU EP does not, or leaves the tolerance; ModelError when the dummy inputs do not fit.
     """
     spec = request.model
-    source = graph.read(Path(spec.path), spec.key)
-    fix(source, spec)
-    feeds = feeds_for(source, spec)
+    feeds = _feeds(request)
     expected = {} if request.tolerance is None else reference(spec, feeds)
     # What was opened first has to outlive the others.
     _others = [
@@ -56,6 +54,25 @@ def validate(request: ValidateRequest) -> ValidateReply:
         check_outputs(outputs, recorded, request.tolerance, spec, "what was recorded")
     agreements = check_outputs(outputs, expected, request.tolerance, spec, "the CPU's")
     return ValidateReply(agreements, absent)
+
+
+def _feeds(request: ValidateRequest) -> dict[str, Array]:
+    spec = request.model
+    taken = {tensor.name for tensor in request.context.inputs}
+    if not request.has_source:
+        return dummy_inputs(request.context.inputs, spec)
+    source = graph.read(Path(spec.path), spec.key)
+    fix(source, spec)
+    feeds = feeds_for(source, spec)
+    if more := sorted(feeds.keys() - taken):
+        raise ModelError(
+            Problem(
+                spec.key,
+                f"the source takes {', '.join(map(repr, more))}, and what was compiled of it does not.",
+                "Say in constants to which values they were frozen.",
+            )
+        )
+    return feeds
 
 
 def _absent(request: ValidateRequest) -> str:
