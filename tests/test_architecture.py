@@ -27,7 +27,7 @@ ORDER = [
     {"checks"},
     {"config", "process", "cache"},
     {"requirements"},
-    {"plan", "coverage"},
+    {"plan", "coverage", "scaffold"},
     {"proof", "preparation", "result"},
     {"job", "report"},
     {"page", "build"},
@@ -109,6 +109,7 @@ def test_the_hook_needs_nothing_of_the_command_line() -> None:
     assert not loaded_after("import hatch_epcontext.plugin, hatch_epcontext.build") & {
         "click",
         "rich",
+        "tomlkit",
     }
 
 

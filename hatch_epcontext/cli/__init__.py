@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from hatch_epcontext.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name not in ("click", "rich"):
+        if error.name not in ("click", "rich", "tomlkit"):
             raise
         print(f'epcontext: {error}. Run: pip install "hatch-epcontext[cli]"', file=sys.stderr)  # noqa: T201
         sys.exit(2)

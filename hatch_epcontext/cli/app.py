@@ -11,6 +11,7 @@ from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
 from hatch_epcontext.cli.compile import compile_
 from hatch_epcontext.cli.doctor import doctor
+from hatch_epcontext.cli.init import init
 from hatch_epcontext.cli.inspect import inspect
 from hatch_epcontext.cli.schema import schema
 from hatch_epcontext.cli.validate import validate
@@ -47,5 +48,5 @@ def app() -> None:
     """
 
 
-for _command in (build, cache, compile_, doctor, inspect, schema, validate):
+for _command in (build, cache, compile_, doctor, init, inspect, schema, validate):
     app.add_command(_command)

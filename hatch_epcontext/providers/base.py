@@ -127,6 +127,9 @@ class Provider:
     needs: str = ""
     """The hardware and the driver without which it offers no device."""
 
+    example: str = ""
+    """A line of TOML for a new configuration: the options without which little can be compiled."""
+
     notes: tuple[str, ...] = ()
     """What it cannot do and what one has to know, for the documentation."""
 

@@ -151,6 +151,7 @@ PROVIDER = Provider(
     defaults={"backend_type": "htp"},
     exclusive=(frozenset({"backend_type", "backend_path"}),),
     static_shapes=True,
+    example="provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite",
     # Half precision. Seen on real models: 0.02 between two probabilities, with a cosine of 0.9999.
     tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
     contradictions=_contradictions,

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.conftest import needs_qnn
+from tests.models import network, save
+
+BEFORE = '[project]\nname = "my-app"  # ours\nversion = "1"\n'
+
+
+@pytest.fixture
+def new_project(project: Path) -> Path:
+    (project / "pyproject.toml").write_text(BEFORE, encoding="utf-8")
+    for name in ("a", "b"):
+        save(network(), project / "models" / f"{name}.onnx")
+    return project
+
+
+@needs_qnn
+def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> None:
+    for folder in (".hidden", "dist", "env"):
+        save(network(), new_project / folder / "c.onnx")
+    (new_project / "env" / "pyvenv.cfg").touch()
+    (new_project / "models" / "damaged.onnx").write_text("text", encoding="utf-8")
+    cli("compile", new_project / "models" / "a.onnx", "-o", new_project / "models" / "a_ctx.onnx",
+        "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1", "-q")  # fmt: skip
+    told = cli("init", "--project", new_project)
+    assert "a_ctx.onnx: it is a context model already" in told.stderr
+    assert "damaged.onnx: is not an ONNX model" in told.stderr
+    assert "epcontext build --dry-run" in told.stdout
+    planned = json.loads(cli("build", new_project, "--dry-run", "--json").stdout)
+    assert [job["job"] for job in planned["jobs"]] == ["a -> qnn", "b -> qnn"]
+    assert "has all of it already" in cli("init", "--project", new_project).stdout
+
+
+def test_some_models_for_several_providers(
+    cli: Cli, new_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(new_project)
+    cli("init", "models/b.onnx", "-p", "cpu", "-p", "cuda")
+    planned = json.loads(cli("build", "-t", "cpu", "--dry-run", "--json").stdout)
+    assert [job["job"] for job in planned["jobs"]] == ["b -> cpu"]
+    cli("init", "models/a.onnx")
+    assert cli("build", "-t", "cpu").stderr.count("ran and agrees") == 2
+
+
+def test_a_dry_run_changes_nothing(cli: Cli, new_project: Path) -> None:
+    told = cli("init", "--project", new_project, "-p", "cpu", "--dry-run").stdout
+    assert '+path = "models/a.onnx"' in told
+    assert ' name = "my-app"  # ours' in told
+    assert (new_project / "pyproject.toml").read_text(encoding="utf-8") == BEFORE
+
+
+def test_line_ends_and_mode_stay(cli: Cli, new_project: Path) -> None:
+    file = new_project / "pyproject.toml"
+    file.write_bytes(BEFORE.replace("\n", "\r\n").encode())
+    file.chmod(0o640)
+    cli("init", "--project", new_project, "-p", "cpu")
+    text = file.read_bytes()
+    assert text.startswith(BEFORE.replace("\n", "\r\n").encode())
+    assert text.count(b"\n") == text.count(b"\r\n")
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert "has all of it already" in cli("init", "--project", new_project).stdout
+
+
+def test_what_cannot_be_done(cli: Cli, new_project: Path, tmp_path: Path) -> None:
+    elsewhere = save(network(), tmp_path / "elsewhere.onnx")
+    told = cli("init", elsewhere, "--project", new_project, code=2).stderr
+    assert "is not inside the project" in told
+    (new_project / "models" / "a.onnx").write_text("text", encoding="utf-8")
+    told = cli("init", new_project / "models" / "a.onnx", "--project", new_project, code=1).stderr
+    assert "is not an ONNX model" in told
+    assert (new_project / "pyproject.toml").read_text(encoding="utf-8") == BEFORE
+    (tmp_path / "empty").mkdir()
+    assert "is not there" in cli("init", "--project", tmp_path / "empty", code=2).stderr
+    (tmp_path / "empty" / "pyproject.toml").touch()
+    assert "has no ONNX models" in cli("init", "--project", tmp_path / "empty", code=2).stderr
+    assert "Invalid value for '-p'" in cli("init", "-p", "nothing", code=2).stderr
