@@ -146,20 +146,20 @@ class JobRunner:
         made.mkdir()
         request = CompileRequest(
             models=tuple(map(model_spec, job.models)),
-            prepared=tuple(path for path, _ in prepared),
+            prepared=tuple(each.path for each in prepared),
             target=target_spec(job.target),
             folder=str(made),
         )
         try:
             reply: CompileReply = self.workers.call(request, scratch / "compile", where=job.where)
         except BuildError as error:
-            raise _with_preparations(error, [preparation for _, preparation in prepared]) from None
+            raise _with_preparations(error, [each.how for each in prepared]) from None
         # Hashed before anything else comes near them.
         files = record_files(made)
         times = Times(prepare_seconds, reply.seconds)
         record = Record(
             reply.product,
-            tuple(preparation for _, preparation in prepared),
+            tuple(each.how for each in prepared),
             reply.contexts,
             files,
             versions_of(job.target, self.versions),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.artifact import Preparation
@@ -12,8 +14,19 @@ from hatch_epcontext.process import Workers
 from hatch_epcontext.protocol import FOLDINGS, Folding, PrepareReply, PrepareRequest
 
 
-def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> tuple[str, Preparation]:
-    """The path of the prepared model, below ``scratch``, and how it came about.
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared model: its absolute path, how it came about, and for inputs that choose among things by
+    an index how many there are.
+    """
+
+    path: str
+    how: Preparation
+    bounds: Mapping[str, int]
+
+
+def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared:
+    """Prepare ``model`` below ``scratch``.
 
     A way that leaves control flow, of which EPs with fixed shapes compile none, gives way to another that
     leaves less. Raises BuildError when none works.
@@ -37,13 +50,9 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> tuple[st
     if best is None:
         raise failures[-1][1]
     folding, reply = best
-    return reply.path, Preparation(
-        folding,
-        reply.nodes_before,
-        reply.nodes,
-        reply.control_flow,
-        tuple(f"{name}: {p.what}" for name, error in failures for p in error.problems),
-    )
+    failed = tuple(f"{name}: {p.what}" for name, error in failures for p in error.problems)
+    how = Preparation(folding, reply.nodes_before, reply.nodes, reply.control_flow, failed)
+    return Prepared(reply.path, how, reply.bounds)
 
 
 def _fold(

@@ -170,6 +170,8 @@ class PrepareReply:
     nodes_before: int
     nodes: int
     control_flow: tuple[str, ...]
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    """For inputs that choose among things by an index: how many there are."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,38 @@ class MeasureRequest:
 
 
 @dataclass(frozen=True)
+class OpenReply:
+    """Seconds for opening and for the first inference, and the peak of memory after opening in bytes.
+
+    ``memory`` is None where the system does not tell.
+    """
+
+    load: float
+    first: float
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
+
+    ``product`` is None for a prepared source model. ``inputs`` are those of the model, ``model`` says
+    what to feed, and ``bounds`` are those of its indices.
+    """
+
+    path: str
+    target: TargetSpec
+    product: Product | None
+    buffer: bool
+    model: ModelSpec
+    inputs: tuple[TensorFacts, ...]
+    bounds: Mapping[str, int]
+
+    action: ClassVar[str] = "open"
+    reply: ClassVar[type] = OpenReply
+
+
+@dataclass(frozen=True)
 class ContextFacts:
     """One EPContext node, as it is written.
 
@@ -354,6 +388,7 @@ Request = (
     | CompileRequest
     | ValidateRequest
     | MeasureRequest
+    | OpenRequest
     | DescribeRequest
     | SurveyRequest
 )
@@ -365,6 +400,7 @@ REQUESTS = {
         CompileRequest,
         ValidateRequest,
         MeasureRequest,
+        OpenRequest,
         DescribeRequest,
         SurveyRequest,
     )

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import hatch_epcontext
+from hatch_epcontext.cli.bench import bench_
 from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
 from hatch_epcontext.cli.compile import compile_
@@ -48,5 +49,5 @@ def app() -> None:
     """
 
 
-for _command in (build, cache, compile_, doctor, init, inspect, schema, validate):
+for _command in (bench_, build, cache, compile_, doctor, init, inspect, schema, validate):
     app.add_command(_command)

@@ -127,6 +127,10 @@ class Provider:
     needs: str = ""
     """The hardware and the driver without which it offers no device."""
 
+    runtime_cache: str = ""
+    """The option for loading that names a folder in which the EP keeps what it compiles when it opens an
+    artifact, if it has one."""
+
     example: str = ""
     """A line of TOML for a new configuration: the options without which little can be compiled."""
 

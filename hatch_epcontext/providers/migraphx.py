@@ -37,6 +37,7 @@ PROVIDER = Provider(
     product="optimized",
     flavours=("onnxruntime-migraphx",),
     devices=("gpu",),
+    runtime_cache="migraphx_model_cache_dir",
     tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
     needs="an AMD GPU and ROCm",
     verified="Nothing but its options.",

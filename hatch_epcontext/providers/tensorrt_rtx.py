@@ -94,6 +94,7 @@ PROVIDER = Provider(
         "model beside it to be opened",
     },
     profiles=_PROFILES,
+    runtime_cache="nv_runtime_cache_path",
     sources=(
         'onnxruntime.ai, "NVIDIA TensorRT RTX Execution Provider"',
         "`tensorrt_rtx_provider_options.h` in onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0",

@@ -17,6 +17,7 @@ _ANSWERS = {
     "compile": "compile.compile_job",
     "measure": "measure.measure",
     "validate": "validate.validate",
+    "open": "opening.open_once",
     "describe": "describe.describe",
     "survey": "survey.survey",
 }

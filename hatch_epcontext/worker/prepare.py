@@ -205,6 +205,7 @@ def prepare(request: PrepareRequest) -> PrepareReply:
     fixed = _fixed(spec, folder, request.folding)
     model = onnx.load(fixed, load_external_data=False)
     before = len(graph.compute_nodes(model.graph))
+    bounds = graph.index_bounds(model.graph)
     feeds = feeds_for(model, spec)
     # First, for a source that cannot be run is no fault of the folding.
     expected = reference(spec, feeds) if request.compare else {}
@@ -216,7 +217,7 @@ def prepare(request: PrepareRequest) -> PrepareReply:
         check_outputs(outputs, expected, _SAME, spec, "the source model's")
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
-    return PrepareReply(str(result), before, nodes, graph.control_flow(model.graph))
+    return PrepareReply(str(result), before, nodes, graph.control_flow(model.graph), bounds)
 
 
 _SAME = Tolerance(rtol=1e-2, atol=1e-3, cosine=0.999)

@@ -92,6 +92,18 @@ def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> or
     return ort.InferenceSession(model, session_options, enable_fallback=0)
 
 
+def use_bytes_of(path: Path, session_options: ort.SessionOptions) -> None:
+    """Say in ``session_options`` where the bytes come from with which a session will be opened.
+
+    They do not say it themselves, and what lies beside the file has to be found. The second option alone
+    would have sidecars looked for there as well, by a name that is taken for a folder.
+    """
+    session_options.add_session_config_entry("ep.context_file_path", str(path))
+    session_options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(path.parent)
+    )
+
+
 def add_built_in(
     result: ort.SessionOptions, provider: Provider, provider_options: Mapping[str, str]
 ) -> None:

@@ -19,6 +19,7 @@ from hatch_epcontext.worker.session import (
     cpu_options,
     open_session,
     provider_of,
+    use_bytes_of,
 )
 from hatch_epcontext.worker.tensors import Array, refuse_not_finite, run
 
@@ -103,12 +104,7 @@ def _from_memory(
     request: ValidateRequest, session_options: ort.SessionOptions
 ) -> ort.InferenceSession:
     path = _file(request)
-    # The bytes do not say where they came from, and what lies beside them has to be found. The second
-    # option alone would have sidecars looked for there as well, by a name that is taken for a folder.
-    session_options.add_session_config_entry("ep.context_file_path", str(path))
-    session_options.add_session_config_entry(
-        "session.model_external_initializers_file_folder_path", str(path.parent)
-    )
+    use_bytes_of(path, session_options)
     return open_session(path.read_bytes(), session_options)
 
 

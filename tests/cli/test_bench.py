@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.models import network, save, unknown_operator
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save(network(), tmp_path / "models" / "net.onnx")
+
+
+def test_a_table_a_chart_and_all_figures(cli: Cli, source: Path, tmp_path: Path) -> None:
+    file, chart = tmp_path / "b.json", tmp_path / "b.png"
+    before = set(source.parent.iterdir())
+    result = cli(
+        "bench", source, "-p", "cpu", "-n", "2", "--markdown", "--json", file, "--plot", chart
+    )
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| net ")]
+    assert [row.split("|")[2].strip() for row in rows] == ["disk", "memory"]
+    assert all(" x " in row and " -> " in row for row in rows)
+    assert "optimized load" in result.stdout
+    assert result.stderr.count("net: ") == 4
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert [len(each["load"]["values"]) for each in found["measured"]] == [2, 2, 2, 2]
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert set(source.parent.iterdir()) == before
+
+
+def test_what_fails_is_told_and_the_rest_is_measured(
+    cli: Cli, source: Path, tmp_path: Path
+) -> None:
+    other = save(unknown_operator(), tmp_path / "other.onnx")
+    result = cli("bench", source, other, "-p", "cpu", "-n", "1", "-q", code=1)
+    assert " net " in result.stdout
+    assert "not every model could be measured" in result.stderr
+    assert "cannot be run on the CPU" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--runs", "0"), "0 is not in the range"),
+        (("--plot", "chart.txt"), "--plot writes .png, .svg or .pdf"),
+        (("--json", "nowhere/b.json"), "There is no folder"),
+        (("-O", "nothing=1"), "--option nothing"),
+    ],
+)
+def test_wrong_usage(cli: Cli, source: Path, arguments: tuple[str, ...], told: str) -> None:
+    assert told in cli("bench", source, "-p", "cpu", *arguments, code=2).stderr
