@@ -1,15 +1,22 @@
 """Writes what is made from the package itself: ``python docs/generate.py``.
 
-That is the page about providers, and the JSON schema of the configuration inside the package.
+That is the pages about the configuration, the providers and the command line, and the JSON schema of the
+configuration inside the package.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
-from hatch_epcontext import schema
+import click
+
+from hatch_epcontext import schema, tables
+from hatch_epcontext.cli.app import app
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
+from hatch_epcontext.structure import described, show, toml_key
 
 FOLDER = Path(__file__).parent
 
@@ -126,9 +133,141 @@ def _option(name: str, option: Option) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+CONFIGURATION = """\
+# Configuration
+
+<!-- Made from the tables' dataclasses by docs/generate.py. -->
+
+All keys of `[tool.epcontext]`. Those that are not here are errors, and so are wrong types and impossible
+values: all at once, each with its dotted key, what was found, and what is allowed. Editors and
+`validate-pyproject` get the same from the JSON schema that the package ships (`epcontext schema`).
+
+The hook itself is switched on by Hatch's own table, which may be empty:
+`[tool.hatch.build.targets.wheel.hooks.epcontext]`.
+"""
+
+_ABOUT = {
+    "`[tool.epcontext]`": """\
+With `provider` this is the short form: one target, named after its provider, whose keys stand here beside
+these.""",
+    "`[tool.epcontext.targets.<name>]`": """\
+A named place models are compiled for.""",
+    "`[[tool.epcontext.models]]`": """\
+A model. {narrowable} of its targets may stand here too, and narrow them: tables are merged, other values
+replaced, and each counts for those targets whose provider knows it.""",
+    "`tolerance`": """\
+An output passes when `|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|` everywhere and its cosine
+similarity with the reference is at least `cosine`; that is not asked of an output which is so near to zero
+that its direction is rounding (an error below `atol / 100`, root mean square).""",
+    "`profiles`": """\
+Shapes of one input, such as `profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8],
+max = [8, 3, 8, 8] } }]`.""",
+}
+
+
+def configuration() -> str:
+    """The page about all keys."""
+    narrowable = _names(tables.NarrowableTable)
+    of_targets = _names(tables.TargetTable)
+    told = {
+        "`[tool.epcontext]`": (
+            tables.RootTable,
+            [
+                "provider",
+                *(n for n in _names(tables.RootTable) if n not in of_targets),
+                "min_coverage",
+            ],
+        ),
+        "`[tool.epcontext.targets.<name>]`": (
+            tables.TargetTable,
+            ["provider", *(name for name in of_targets if name != "provider")],
+        ),
+        "`[[tool.epcontext.models]]`": (
+            tables.ModelTable,
+            [name for name in _names(tables.ModelTable) if name not in narrowable],
+        ),
+        "`tolerance`": (tables.ToleranceTable, _names(tables.ToleranceTable)),
+        "`profiles`": (tables.ProfileTable, _names(tables.ProfileTable)),
+    }
+    parts = [CONFIGURATION]
+    for heading, (table, names) in told.items():
+        listed = ", ".join(f"`{toml_key(name)}`" for name in narrowable)
+        about = _ABOUT[heading].replace("{narrowable}", listed)
+        parts.append(
+            f"## {heading}\n\n{about}\n\n| key | takes | if left out | |\n| --- | --- | --- | --- |"
+        )
+        fields = {field.name: field for field in dataclasses.fields(table)}
+        hints = get_type_hints(table)
+        for name in dict.fromkeys(names):
+            doc = fields[name].metadata["doc"]
+            takes = _takes(hints[name])
+            parts.append(
+                f"| `{toml_key(name)}` | {takes} | {_left_out(fields[name])} | {doc} |".replace(
+                    "|  |", "| |"
+                )
+            )
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _names(table: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(table)]
+
+
+def _takes(hint: Any) -> str:
+    *others, last = described(hint).replace("|", "\\|").split(" or ")
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _left_out(field: dataclasses.Field[Any]) -> str:
+    if field.metadata.get("required"):
+        return "required"
+    if told := field.metadata["left_out"]:
+        return str(told)
+    if field.default in (None, dataclasses.MISSING, ()):
+        return ""
+    return f"`{show(field.default)}`"
+
+
+COMMANDS = """\
+# Command line
+
+<!-- Made from the commands' help by docs/generate.py. -->
+
+`pip install "hatch-epcontext[cli]"` brings `epcontext`. It calls what the hook calls.
+"""
+
+
+def commands() -> str:
+    """The page about all commands: what each says of itself."""
+    return "\n".join([COMMANDS, *_help(app, "epcontext", None)])
+
+
+def _help(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
+    context = click.Context(
+        command,
+        parent,
+        name.rsplit(" ", 1)[-1],
+        terminal_width=100,
+        max_content_width=100,
+        help_option_names=["-h", "--help"],
+    )
+    yield f"## {name}\n\n```text\n{command.get_help(context)}\n```\n"
+    if isinstance(command, click.Group):
+        for each in command.list_commands(context):
+            found = command.get_command(context, each)
+            assert found is not None
+            yield from _help(found, f"{name} {each}", context)
+
+
 def main() -> None:
     """Write all of them."""
-    (FOLDER / "providers.md").write_text(providers(), encoding="utf-8", newline="\n")
+    for name, page in (
+        ("providers", providers()),
+        ("configuration", configuration()),
+        ("commands", commands()),
+    ):
+        (FOLDER / f"{name}.md").write_text(page, encoding="utf-8", newline="\n")
     schema.FILE.write_text(schema.text(), encoding="utf-8", newline="\n")
 
 

@@ -54,7 +54,9 @@ def _table(table: type) -> dict[str, Any]:
     properties, required = {}, []
     for field in dataclasses.fields(table):
         key = toml_key(field.name)
-        properties[key] = {**_schema(hints[field.name]), "description": field.metadata["doc"]}
+        left_out = field.metadata["left_out"]
+        told = field.metadata["doc"] + (f" If left out: {left_out}." if left_out else "")
+        properties[key] = {**_schema(hints[field.name]), "description": told}
         if field.metadata.get("required"):
             required.append(key)
         elif field.default not in (None, dataclasses.MISSING, ()):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import shlex
+from types import ModuleType
 
 import pytest
 
 import hatch_epcontext
 from hatch_epcontext import environment, tables
+from hatch_epcontext.cli.app import app
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.pyproject import parse
 from hatch_epcontext.structure import toml_key
@@ -18,9 +21,12 @@ from tests.conftest import REPOSITORY
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
-def section(heading: str) -> str:
-    """The text under ``heading``, up to the next one."""
-    _, found = README.split(f"### {heading}\n", 1)
+CONFIGURATION = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def section(text: str, heading: str) -> str:
+    """What stands in ``text`` under ``heading``, up to the next one."""
+    _, found = text.split(f"{heading}\n", 1)
     return found.split("\n#", 1)[0]
 
 
@@ -32,18 +38,20 @@ def section(heading: str) -> str:
         ("`[[tool.epcontext.models]]`", tables.ModelTable),
     ],
 )
-def test_every_key_is_in_the_table_of_its_place(heading: str, table: type) -> None:
-    rows = re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", section(heading), re.MULTILINE)
-    told = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
+def test_every_key_is_told_in_its_place(heading: str, table: type) -> None:
+    told = set(re.findall(r"`([a-z-]+)`", section(CONFIGURATION, f"## {heading}")))
     keys = {toml_key(field.name) for field in dataclasses.fields(table)}
-    assert told - keys == set()
     # A target's are told once, with the targets.
     of_targets = {toml_key(field.name) for field in dataclasses.fields(tables.TargetTable)}
-    assert keys - told <= (set() if table is tables.TargetTable else of_targets)
+    assert keys - told <= (of_targets if table is tables.RootTable else set())
 
 
 def test_every_variable_is_told() -> None:
-    told = set(re.findall(r"^\| `HATCH_EPCONTEXT_([A-Z_]+)=", section("Environment"), re.MULTILINE))
+    told = set(
+        re.findall(
+            r"^\| `HATCH_EPCONTEXT_([A-Z_]+)=", section(README, "### Environment"), re.MULTILINE
+        )
+    )
     assert told == set(environment._READERS)
 
 
@@ -57,14 +65,39 @@ def test_every_provider_is_told_and_where_it_was_verified() -> None:
         assert re.search(rf"^\| .*`{name}`.*hardware", README, re.MULTILINE)
 
 
-def test_the_page_about_providers_is_what_the_registry_says() -> None:
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """``docs/generate.py``, which is no part of a package."""
     spec = importlib.util.spec_from_file_location("generate", REPOSITORY / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    page = (REPOSITORY / "docs" / "providers.md").read_text(encoding="utf-8")
-    assert page == generate.providers(), "run: python docs/generate.py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["providers", "configuration"])
+def test_a_generated_page_is_what_the_package_says(generate: ModuleType, name: str) -> None:
+    page = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert page == getattr(generate, name)(), "run: python docs/generate.py"
+
+
+def test_the_page_about_commands_is_what_their_help_says(generate: ModuleType) -> None:
+    page = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    # How lines are broken is click's, and changes with its releases.
+    assert page.split() == generate.commands().split(), "run: python docs/generate.py"
+
+
+def test_other_tools_are_answered_with_flags_that_exist() -> None:
+    page = (REPOSITORY / "docs" / "other-tools.md").read_text(encoding="utf-8")
+    lines = page.replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if line.startswith("epcontext ")]
+    commands += [cell for line in lines for cell in re.findall(r"\| `(epcontext [^`]+)`", line)]
+    assert len(commands) >= 7
+    for command in commands:
+        name, *arguments = shlex.split(command)[1:]
+        flags = {flag for p in app.commands[name].params for flag in p.opts + p.secondary_opts}
+        assert {each for each in arguments if each.startswith("-")} <= flags
 
 
 def test_the_page_about_providers_has_every_option() -> None:

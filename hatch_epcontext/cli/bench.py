@@ -70,11 +70,12 @@ def bench_(
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Measure how long it takes to open each MODEL: the source (shapes fixed, and folded), and what is
-    compiled of it, from disk and from memory, with the blob beside and inside.
+    """Measure what compiling models gains.
 
-    Every session is opened in a fresh process, and runs once. What is shown is the median, and in
-    parentheses the least and the most. Memory is the most that the process had once the session was open.
+    Opened are the source of each MODEL (shapes fixed, and folded) and what is compiled of it, from disk and
+    from memory, with the blob beside and inside: each in a fresh process, which runs it once. What is shown
+    is the median, and in parentheses the least and the most. Memory is the most that the process had once
+    the session was open. Nothing comes from the cache.
     """
     _check_outputs(as_json, plot)
     named = names_of(models)

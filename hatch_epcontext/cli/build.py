@@ -63,9 +63,10 @@ def build(
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Compile and prove the models of PROJECT (the folder with its pyproject.toml), without a wheel.
+    """Compile and prove a project's models, without a wheel.
 
-    What is made goes into the cache, from which the next build of the wheel takes it.
+    PROJECT is the folder with its pyproject.toml; this one if left out. What is made goes into
+    the cache, from which the next build of the wheel takes it.
     """
     config = _config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)

@@ -69,10 +69,11 @@ def compile_(
     quiet: bool,
     verbose: int,
 ) -> None:
-    r"""Compile each MODEL for a provider, prove the result as a build does, and write it to OUT.
+    r"""Compile any models, and prove the result.
 
-    Names of dimensions and inputs are of all models; before one that is of a single model stands the
-    model's name and a colon: --dim decoder:length=1.
+    Each MODEL is compiled for the provider and proven as in a build, and what is made goes to OUT. Names of
+    dimensions and inputs are of all models; before one that is of a single model stands the model's name and
+    a colon: --dim decoder:length=1.
 
     \b
     epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 --dim batch=1

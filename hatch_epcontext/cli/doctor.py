@@ -23,8 +23,9 @@ from hatch_epcontext.survey import survey as look
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.pass_context
 def doctor(ctx: click.Context, project: Path, as_json: bool) -> None:
-    """Show what this environment can compile for: ONNX Runtime, EPs, devices, and PROJECT's settings.
+    """Show what this environment can compile for.
 
+    That is: ONNX Runtime, EPs and their devices or why there are none, the cache, and PROJECT's hook.
     Ends with 1 when something has to be mended.
     """
     root = os.environ.get("HATCH_EPCONTEXT_CACHE_DIR")

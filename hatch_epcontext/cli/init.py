@@ -41,10 +41,11 @@ WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_l
 def init(
     models: tuple[Path, ...], providers: tuple[str, ...], project: Path, dry_run: bool
 ) -> None:
-    """Write the tables for each MODEL into pyproject.toml: with none, for all .onnx files of the project.
+    """Write the tables for models into pyproject.toml.
 
-    Inputs and open dimensions are read from the models. Where there is a configuration already, models
-    that it does not list are added. Everything else stays as it is.
+    Without a MODEL that is for all .onnx files of the project. Inputs and open dimensions are read from the
+    models. Where there is a configuration already, models that it does not list are added. Everything else
+    stays as it is.
     """
     root = project.resolve()
     file = root / "pyproject.toml"

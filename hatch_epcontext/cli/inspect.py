@@ -23,8 +23,9 @@ from hatch_epcontext.structure import show_size, to_json
     "--verify", is_flag=True, help="Check that all files are there, as the manifest says."
 )
 def inspect(path: Path, as_json: bool, verify: bool) -> None:
-    """Show what PATH says of itself: an ONNX model (compiled or not), a wheel, or a package's folder.
+    """Show what a model, a wheel or a package says of itself.
 
+    PATH is an ONNX model (compiled or not), a wheel, or a package's folder.
     It needs no ONNX Runtime; for an ONNX model it needs onnx.
     """
     found = look(path)

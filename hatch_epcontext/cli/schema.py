@@ -9,5 +9,5 @@ from hatch_epcontext.schema import FILE
 
 @click.command()
 def schema() -> None:
-    """Print the JSON schema of [tool.epcontext], for editors and other tools."""
+    """Print the JSON schema of [tool.epcontext]."""
     click.echo(FILE.read_text(encoding="utf-8"), nl=False)

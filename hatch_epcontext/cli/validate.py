@@ -50,8 +50,10 @@ def _command(
     verbose: int,
     **given: Any,
 ) -> None:
-    """Prove CONTEXT, a context model that anybody made: its files are there, beside it; it loads as
-    something precompiled, from a copy elsewhere; it runs, and agrees with what SOURCE answers on the CPU.
+    """Prove a context model that anybody made.
+
+    Its files are there, beside CONTEXT; it loads as something precompiled, from a copy elsewhere; it runs,
+    and agrees with what SOURCE answers on the CPU.
 
     The provider is what CONTEXT says, and options of a chip have to be those of which it was made. For an
     optimized graph name the provider. It fails where CONTEXT cannot be run, unless with --structure.
