@@ -53,7 +53,11 @@ class ConfigError(EpcontextError):
 class RequirementError(EpcontextError):
     """This environment lacks what the selected targets are compiled with."""
 
-    headline = "the build environment is not right"
+    headline = "the environment is not right"
+
+
+class MissingError(RequirementError):
+    """Something is not installed, or too old."""
 
 
 class BuildError(EpcontextError):

@@ -224,13 +224,15 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         """Errors that can be foreseen, as one message and without a traceback."""
-        from hatch_epcontext.errors import EpcontextError
+        from hatch_epcontext.errors import EpcontextError, MissingError
 
         try:
             yield
         except EpcontextError as error:
             self._clean_up()
-            self.app.abort(f"epcontext: {error}", error.exit_code)
+            missing = isinstance(error, MissingError)
+            hint = "\n    Or build with isolation, which installs it by itself." if missing else ""
+            self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()
             self.app.abort(f"epcontext: {error}")

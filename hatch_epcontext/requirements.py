@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config import Target
-from hatch_epcontext.errors import ConfigError, Problem, RequirementError
+from hatch_epcontext.errors import ConfigError, MissingError, Problem, RequirementError
 from hatch_epcontext.fingerprint import file_sha256
 from hatch_epcontext.providers import FLAVOURS
 from hatch_epcontext.tables import KEY
@@ -155,8 +155,8 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
     """The version of each installed distribution that ``requirements`` names.
 
     For builds without isolation, where nobody has installed anything. Raises RequirementError when a
-    target cannot be built on this machine, and with the pip command when something is missing, too
-    old, or there twice. Imports none of it.
+    target cannot be built on this machine or something is there twice, and MissingError with the pip
+    command when something is missing or too old. Imports none of it.
     """
     targets = [target for target in targets if not target.from_cache]
     _check_available(targets)
@@ -175,7 +175,7 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
         if len(there := sorted(name for name in rivals if installed(name))) > 1:
             raise RequirementError(
                 Problem(
-                    "this build environment",
+                    "this environment",
                     f"{' and '.join(there)} are both installed, and overwrite one another.",
                     f"Run: {_python()} -m pip uninstall {' '.join(there)}, "
                     "then install the one that is needed.",
@@ -200,12 +200,11 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
             for requirement, version in missing
         )
         quoted = " ".join(f'"{requirement}"' for requirement, _ in missing)
-        raise RequirementError(
+        raise MissingError(
             Problem(
-                "this build environment",
-                f"lacks what the targets are compiled with: {found}.",
-                f"Run: {_python()} -m pip install {quoted}\n"
-                "or build with isolation, which installs it by itself.",
+                "this environment",
+                f"lacks what this takes: {found}.",
+                f"Run: {_python()} -m pip install {quoted}",
             )
         )
     return versions

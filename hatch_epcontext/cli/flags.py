@@ -391,7 +391,6 @@ _FIXES = (
         lambda: "--set allow-unknown-options=true",
     ),
     (re.compile(r"Say in constants"), lambda: "Say with --constant"),
-    (re.compile(r"\nor build with isolation.*"), lambda: ""),
 )
 
 

@@ -127,8 +127,9 @@ def test_a_provider_that_is_not_installed(
     workshop.configure(CPU)
     python = fresh.executable("python")
     told = workshop.failure(python)
-    assert "lacks what the targets are compiled with: onnxruntime>=1.23 (is not installed)" in told
+    assert "lacks what this takes: onnxruntime>=1.23 (is not installed)" in told
     assert '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=2.0"' in told
+    assert "Or build with isolation, which installs it by itself." in told
 
 
 def test_a_worker_that_dies(workshop: Workshop) -> None:
