@@ -87,6 +87,13 @@ def _path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
+def _elsewhere(text: str) -> Path:
+    # Front ends build in folders of their own, which are gone afterwards.
+    if not Path(text).expanduser().is_absolute():
+        raise ValueError("an absolute path")
+    return _path(text)
+
+
 def _editable(text: str) -> str:
     return _choice(text, tuple(get_args(Editable)))
 
@@ -112,5 +119,5 @@ _READERS = {
     "TIMEOUT": _seconds,
     "EDITABLE": _editable,
     "VALIDATE": _validate,
-    "REPORT": _path,
+    "REPORT": _elsewhere,
 }

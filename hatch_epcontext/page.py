@@ -27,10 +27,12 @@ _BADGES = {
 def write(report: Report, title: str, path: Path) -> None:
     """Write the page about ``report`` to ``path``, whose folder is made if need be, in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A file's name need not be text, and stands in messages.
+    contents = render(report, title).encode("utf-8", "backslashreplace")
     descriptor, temporary = tempfile.mkstemp(prefix=".report-", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(render(report, title))
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(contents)
         # Temporary files are for their owner alone, and a report is to be read by others.
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)

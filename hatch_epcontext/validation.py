@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.artifact import Proof, link_or_copy
-from hatch_epcontext.errors import BuildError, InspectionError, Problem
+from hatch_epcontext.errors import BuildError, ConfigError, InspectionError, Problem
 from hatch_epcontext.inspection import Inspection, inspect, verify
 from hatch_epcontext.plan import Job, model_spec_of, target_spec
 from hatch_epcontext.process import Workers
 from hatch_epcontext.proof import cannot
 from hatch_epcontext.protocol import Context, DescribeReply, ValidateReply, ValidateRequest
 from hatch_epcontext.providers import PROVIDERS, Provider, find
+from hatch_epcontext.structure import suggestion
 
 
 def read(path: Path) -> DescribeReply:
@@ -44,14 +45,14 @@ def _stays(sidecar: str) -> bool:
 def provider_of(path: Path, model: DescribeReply, wanted: str | None) -> Provider:
     """The provider whose contexts these are; ``wanted`` is what the user says it is.
 
-    Raises InspectionError when they are another's, or nobody is known who made them.
+    Raises ConfigError when that is none, and InspectionError when they are another's or nobody is known
+    who made them.
     """
     sources = list(dict.fromkeys(context.source for context in model.contexts))
     given = find(wanted) if wanted is not None else None
     if wanted is not None and given is None:
-        raise InspectionError(
-            Problem("--provider", f"{wanted!r} is none of {', '.join(PROVIDERS)}.")
-        )
+        what = f"{wanted!r} is not a provider that exists here."
+        raise ConfigError(Problem("--provider", what, suggestion(wanted, list(PROVIDERS))))
     if not sources:
         if given is not None and given.product == "optimized":
             return given

@@ -66,6 +66,7 @@ def test_the_cache_folder_is_absolute_wherever_the_build_runs() -> None:
         ("EDITABLE", "inplace", "source or compile or skip"),
         ("VALIDATE", "yes", "auto or require or structure or false"),
         ("SKIP", "maybe", "1 or 0"),
+        ("REPORT", "report.html", "an absolute path"),
         ("TARGET", "x", "is not a variable that is read"),
     ],
 )

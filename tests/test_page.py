@@ -88,8 +88,17 @@ def test_a_file_is_written_whole_or_not_at_all(
     before = path.read_text(encoding="utf-8")
     assert before.startswith("<!DOCTYPE html>")
     assert path.stat().st_mode & 0o777 == 0o644
-    monkeypatch.setattr(page, "render", lambda *_: "\ud800")
-    with pytest.raises(UnicodeEncodeError):
+
+    def fails(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="full"):
         page.write(made, "b", path)
     assert path.read_text(encoding="utf-8") == before
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_name_that_is_no_text_is_told_as_far_as_it_can_be(made: Report, tmp_path: Path) -> None:
+    page.write(made, "caf\udce9", tmp_path / "r.html")
+    assert "caf\\udce9" in (tmp_path / "r.html").read_text(encoding="utf-8")

@@ -97,7 +97,9 @@ def test_another_chip(cli: Cli, context: Path) -> None:
 def test_another_provider(cli: Cli, context: Path) -> None:
     told = cli("validate", context, "-p", "openvino", code=1).stderr
     assert "were made by 'QNNExecutionProvider', and not by OpenVINOExecutionProvider" in told
-    assert "'nobody' is none of cpu" in cli("validate", context, "-p", "nobody", code=1).stderr
+    told = cli("validate", context, "-p", "qnm", code=2).stderr
+    assert "'qnm' is not a provider that exists here" in told
+    assert 'Did you mean "qnn"?' in told
 
 
 @needs_qnn
