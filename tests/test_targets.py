@@ -32,7 +32,9 @@ def problem(project: Path, toml: str) -> tuple[str, Problem]:
 
 
 @pytest.mark.parametrize(
-    "provider", [p for p in PROVIDERS.values() if not p.needs_library], ids=str
+    "provider",
+    [p for p in PROVIDERS.values() if not p.needs_library],
+    ids=lambda provider: provider.name,
 )
 def test_every_provider_needs_no_more_than_its_name(project: Path, provider: Provider) -> None:
     found = target(project, f'provider = "{provider.ep}"')
