@@ -29,6 +29,7 @@ from hatch_epcontext.artifact import (
     is_intact,
     link_or_copy,
 )
+from hatch_epcontext.files import replace, sync
 from hatch_epcontext.structure import from_json, to_json
 
 LAYOUT = "v1"
@@ -70,7 +71,7 @@ class Cache:
         if self._root is None:
             return
         with contextlib.suppress(OSError):
-            _replace(self._latest(self._root, recipe), f"{fingerprint}\n")
+            replace(self._latest(self._root, recipe), f"{fingerprint}\n")
 
     def latest(self, recipe: str) -> Artifact | None:
         """What was last made of ``recipe``, if it is there with every byte as it was stored."""
@@ -105,14 +106,14 @@ class Cache:
     def keep_proof(self, artifact: Artifact, key: str, proof: Proof) -> None:
         """Keep ``proof`` beside ``artifact``, if that can be written: it can be made again."""
         with contextlib.suppress(OSError):
-            _replace(self._proof_file(artifact, key), to_json(proof))
+            replace(self._proof_file(artifact, key), to_json(proof))
 
     def keep_report(self, name: str, text: str) -> Path | None:
         """Keep the report of the last build of ``name``; returns where, or None if nothing is kept."""
         if self._root is None:
             return None
         try:
-            return _replace(self._root / "reports" / f"{name}.json", text)
+            return replace(self._root / "reports" / f"{name}.json", text)
         except OSError:
             return None
 
@@ -134,8 +135,8 @@ class Cache:
             shutil.copytree(folder, staged / "files", copy_function=link_or_copy)
             for file in (staged / "files").rglob("*"):
                 if file.is_file():
-                    _sync(file)
-            _write(staged / "record.json", to_json(record))
+                    sync(file)
+            replace(staged / "record.json", to_json(record))
             return self._publish(staged, entry, record)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
@@ -241,21 +242,3 @@ def _entry(folder: Path) -> Entry:
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     used = datetime.datetime.fromtimestamp(folder.stat().st_mtime, datetime.timezone.utc)
     return Entry(folder, record, size, used)
-
-
-def _replace(file: Path, text: str) -> Path:
-    """Write ``file`` so that others see the old text or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return _write(file.with_name(f"{file.name}.{os.getpid()}.tmp"), text).replace(file)
-
-
-def _write(file: Path, text: str) -> Path:
-    file.write_text(text, encoding="utf-8", newline="\n")
-    _sync(file)
-    return file
-
-
-def _sync(file: Path) -> None:
-    # Without it a power cut can leave a renamed folder of empty files.
-    with file.open("rb+") as handle:
-        os.fsync(handle.fileno())

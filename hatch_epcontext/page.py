@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from hatch_epcontext.artifact import Proof
 from hatch_epcontext.errors import Problem
+from hatch_epcontext.files import replace
 from hatch_epcontext.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.structure import show_size
 
@@ -25,20 +24,8 @@ _BADGES = {
 
 
 def write(report: Report, title: str, path: Path) -> None:
-    """Write the page about ``report`` to ``path``, whose folder is made if need be, in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A file's name need not be text, and stands in messages.
-    contents = render(report, title).encode("utf-8", "backslashreplace")
-    descriptor, temporary = tempfile.mkstemp(prefix=".report-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(contents)
-        # Temporary files are for their owner alone, and a report is to be read by others.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Write the page about ``report`` to ``path``, whose folder is made if need be."""
+    replace(path, render(report, title))
 
 
 def render(report: Report, title: str) -> str:

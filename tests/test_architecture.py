@@ -19,7 +19,7 @@ HEAVY = {"onnx", "onnxruntime", "numpy"}
 
 # Rooms from left to right: none imports one that stands further right.
 ORDER = [
-    {"errors", "providers", "pyproject"},
+    {"errors", "files", "providers", "pyproject"},
     {"structure"},
     {"environment", "options", "paths", "protocol", "fingerprint"},
     {"tables", "artifact"},

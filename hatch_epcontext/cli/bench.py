@@ -12,22 +12,19 @@ from rich.table import Table
 
 from hatch_epcontext.bench import Bench, Compiled, Measured, Series, bench
 from hatch_epcontext.cli import output
-from hatch_epcontext.cli.flags import Flags, configuration, job_flags, names_of, told_in_flags
+from hatch_epcontext.cli.flags import Flags, job_flags, models_argument
 from hatch_epcontext.cli.running import Voice, voice_options, workplace
+from hatch_epcontext.cli.tables import configuration, names_of
+from hatch_epcontext.cli.told import told_in_flags
 from hatch_epcontext.errors import BuildError
+from hatch_epcontext.files import replace
 from hatch_epcontext.plan import Plan, plan
 from hatch_epcontext.providers import find
 from hatch_epcontext.structure import show_size, to_json
 
 
 @click.command("bench")
-@click.argument(
-    "models",
-    nargs=-1,
-    required=True,
-    metavar="MODEL...",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-)
+@models_argument
 @job_flags
 @click.option(
     "--embed/--no-embed",
@@ -80,7 +77,7 @@ def bench_(
     _check_outputs(as_json, plot)
     named = names_of(models)
     voice = Voice(quiet, verbose)
-    with told_in_flags(named, flags, "not every model could be measured"), workplace() as staging:
+    with told_in_flags(named, "not every model could be measured"), workplace() as staging:
         known = find(flags.provider)
         both = embed is None and known is not None and known.product == "context"
         plans: dict[bool | None, Plan] = {
@@ -91,7 +88,7 @@ def bench_(
         with voice.progress("measuring", _steps(plans)) as tell:
             measured = bench(plans, staging, runs, voice.workers(timeout), tell)
         if as_json is not None:
-            as_json.write_text(to_json(measured), encoding="utf-8")
+            replace(as_json, to_json(measured))
         if plot is not None:
             from hatch_epcontext.plot import draw
 

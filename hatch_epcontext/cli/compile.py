@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.build import cache_of
-from hatch_epcontext.cli.flags import Flags, configuration, job_flags, names_of, told_in_flags
+from hatch_epcontext.cli.flags import Flags, job_flags, models_argument
 from hatch_epcontext.cli.running import (
     Voice,
     report_options,
@@ -17,6 +17,8 @@ from hatch_epcontext.cli.running import (
     warn,
     workplace,
 )
+from hatch_epcontext.cli.tables import configuration, names_of
+from hatch_epcontext.cli.told import told_in_flags
 from hatch_epcontext.config import Config
 from hatch_epcontext.plan import plan
 from hatch_epcontext.publish import places, publish, refuse_existing, refuse_sources
@@ -26,13 +28,7 @@ HEADLINE = "nothing is written, because not every model could be compiled and pr
 
 
 @click.command("compile")
-@click.argument(
-    "models",
-    nargs=-1,
-    required=True,
-    metavar="MODEL...",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-)
+@models_argument
 @click.option(
     "-o",
     "--output",
@@ -85,7 +81,7 @@ def compile_(
     if share_weights and len(models) == 1:
         raise click.UsageError("--share-weights is for two models or more.")
     named = names_of(models, output if file else None)
-    with told_in_flags(named, flags, HEADLINE), workplace() as staging:
+    with told_in_flags(named, HEADLINE), workplace() as staging:
         config = configuration(
             named, flags, embed=embed, share_weights=share_weights, validate=not no_validate
         )

@@ -1,17 +1,10 @@
-"""Flags that say what a configuration says: models, provider, options, shapes.
-
-They become the tables of ``[tool.epcontext]`` and so pass the same checks; what is wrong is told with the
-flag in place of the dotted key.
-"""
+"""Flags that say what a configuration says: provider, options, shapes."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,74 +12,14 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from hatch_epcontext.config import Config, load
-from hatch_epcontext.environment import PREFIX
-from hatch_epcontext.errors import BuildError, EpcontextError, Problem
 from hatch_epcontext.providers import PROVIDERS, Device
-from hatch_epcontext.pyproject import parse
-from hatch_epcontext.structure import show, suggestion, toml_key
+from hatch_epcontext.structure import show
 from hatch_epcontext.tables import (
-    KEY,
     MADE_UP,
-    ModelTable,
-    NarrowableTable,
     Optimization,
-    RootTable,
-    TargetTable,
 )
 
 Command = Callable[..., Any]
-Tables = dict[str, Any]
-
-GROUP = "shared-weights"
-"""What models are called together that share weights."""
-
-_ENVIRONMENT = ("CACHE_DIR", "NO_CACHE", "JOBS", "TIMEOUT", "REPORT")
-"""Those variables that do not speak of a project's targets and models."""
-
-_OWN = frozenset({"provider", "models", "targets", "name", "path", "share_weights"})
-_OF_WHEELS = frozenset(
-    {
-        "default_targets",
-        "editable",
-        "fallback",
-        "max_size",
-        "output",
-        "platforms",
-        "requirements",
-        "wheel_tag",
-    }
-)
-
-_FLAGS = {
-    "provider": "--provider",
-    "provider-options": "--option",
-    "session-options": "--config",
-    "dims": "--dim",
-    "shapes": "--shape",
-    "constants": "--constant",
-    "device": "--device",
-    "embed": "--embed",
-    "optimization": "--optimization",
-    "inputs": "--inputs",
-    "share-weights": "--share-weights",
-}
-"""The flag in which a user writes a key; all others are written with ``--set``."""
-
-
-def _settable() -> dict[str, bool]:
-    """Keys that ``--set`` takes, and whether each is a model's."""
-    of_models = {f.name for f in dataclasses.fields(ModelTable)} - {
-        f.name for f in dataclasses.fields(NarrowableTable)
-    }
-    of_targets = {
-        f.name for f in (*dataclasses.fields(RootTable), *dataclasses.fields(TargetTable))
-    }
-    names = sorted((of_models | of_targets) - _OWN - _OF_WHEELS)
-    return {toml_key(name): name in of_models for name in names}
-
-
-SETTABLE = _settable()
 
 
 @dataclass(frozen=True)
@@ -105,7 +38,8 @@ class Flags:
     settings: Mapping[str, str]
 
 
-class _Pair(click.ParamType[tuple[str, str]]):
+# Not subscripted: only newer releases of click have type parameters here.
+class _Pair(click.ParamType):  # type: ignore[type-arg]
     """``key=value``, split at the first ``=``."""
 
     name = "key=value"
@@ -141,6 +75,15 @@ def provider_option(*, required: bool = True) -> Callable[[Command], Command]:
         shell_complete=_providers,
         help=f"The execution provider: {', '.join(PROVIDERS)}; or ONNX Runtime's name of the EP.",
     )
+
+
+models_argument = click.argument(
+    "models",
+    nargs=-1,
+    required=True,
+    metavar="MODEL...",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
 
 
 def _pairs(*names: str, help: str, metavar: str, mapping: bool = False) -> Command:  # noqa: A002
@@ -223,178 +166,3 @@ def with_options(command: Command, *options: Callable[[Command], Command]) -> Co
     for option in reversed(options):
         command = option(command)
     return command
-
-
-def configuration(
-    models: Mapping[str, Path],
-    flags: Flags,
-    *,
-    embed: bool | None = None,
-    share_weights: bool = False,
-    validate: bool = True,
-) -> Config:
-    """The configuration that the flags come to, for models by name; raises ConfigError as `load` does."""
-    tables = []
-    for name, path in models.items():
-        table: Tables = {
-            "name": name,
-            "path": str(path.absolute()),
-            "dims": _of(name, models, flags.dims, _whole),
-            "shapes": _of(name, models, flags.shapes, _sizes),
-            "constants": _of(name, models, flags.constants, value),
-        }
-        if flags.inputs is not None:
-            made_up = flags.inputs in MADE_UP
-            table["inputs"] = flags.inputs if made_up else str(Path(flags.inputs).absolute())
-        if share_weights:
-            table["share-weights"] = GROUP
-        if not validate:
-            table["validate"] = False
-        tables.append(table)
-    root: Tables = {
-        "provider": flags.provider,
-        "provider-options": dict(flags.options),
-        "session-options": dict(flags.configs),
-        "models": tables,
-    }
-    for key, given in (
-        ("device", flags.device),
-        ("optimization", flags.optimization),
-        ("embed", embed),
-    ):
-        if given is not None:
-            root[key] = given
-    for key, text in flags.settings.items():
-        if key not in SETTABLE:
-            what = f"{show(key)} is not a key that can be set."
-            raise click.BadParameter(
-                f"{what} {suggestion(key, list(SETTABLE))}", param_hint="--set"
-            )
-        for each in tables if SETTABLE[key] else [root]:
-            each[key] = value(text)
-    environ = {
-        name: text
-        for name, text in os.environ.items()
-        if name.removeprefix(PREFIX) in _ENVIRONMENT and name.startswith(PREFIX)
-    }
-    return load(Path.cwd(), root, {}, environ, confined=False)
-
-
-def _of(
-    model: str,
-    models: Mapping[str, Path],
-    pairs: Sequence[tuple[str, str]],
-    read: Callable[[str], Any],
-) -> dict[str, Any]:
-    """Those of ``pairs`` that are for ``model``: all but those that begin with another one's name."""
-    found = {}
-    for key, text in pairs:
-        head, colon, rest = key.partition(":")
-        if colon and head in models:
-            if head != model:
-                continue
-            key = rest  # noqa: PLW2901
-        found[key] = read(text)
-    return found
-
-
-def _whole(text: str) -> Any:
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
-
-
-def _sizes(text: str) -> Any:
-    return [_whole(size.strip()) for size in text.split(",")] if text.strip() else []
-
-
-def value(text: str) -> Any:
-    """``text`` as TOML, or as itself where it is none."""
-    try:
-        return parse(f"value = {text}")["value"]
-    except ValueError:
-        return text
-
-
-def names_of(models: Sequence[Path], out: Path | None = None) -> dict[str, Path]:
-    """Models by name: each file's stem, or for a single one what ``out`` calls its context model."""
-    if out is not None:
-        (path,) = models
-        return {_name(out.stem.removesuffix("_ctx")): path}
-    names: dict[str, Path] = {}
-    for path in models:
-        name = _name(path.stem)
-        if name in names:
-            raise click.UsageError(
-                f"{names[name]} and {path} are both called {name}, and so would be what is made of them."
-            )
-        names[name] = path
-    return names
-
-
-def _name(stem: str) -> str:
-    # What a model's name may be, for it becomes a folder.
-    return re.sub(r"[^A-Za-z0-9._-]", "_", stem).strip("._-") or "model"
-
-
-@contextlib.contextmanager
-def told_in_flags(models: Mapping[str, Path], flags: Flags, headline: str) -> Iterator[None]:
-    """Errors about the configuration as errors about the flags that it came from.
-
-    ``headline``: what it means when a model fails, where nothing is shipped.
-    """
-    try:
-        yield
-    except EpcontextError as error:
-        paths = [str(path) for path in models.values()]
-        error.problems = tuple(_in_flags(problem, paths) for problem in error.problems)
-        if isinstance(error, BuildError):
-            error.headline = headline
-        raise
-
-
-def _in_flags(problem: Problem, paths: Sequence[str]) -> Problem:
-    return dataclasses.replace(
-        problem,
-        where=_flag(problem.where, paths),
-        what=re.sub(rf"{re.escape(KEY)}[\w.\[\]-]*", lambda m: _flag(m[0], paths), problem.what),
-        fix=_fix(problem.fix, paths),
-    )
-
-
-def _flag(key: str, paths: Sequence[str]) -> str:
-    found = re.fullmatch(
-        rf"{re.escape(KEY)}(?:\.models\[(\d+)\])?(?:\.([a-z-]+))?(?:\.(.+))?", key, re.DOTALL
-    )
-    if found is None:
-        return key
-    index, name, rest = found.groups()
-    path = f"{paths[int(index)]}" if index is not None else ""
-    if not name:
-        return path or "--provider"
-    flag = f"{_FLAGS[name]}" if name in _FLAGS else f"--set {name}"
-    said = flag if rest is None else f"{flag}{' ' if name in _FLAGS else '.'}{rest}"
-    return f"{path}: {said}" if path else said
-
-
-_FIXES = (
-    (
-        re.compile(r"Fix it in the model's table, such as: dims = \{ (.+) \}"),
-        lambda pairs: (
-            "Fix it: " + " ".join(f"--dim {pair.replace(' ', '')}" for pair in pairs.split(", "))
-        ),
-    ),
-    (
-        re.compile(r"Fix it in the model's table, such as: shapes = \{ (.+) = \[(.+)\] \}"),
-        lambda name, sizes: f"Fix it: --shape {name}={sizes.replace(' ', '')}",
-    ),
-    (
-        re.compile(r"allow-unknown-options = true in the target's table"),
-        lambda: "--set allow-unknown-options=true",
-    ),
-    (re.compile(r"Say in constants"), lambda: "Say with --constant"),
-)
-
-
-def _fix(text: str, paths: Sequence[str]) -> str:
-    for pattern, told in _FIXES:
-        text = pattern.sub(lambda m, told=told: told(*m.groups()), text)  # type: ignore[misc]
-    return re.sub(rf"{re.escape(KEY)}[\w.\[\]-]*", lambda m: _flag(m[0].rstrip("."), paths), text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import click
 from hatch_epcontext import inspection
 from hatch_epcontext.cli.running import warn
 from hatch_epcontext.errors import ConfigError, InspectionError, Problem
+from hatch_epcontext.files import replace
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.pyproject import parse
 from hatch_epcontext.scaffold import NewModel, scaffold
@@ -72,7 +72,7 @@ def init(
     elif after == before:
         click.echo(f"{file} has all of it already")
     else:
-        _replace(file, after)
+        replace(file, after)
         click.echo(f"wrote {file}; see what will be built: epcontext build --dry-run")
 
 
@@ -125,16 +125,3 @@ def _read(root: Path, models: tuple[Path, ...], *, named: bool) -> Iterator[NewM
             warn(f"passed over {path}: it is a context model already")
             continue
         yield NewModel(inside.relative_to(root).as_posix(), facts)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write ``text`` in one step, with the mode that the file has."""
-    descriptor, temporary = tempfile.mkstemp(prefix=".pyproject-", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as written:
-            written.write(text)
-        Path(temporary).chmod(file.stat().st_mode)
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

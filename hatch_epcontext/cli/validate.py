@@ -10,17 +10,10 @@ import click
 
 from hatch_epcontext import validation
 from hatch_epcontext.artifact import Proof
-from hatch_epcontext.cli.flags import (
-    LOADING,
-    SETTING,
-    SHAPES,
-    Flags,
-    configuration,
-    provider_option,
-    told_in_flags,
-    with_options,
-)
+from hatch_epcontext.cli.flags import LOADING, SETTING, SHAPES, Flags, provider_option, with_options
 from hatch_epcontext.cli.running import Voice, voice_options, workplace
+from hatch_epcontext.cli.tables import configuration
+from hatch_epcontext.cli.told import told_in_flags
 from hatch_epcontext.plan import plan
 from hatch_epcontext.protocol import DescribeReply
 from hatch_epcontext.providers import Provider
@@ -63,7 +56,7 @@ def _command(
     flags = Flags(provider=found.name, optimization=None, **given)
     named = {context.stem: source or context}
     voice = Voice(quiet or (as_json and not verbose), verbose)
-    with told_in_flags(named, flags, "it is not proven"), workplace() as staging:
+    with told_in_flags(named, "it is not proven"), workplace() as staging:
         planned = plan(configuration({"model": source or context}, flags))
         (job,) = planned.jobs
         validation.check_chip(context, model, job)
