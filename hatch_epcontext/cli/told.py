@@ -84,6 +84,12 @@ _FIXES = (
         re.compile(r"allow-unknown-options = true in the target's table"),
         lambda: "--set allow-unknown-options=true",
     ),
+    (
+        re.compile(
+            r"Build where there is one, or choose other targets with HATCH_EPCONTEXT_TARGETS"
+        ),
+        lambda: "Run this where there is one",
+    ),
     (re.compile(r"Say in constants"), lambda: "Say with --constant"),
 )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import onnx
@@ -32,7 +34,7 @@ def dummy_inputs(
     if spec.inputs in MADE_UP:
         rng = np.random.default_rng(SEED)
         limits = bounds or {}
-        return {each.name: _made_up(each, rng, limits.get(each.name, 2), spec) for each in inputs}
+        return {each.name: _sized(each, rng, limits.get(each.name, 2), spec) for each in inputs}
     path = Path(spec.inputs)
     found = _from_folder(path, "input", inputs, spec) if path.is_dir() else _from_npz(path, spec)
     return {each.name: _checked(found, each, path, spec) for each in inputs}
@@ -62,6 +64,18 @@ def _refuse(spec: ModelSpec, what: str, fix: str = "") -> ModelError:
     return ModelError(Problem(f"{spec.key}.inputs", what, fix))
 
 
+def _sized(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: ModelSpec) -> Array:
+    try:
+        return _made_up(tensor, rng, bound, spec)
+    except (ValueError, MemoryError):
+        # NumPy's words for sizes that it cannot count, and for those that the machine does not have.
+        raise _refuse(
+            spec,
+            f"the input {tensor.name!r} ({tensor.words}) is too large to be made up on this machine.",
+            "See that dims and shapes are what they should be.",
+        ) from None
+
+
 def _made_up(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: ModelSpec) -> Array:
     shape = tuple(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
@@ -84,11 +98,24 @@ def _made_up(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: Mo
     return np.asarray(rng.integers(0, max(bound, 1), shape)).astype(dtype)
 
 
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    BadZipFile,
+    zlib.error,
+    # A single array, which is no archive: the one before Python 3.11, the other since.
+    AttributeError,
+    TypeError,
+)
+
+
 def _from_npz(path: Path, spec: ModelSpec) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, for NumPy leaves open what it cannot read.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise _refuse(spec, f"{path.name} is not an .npz of plain arrays: {error}.") from None
     # NumPy's own strings are of a fixed length; ONNX Runtime wants Python's.
     return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}

@@ -64,6 +64,14 @@ def test_what_cannot_be_made_up_has_to_be_given() -> None:
         dummy_inputs([TensorFacts("x", "sequence_type", (1,))], spec("random"))
 
 
+@pytest.mark.parametrize("size", [10**17, 10**15])
+def test_what_is_too_large_is_told(size: int) -> None:
+    with pytest.raises(
+        ModelError, match=f"the input 'x' \\({size} x 8\\) is too large to be made up"
+    ):
+        dummy_inputs([TensorFacts("x", "float32", (size, 8))], spec("random"))
+
+
 def test_inputs_from_an_npz(tmp_path: Path) -> None:
     path = tmp_path / "inputs.npz"
     np.savez(path, x=np.full((2, 7), 3, np.float32), i=np.arange(3), more=np.zeros(1))
@@ -103,9 +111,22 @@ def test_arrays_that_do_not_fit_are_told(
 
 def test_a_file_that_is_no_npz_is_told(tmp_path: Path) -> None:
     path = tmp_path / "inputs.npz"
-    path.write_text("text", encoding="utf-8")
-    with pytest.raises(ModelError, match=r"is not an \.npz of plain arrays"):
-        dummy_inputs([X], spec(path))
+    np.savez_compressed(path, x=np.zeros((2, 7), np.float32))
+    whole = path.read_bytes()
+    damaged = whole[:60] + bytes(8) + whole[68:]
+    np.save(tmp_path / "single.npy", np.zeros(2))
+    single = (tmp_path / "single.npy").read_bytes()
+    for contents in (
+        single,
+        b"text",
+        b"",
+        b"PK\x03\x04 and no more",
+        whole[: len(whole) // 2],
+        damaged,
+    ):
+        path.write_bytes(contents)
+        with pytest.raises(ModelError, match=r"is not an \.npz of plain arrays"):
+            dummy_inputs([X], spec(path))
     (tmp_path / "input_0.pb").write_bytes(b"text")
     with pytest.raises(ModelError, match="is not an ONNX tensor"):
         dummy_inputs([X], spec(tmp_path))
