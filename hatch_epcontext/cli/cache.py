@@ -8,9 +8,10 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cache import Entry, Store, default_root
+from hatch_epcontext.cache import Entry, Store
 from hatch_epcontext.checks import size_in_bytes
 from hatch_epcontext.cli.output import show, table
+from hatch_epcontext.cli.running import cache_option, store_at
 from hatch_epcontext.structure import show_size
 
 _LONGEST = datetime.timedelta(days=36500)
@@ -39,16 +40,11 @@ def _age(
 
 
 @click.group()
-@click.option(
-    "--cache-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar="HATCH_EPCONTEXT_CACHE_DIR",
-    help="Another folder than the user's.",
-)
+@cache_option
 @click.pass_context
 def cache(ctx: click.Context, cache_dir: Path | None) -> None:
     """Look at the cache of artifacts, and make it smaller."""
-    ctx.obj = Store((cache_dir or default_root()).expanduser().absolute())
+    ctx.obj = store_at(cache_dir)
 
 
 @cache.command()

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cache import Store, default_root
+from hatch_epcontext.cli.running import cache_option, store_at
 from hatch_epcontext.structure import to_json
 from hatch_epcontext.survey import Survey
 from hatch_epcontext.survey import survey as look
@@ -20,17 +20,16 @@ from hatch_epcontext.survey import survey as look
 @click.argument(
     "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
 )
+@cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.pass_context
-def doctor(ctx: click.Context, project: Path, as_json: bool) -> None:
+def doctor(ctx: click.Context, project: Path, cache_dir: Path | None, as_json: bool) -> None:
     """Show what this environment can compile for.
 
     That is: ONNX Runtime, EPs and their devices or why there are none, the cache, and PROJECT's hook.
     Ends with 1 when something has to be mended.
     """
-    root = os.environ.get("HATCH_EPCONTEXT_CACHE_DIR")
-    store = Store(Path(root).expanduser().absolute() if root else default_root())
-    found = look(project.absolute(), store, os.environ)
+    found = look(project.absolute(), store_at(cache_dir), os.environ)
     if as_json:
         click.echo(to_json(found), nl=False)
     else:

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hatch_epcontext import page
 from hatch_epcontext.build import IncompleteError, build
-from hatch_epcontext.cache import Cache
+from hatch_epcontext.cache import Cache, Store, default_root
+from hatch_epcontext.environment import PREFIX
 from hatch_epcontext.plan import Plan
 from hatch_epcontext.process import Workers
 from hatch_epcontext.report import make
@@ -75,6 +76,19 @@ class Voice:
         if not self.quiet:
             # On a terminal rich has taken the stream over, and keeps its bar below.
             click.echo(line, err=True)
+
+
+cache_option = click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=f"{PREFIX}CACHE_DIR",
+    help="Another folder for the cache than the user's.",
+)
+
+
+def store_at(cache_dir: Path | None) -> Store:
+    """The store in ``cache_dir``, or in the user's cache folder."""
+    return Store((cache_dir or default_root()).expanduser().absolute())
 
 
 def voice_options(command: Command) -> Command:
