@@ -154,7 +154,7 @@ def _plain(text: str) -> str:
 
 def _tail(log: Path) -> str:
     text = log.read_text(encoding="utf-8", errors="replace")
-    return "\n".join(_plain(line) for line in text.splitlines()[-TAIL:])
+    return "\n".join(_plain(line) for line in text.rstrip().splitlines()[-TAIL:])
 
 
 def _death(code: int) -> str:

@@ -59,7 +59,8 @@ def _flag(key: str, paths: Sequence[str]) -> str:
         rf"{re.escape(KEY)}(?:\.models\[(\d+)\])?(?:\.([a-z-]+))?(?:\.(.+))?", key, re.DOTALL
     )
     if found is None:
-        return key
+        # What is wrong with the whole of a target, or with what its provider has to have installed.
+        return "--provider" if key.startswith(f"{KEY}: ") else key
     index, name, rest = found.groups()
     path = f"{paths[int(index)]}" if index is not None else ""
     if not name:
@@ -85,10 +86,8 @@ _FIXES = (
         lambda: "--set allow-unknown-options=true",
     ),
     (
-        re.compile(
-            r"Build where there is one, or choose other targets with HATCH_EPCONTEXT_TARGETS"
-        ),
-        lambda: "Run this where there is one",
+        re.compile(r"Build (\w+.*), or choose other targets with HATCH_EPCONTEXT_TARGETS"),
+        lambda where: f"Run this {where}",
     ),
     (re.compile(r"Say in constants"), lambda: "Say with --constant"),
 )

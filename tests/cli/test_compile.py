@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import onnxruntime
 import pytest
 
 from tests.cli.conftest import Cli
-from tests.conftest import needs_qnn
+from tests.conftest import needs, needs_qnn
 from tests.models import network, save, save_with_data, transformer
 
 QNN = ("-p", "qnn", "-O", "soc_model=60", "-O", "htp_arch=73")
@@ -145,6 +146,21 @@ def test_wrong_usage(
     cli: Cli, source: Path, out: Path, arguments: tuple[str, ...], told: str
 ) -> None:
     assert told in cli("compile", source, "-o", out, *arguments, code=2).stderr
+    assert not out.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there the provider has packages")
+def test_a_provider_without_packages_for_this_system(cli: Cli, source: Path, out: Path) -> None:
+    told = cli("compile", source, "-o", out, "-p", "directml", "-l", "all", code=1).stderr
+    assert "--provider\n    the directml provider has no packages for this system" in told
+    assert "\n    Run this elsewhere." in told
+
+
+@needs("onnxruntime_ep_openvino")
+def test_a_device_that_is_not_there(cli: Cli, source: Path, out: Path) -> None:
+    told = cli("compile", source, "-o", out, "-p", "openvino", "-d", "npu", code=1).stderr
+    assert "OpenVINOExecutionProvider finds no device here" in told
+    assert "HATCH_EPCONTEXT" not in told
     assert not out.exists()
 
 
