@@ -64,11 +64,11 @@ class JobRunner:
         """
         scratch = self.staging / "jobs" / job.folder
         scratch.mkdir(parents=True)
-        recipe = self._fingerprint(job, {})
+        recipe = self._recipe(job)
         if job.target.from_cache:
             artifact, cached = self._latest(job, recipe), True
         else:
-            key = self._fingerprint(job, versions_of(job.target, self.versions))
+            key = self._key(job)
             found = self.cache.get(key)
             artifact, cached = found or self._compile(job, key, scratch), found is not None
             self.cache.note_latest(recipe, key)
@@ -86,10 +86,10 @@ class JobRunner:
 
     def peek(self, job: Job) -> tuple[str, bool]:
         """The job's fingerprint, and whether the cache has what it names; nothing is made."""
-        recipe = self._fingerprint(job, {})
+        recipe = self._recipe(job)
         if job.target.from_cache:
             return recipe, self.cache.latest(recipe) is not None
-        key = self._fingerprint(job, versions_of(job.target, self.versions))
+        key = self._key(job)
         return key, self.cache.get(key) is not None
 
     def _latest(self, job: Job, recipe: str) -> Artifact:
@@ -105,6 +105,13 @@ class JobRunner:
                 )
             )
         return artifact
+
+    def _key(self, job: Job) -> str:
+        return self._fingerprint(job, versions_of(job.target, self.versions))
+
+    def _recipe(self, job: Job) -> str:
+        """A fingerprint without versions: of what the same settings make, whatever compiles it."""
+        return self._fingerprint(job, {})
 
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         spec = target_spec(job.target)

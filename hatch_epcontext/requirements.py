@@ -160,35 +160,19 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
     """
     targets = [target for target in targets if not target.from_cache]
     _check_available(targets)
-    flavours = {name: version for name in FLAVOURS if (version := installed(name))}
-    if len(flavours) > 1:
-        raise RequirementError(
-            Problem(
-                "onnxruntime",
-                f"{' and '.join(flavours)} are both installed, and overwrite one another.",
-                f"Run: {_python()} -m pip uninstall {' '.join(flavours)}, "
-                "then install the one that is needed.",
-            )
-        )
+    groups = {group for target in targets for group in target.provider.rivals}
+    for rivals in (FLAVOURS, *map(sorted, groups)):
+        _refuse_rivals([name for name in rivals if installed(name)])
+    flavours = [name for name in FLAVOURS if installed(name)]
     serves = {flavour for flavour in FLAVOURS if _serves(flavour, targets)}
-    for rivals in {group for target in targets for group in target.provider.rivals}:
-        if len(there := sorted(name for name in rivals if installed(name))) > 1:
-            raise RequirementError(
-                Problem(
-                    "this environment",
-                    f"{' and '.join(there)} are both installed, and overwrite one another.",
-                    f"Run: {_python()} -m pip uninstall {' '.join(there)}, "
-                    "then install the one that is needed.",
-                )
-            )
     versions: dict[str, str] = {}
     missing = []
     for requirement in map(Requirement, requirements):
         if requirement.marker and not requirement.marker.evaluate():
             continue
         name: str = canonicalize_name(requirement.name)
-        if name in FLAVOURS and flavours.keys() & serves:
-            name = next(iter(flavours))
+        if name in FLAVOURS and serves.intersection(flavours):
+            name = flavours[0]
         version = installed(name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             missing.append((str(requirement), version))
@@ -208,6 +192,18 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
             )
         )
     return versions
+
+
+def _refuse_rivals(there: list[str]) -> None:
+    if len(there) > 1:
+        raise RequirementError(
+            Problem(
+                "this environment",
+                f"{' and '.join(there)} are both installed, and overwrite one another.",
+                f"Run: {_python()} -m pip uninstall {' '.join(there)}, "
+                "then install the one that is needed.",
+            )
+        )
 
 
 def installed(name: str) -> str | None:

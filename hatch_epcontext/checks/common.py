@@ -35,6 +35,7 @@ def check_twins(named: Iterable[tuple[str, str]], what: str) -> Iterator[Problem
             )
 
 
-def check_coverage(key: str, table: NarrowableTable) -> Iterator[Problem]:
+def check_min_coverage(key: str, table: NarrowableTable) -> Iterator[Problem]:
+    """``min-coverage`` in any table that has it."""
     if table.min_coverage is not None and not 0 <= table.min_coverage <= 1:
         yield Problem(f"{key}.min-coverage", f"must be from 0 to 1, and is {table.min_coverage:g}.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.tags import parse_tag
 
-from hatch_epcontext.checks.common import check_coverage
+from hatch_epcontext.checks.common import check_min_coverage
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.structure import at, show, toml_key
@@ -38,7 +38,7 @@ def check_hook(table: Mapping[str, Any]) -> Iterator[Problem]:
 
 def check_root(table: RootTable) -> Iterator[Problem]:
     """``[tool.epcontext]`` but for its targets and models."""
-    yield from check_coverage(KEY, table)
+    yield from check_min_coverage(KEY, table)
     if table.jobs != "auto" and table.jobs < 1:
         yield Problem(f"{KEY}.jobs", f"must be at least 1, and is {table.jobs}.")
     if not table.timeout > 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from hatch_epcontext.checks.common import SOURCE, check_coverage, check_name
+from hatch_epcontext.checks.common import SOURCE, check_min_coverage, check_name
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.options import check_options, check_session_options
 from hatch_epcontext.providers import PROVIDERS, Provider
@@ -101,7 +101,7 @@ def check_narrowable(
             f"{key}.external-initializers-threshold",
             "says how large they are, and external-initializers = false keeps them inside.",
         )
-    yield from check_coverage(key, table)
+    yield from check_min_coverage(key, table)
     yield from _check_profiles(key, table, provider)
     yield from _check_choice_of_device(key, table, provider)
 
