@@ -52,9 +52,16 @@ def draw(bench: Bench, path: Path) -> None:
         panels[0].invert_yaxis()
     # Room for the figures beside the bars.
     panels[0].margins(x=0.18)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    # What failed from disk may have bars from memory alone.
+    named = {
+        name: handle
+        for axes in panels
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if named:
+        figure.legend(
+            named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False
+        )
     versions = ", ".join(f"{name} {version}" for name, version in bench.versions.items())
     figure.suptitle(f"{bench.provider}: {versions}; median of {bench.runs} runs", fontsize=10)
     figure.savefig(path)

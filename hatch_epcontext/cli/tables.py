@@ -146,9 +146,10 @@ def _sizes(text: str) -> Any:
 def value(text: str) -> Any:
     """``text`` as TOML, or as itself where it is none."""
     try:
-        return parse(f"value = {text}")["value"]
+        values = parse(f"value = {text}")
     except ValueError:
         return text
+    return values["value"] if len(values) == 1 else text
 
 
 def names_of(models: Sequence[Path], out: Path | None = None) -> dict[str, Path]:
