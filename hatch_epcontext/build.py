@@ -100,7 +100,8 @@ def build(
     environment lacks something, BuildError when a model cannot be read, and IncompleteError when jobs
     failed, once every other one is done and kept.
     """
-    runner = runner_of(plan, staging, cache, workers or Workers(plan.config.timeout))
+    workers = workers or Workers(plan.config.timeout)
+    runner = runner_of(plan, staging, cache, workers)
     built, failures = [], []
     with ThreadPoolExecutor(plan.config.jobs) as pool:
         try:
@@ -113,9 +114,11 @@ def build(
                 else:
                     built.append(done)
                     report(describe(done))
-        finally:
-            # An interrupted build is not to start what is still waiting.
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            # An interrupted build neither starts what is waiting nor ends what has begun.
+            pool.shutdown(wait=False, cancel_futures=True)
+            workers.stop()
+            raise
     result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
     if failures:
         raise IncompleteError(result)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,34 @@ _WINDOWS_CRASHES = {
 }
 
 
+class _Running:
+    """The processes that run, in whatever threads they were started."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self.stopped = False
+
+    def start(self, make: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes] | None:
+        """The process that ``make`` starts, or None if no more are to be started."""
+        with self._lock:
+            if self.stopped:
+                return None
+            process = make()
+            self._processes.add(process)
+            return process
+
+    def ended(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._processes.discard(process)
+
+    def stop(self) -> None:
+        with self._lock:
+            self.stopped = True
+            for process in self._processes:
+                process.kill()
+
+
 @dataclass(frozen=True)
 class Workers:
     """How workers are run.
@@ -48,6 +76,7 @@ class Workers:
     timeout: float
     tell: Callable[[str], None] | None = None
     verbose: bool = False
+    _running: _Running = field(default_factory=_Running)
 
     def call(self, request: Request, folder: Path, *, where: str) -> Any:
         """The worker's reply to ``request``, of the type that the request names.
@@ -69,8 +98,10 @@ class Workers:
             *([VERBOSE] if self.verbose else []),
         ]
         with self._told(log, where, request.action):
-            ended = self._run(command, folder, log)
+            ended = self._run(command, folder, log, where)
         tail = _tail(log)
+        if self._running.stopped:
+            raise _interrupted(where)
         if ended is None:
             raise BuildError(
                 Problem(
@@ -92,21 +123,35 @@ class Workers:
             )
         )
 
-    def _run(self, command: Sequence[str | Path], folder: Path, log: Path) -> int | None:
+    def stop(self) -> None:
+        """Kill all workers that run, and start no more: each call then raises BuildError."""
+        self._running.stop()
+
+    def _run(
+        self, command: Sequence[str | Path], folder: Path, log: Path, where: str
+    ) -> int | None:
         with log.open("wb") as sink:
-            try:
-                return subprocess.run(
+            process = self._running.start(
+                lambda: subprocess.Popen(
                     command,
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=subprocess.STDOUT,
-                    timeout=self.timeout,
                     env={**os.environ, **_ENVIRONMENT},
-                    check=False,
-                ).returncode
+                )
+            )
+            if process is None:
+                raise _interrupted(where)
+            try:
+                return process.wait(self.timeout)
             except subprocess.TimeoutExpired:
                 return None
+            finally:
+                # Whatever the reason, an interruption among them, nobody waits for it any more.
+                process.kill()
+                process.wait()
+                self._running.ended(process)
 
     @contextlib.contextmanager
     def _told(self, log: Path, where: str, action: str) -> Iterator[None]:
@@ -150,6 +195,10 @@ def _follow(log: Path, ended: threading.Event, where: str, tell: Callable[[str],
 def _plain(text: str) -> str:
     # ONNX Runtime colours its log even where it is no terminal.
     return _COLOUR.sub("", text).rstrip("\r")
+
+
+def _interrupted(where: str) -> BuildError:
+    return BuildError(Problem(where, "the build was interrupted."))
 
 
 def _tail(log: Path) -> str:

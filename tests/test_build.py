@@ -17,6 +17,8 @@ from hatch_epcontext.cache import Cache
 from hatch_epcontext.config import load
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.plan import Job, plan
+from hatch_epcontext.process import Workers
+from hatch_epcontext.protocol import InspectRequest
 from hatch_epcontext.pyproject import parse
 from hatch_epcontext.result import Result
 from tests.conftest import needs_qnn
@@ -70,6 +72,21 @@ def test_a_context_is_compiled_and_proven_once(run: Run, told: list[str]) -> Non
         "a -> qnn (qnn): 4/4 nodes in 1 context, for soc_model 60, htp_arch 73, ran and agrees with "
     )
     assert told[1].endswith("from the cache")
+
+
+def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -> None:
+    save(network(), project / "models" / "a.onnx")
+    workers = Workers(120)
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    planned = plan(load(project, parse(CPU), {}, {}))
+    with pytest.raises(KeyboardInterrupt):
+        build(planned, tmp_path, Cache(None, tmp_path / "cache", print), interrupt, workers)
+    request = InspectRequest((), {})
+    with pytest.raises(BuildError, match=r"b -> cpu\n    the build was interrupted"):
+        workers.call(request, tmp_path / "another", where="b -> cpu")
 
 
 @needs_qnn

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,31 @@ def test_onnx_runtimes_whole_log_is_for_those_who_ask_for_it(tmp_path: Path) -> 
             where="a",
         )
         assert any("[I:onnxruntime" in line for line in told) == verbose
+
+
+def test_a_worker_that_nobody_waits_for_is_killed(tmp_path: Path, dying: Path) -> None:
+    dying.write_text(
+        "import os, time\n"
+        f"with open({str(tmp_path / 'pid')!r}, 'w') as file: file.write(str(os.getpid()))\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(600)\n",
+        encoding="utf-8",
+    )
+    begun = threading.Event()
+    workers = Workers(300, lambda line: begun.set() if line.endswith("begun") else None)
+    failed: list[BuildError] = []
+
+    def work() -> None:
+        try:
+            workers.call(request_for(tmp_path / "a.onnx"), tmp_path / "call", where="a -> npu")
+        except BuildError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(120)
+    workers.stop()
+    thread.join(120)
+    assert [problem.what for problem in failed[0].problems] == ["the build was interrupted."]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text(encoding="ascii")), 0)
