@@ -46,8 +46,8 @@ class Case:
     buffer: bool
 
     def __str__(self) -> str:
-        blob = {None: "", True: ", blob inside", False: ", blob beside"}[self.embedded]
-        return f"{self.model}: {self.opened} from {'memory' if self.buffer else 'disk'}{blob}"
+        origin = "memory" if self.buffer else "disk"
+        return f"{self.model}: {self.opened} from {origin}{_place(self.embedded)}"
 
 
 @dataclass(frozen=True)

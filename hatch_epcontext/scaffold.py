@@ -13,8 +13,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import tomlkit
+from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
+from hatch_epcontext.checks import as_name
 from hatch_epcontext.config import load
 from hatch_epcontext.errors import ConfigError, Problem
 from hatch_epcontext.protocol import DescribeReply, TensorFacts
@@ -91,7 +93,7 @@ def _build_system(document: tomlkit.TOMLDocument, before: Mapping[str, Any]) -> 
             )
         )
     names = [re.split(r"[^A-Za-z0-9._-]", each)[0] for each in system.get("requires", ())]
-    if PACKAGE not in (re.sub(r"[-_.]+", "-", name).lower() for name in names):
+    if PACKAGE not in {str(canonicalize_name(name)) for name in names}:
         document["build-system"]["requires"].append(PACKAGE)
 
 
@@ -129,7 +131,7 @@ def _named(models: Iterable[NewModel], listed: Iterable[str]) -> Iterator[tuple[
     taken = {PurePosixPath(path).stem.casefold() for path in listed}
     for model in models:
         stem = PurePosixPath(model.path).stem
-        name = plain = re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("._-") or "model"
+        name = plain = as_name(stem, "-")
         number = 1
         while name.casefold() in taken:
             number += 1

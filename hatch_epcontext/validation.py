@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from hatch_epcontext.artifact import Proof, link_or_copy
 from hatch_epcontext.errors import BuildError, ConfigError, InspectionError, Problem
@@ -27,19 +27,7 @@ def read(path: Path) -> DescribeReply:
             Problem(str(path), "is not an ONNX model.", "Name the context model itself.")
         )
     verify(path, found)
-    if outside := [c for c in found.model.contexts if not _stays(c.sidecar)]:
-        raise InspectionError(
-            *(
-                Problem(str(path), f"{c.node} names a file elsewhere: {c.sidecar!r}.")
-                for c in outside
-            )
-        )
     return found.model
-
-
-def _stays(sidecar: str) -> bool:
-    pure = PurePosixPath(sidecar.replace("\\", "/"))
-    return not pure.is_absolute() and ".." not in pure.parts
 
 
 def provider_of(path: Path, model: DescribeReply, wanted: str | None) -> Provider:
@@ -85,15 +73,15 @@ def check_chip(path: Path, model: DescribeReply, job: Job) -> None:
     provider, target = job.target.provider, job.target
     asked = {**target.device_filter, **target.provider_options}
     compatibility = model.compatibility.get(provider.ep, "")
-    for version in dict.fromkeys(context.ep_sdk_version for context in model.contexts):
-        if wrong := provider.disagreement(compatibility, version, asked):
-            raise InspectionError(
-                Problem(
-                    str(path),
-                    f"was not compiled for what was asked: {wrong}.",
-                    f"It says of itself: {compatibility}",
-                )
+    versions = (context.ep_sdk_version for context in model.contexts)
+    for wrong in provider.disagreements(compatibility, versions, asked):
+        raise InspectionError(
+            Problem(
+                str(path),
+                f"was not compiled for what was asked: {wrong}.",
+                f"It says of itself: {compatibility}",
             )
+        )
 
 
 SMALL = 2**20

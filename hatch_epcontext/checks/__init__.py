@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hatch_epcontext.checks.common import SOURCE, check_name, check_twins
+from hatch_epcontext.checks.common import SOURCE, as_name, check_name, check_twins
 from hatch_epcontext.checks.model import check_groups, check_model, check_narrowing, fitting
 from hatch_epcontext.checks.root import check_hook, check_root, size_in_bytes
 from hatch_epcontext.checks.target import check_target
 
 __all__ = [
     "SOURCE",
+    "as_name",
     "check_groups",
     "check_hook",
     "check_model",

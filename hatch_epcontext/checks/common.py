@@ -23,6 +23,11 @@ def check_name(key: str, name: str) -> Iterator[Problem]:
         )
 
 
+def as_name(text: str, filler: str) -> str:
+    """``text`` as a name that `check_name` takes, with ``filler`` for each other character."""
+    return re.sub(r"[^A-Za-z0-9._-]", filler, text).strip("._-") or "model"
+
+
 def check_twins(named: Iterable[tuple[str, str]], what: str) -> Iterator[Problem]:
     """Keys and names: no two may be the same, in any case, for they would share a folder."""
     seen: dict[str, tuple[str, str]] = {}

@@ -76,7 +76,7 @@ def build(
         if dry_run:
             _show_plan(planned, staging, cache, as_json=as_json)
             return
-        voice = Voice(quiet or (as_json and not verbose), verbose)
+        voice = Voice.of(quiet, verbose, as_json=as_json)
         run_plan(planned, staging, cache, voice, config.root.name, as_json=as_json)
 
 

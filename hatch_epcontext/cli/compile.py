@@ -88,7 +88,7 @@ def compile_(
         config = dataclasses.replace(config, report=report or config.report)
         if not overwrite:
             refuse_existing(_expected(config, output, file=file))
-        voice = Voice(quiet or (as_json and not verbose), verbose)
+        voice = Voice.of(quiet, verbose, as_json=as_json)
         result = run_plan(
             plan(config),
             staging,
@@ -111,8 +111,7 @@ def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
     if file:
         return [output]
     return [
-        output
-        / f"{model.name}_{'ctx' if target.provider.product == 'context' else 'optimized'}.onnx"
+        output / target.provider.result_file(model.name)
         for model in config.models
         for target in model.targets
     ]

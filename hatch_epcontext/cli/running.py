@@ -48,6 +48,11 @@ class Voice:
     quiet: bool
     verbose: int
 
+    @classmethod
+    def of(cls, quiet: bool, verbose: int, *, as_json: bool) -> Voice:
+        """The voice that was asked for; beside JSON nothing is said unless that was asked for too."""
+        return cls(quiet or (as_json and not verbose), verbose)
+
     @contextlib.contextmanager
     def progress(self, doing: str, total: int) -> Iterator[Callable[[str], None]]:
         """While it is entered, a bar on a terminal; gives what tells a finished step in a line.

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hatch_epcontext.checks import as_name
 from hatch_epcontext.cli.flags import Flags
 from hatch_epcontext.config import Config, load
 from hatch_epcontext.environment import PREFIX
@@ -156,18 +157,13 @@ def names_of(models: Sequence[Path], out: Path | None = None) -> dict[str, Path]
     """Models by name: each file's stem, or for a single one what ``out`` calls its context model."""
     if out is not None:
         (path,) = models
-        return {_name(out.stem.removesuffix("_ctx")): path}
+        return {as_name(out.stem.removesuffix("_ctx"), "_"): path}
     names: dict[str, Path] = {}
     for path in models:
-        name = _name(path.stem)
+        name = as_name(path.stem, "_")
         if name in names:
             raise click.UsageError(
                 f"{names[name]} and {path} are both called {name}, and so would be what is made of them."
             )
         names[name] = path
     return names
-
-
-def _name(stem: str) -> str:
-    # What a model's name may be, for it becomes a folder.
-    return re.sub(r"[^A-Za-z0-9._-]", "_", stem).strip("._-") or "model"

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Problem
-from hatch_epcontext.tables import (
-    KEY,
-)
+from hatch_epcontext.tables import KEY
 
 _FLAGS = {
     "provider": "--provider",

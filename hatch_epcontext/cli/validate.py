@@ -55,7 +55,7 @@ def _command(
     found = validation.provider_of(context, model, provider)
     flags = Flags(provider=found.name, optimization=None, **given)
     named = {context.stem: source or context}
-    voice = Voice(quiet or (as_json and not verbose), verbose)
+    voice = Voice.of(quiet, verbose, as_json=as_json)
     with told_in_flags(named, "it is not proven"), workplace() as staging:
         planned = plan(configuration({"model": source or context}, flags))
         (job,) = planned.jobs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -233,6 +233,19 @@ class Provider:
             for name, value in options.items()
             if name not in self.options or self.options[name].scope != "compile"
         }
+
+    def disagreements(
+        self, compatibility: str, ep_sdk_versions: Iterable[str], asked: Mapping[str, str]
+    ) -> Iterator[str]:
+        """How the contexts of a model, by their versions, disagree with what was asked for."""
+        # Nodes that only refer to another's context need not say what made it.
+        for version in dict.fromkeys(filter(None, ep_sdk_versions)) or ("",):
+            if wrong := self.disagreement(compatibility, version, asked):
+                yield wrong
+
+    def result_file(self, model: str) -> str:
+        """The name of the file that ``model`` becomes."""
+        return f"{model}_{'ctx' if self.product == 'context' else 'optimized'}.onnx"
 
     def unavailable(self, python: tuple[int, int], system: str) -> str:
         """Why ``requirements`` cannot be installed on a Python and a ``sys.platform``; "" if they can."""

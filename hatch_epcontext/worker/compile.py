@@ -37,12 +37,11 @@ def compile_job(request: CompileRequest) -> CompileReply:
     contexts = []
     for spec, path in zip(request.models, request.prepared, strict=True):
         prepared = Path(path)
+        result = folder / provider.result_file(spec.name)
         if provider.product == "context":
-            result = folder / f"{spec.name}_ctx.onnx"
             compile_context(prepared, result, request.target)
             contexts.append(read_context(spec.name, prepared, result, request.target))
         else:
-            result = folder / f"{spec.name}_optimized.onnx"
             optimize(prepared, result, request.target.optimization, request.target)
             contexts.append(read_optimized(spec.name, result))
     return CompileReply(provider.product, tuple(contexts), time.monotonic() - start)

@@ -117,17 +117,13 @@ def _wrong_chip(
     compatibility: str, contexts: list[onnx.NodeProto], provider: Provider, target: TargetSpec
 ) -> Iterator[Problem]:
     asked = {**target.device_filter, **target.provider_options}
-    # Nodes that only refer to another's context need not say what made it.
-    versions = dict.fromkeys(
-        filter(None, (graph.text(node, "ep_sdk_version") for node in contexts))
-    )
-    for version in versions or ("",):
-        if wrong := provider.disagreement(compatibility, version, asked):
-            yield Problem(
-                f"target {target.name}",
-                f"{provider.ep} did not compile for what was asked: {wrong}.",
-                f"It says of the result: {compatibility}",
-            )
+    versions = (graph.text(node, "ep_sdk_version") for node in contexts)
+    for wrong in provider.disagreements(compatibility, versions, asked):
+        yield Problem(
+            f"target {target.name}",
+            f"{provider.ep} did not compile for what was asked: {wrong}.",
+            f"It says of the result: {compatibility}",
+        )
 
 
 def _check_data(model: onnx.ModelProto, result: Path, provider: Provider) -> None:

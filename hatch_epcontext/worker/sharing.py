@@ -11,6 +11,7 @@ from hatch_epcontext.protocol import CompileRequest, Context
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compile import compile_context
 from hatch_epcontext.worker.readback import read_context
+from hatch_epcontext.worker.session import provider_of
 
 PREFIX = "ep.context_node_name_prefix"
 
@@ -21,7 +22,8 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
     Raises BuildError when one cannot be compiled, or when they do not share a sidecar.
     """
     folder = Path(request.folder)
-    results = [folder / f"{spec.name}_ctx.onnx" for spec in request.models]
+    provider = provider_of(request.target)
+    results = [folder / provider.result_file(spec.name) for spec in request.models]
     for spec, path, result in zip(request.models, request.prepared, results, strict=True):
         sharing = {
             "ep.share_ep_contexts": "1",
