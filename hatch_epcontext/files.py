@@ -1,21 +1,35 @@
-"""Files that are written whole or not at all."""
+"""Files: written whole or not at all, recorded by size and sha256, linked or copied."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size in bytes and its hex sha256."""
+
+    size: int
+    sha256: str
 
 
 def replace(file: Path, text: str) -> Path:
-    """Write ``file`` so that others see the old text or the new one; its folder is made if need be.
+    """Write ``file`` so that readers see the old text or the new one; its folder is made if needed.
 
-    A file that is there keeps its mode. What is no Unicode, as a part of a file's name may be, is written as
-    an escape.
+    An existing file keeps its mode. Characters that are not Unicode, which file names can have, are
+    written as escapes.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it, for a file can only be renamed within its file system.
+    # In the same folder, because a file can only be renamed within its file system.
     own = f"{os.getpid()}-{threading.get_ident()}"
     temporary = file.with_name(f".{file.name}.{own}.tmp")
     try:
@@ -29,6 +43,55 @@ def replace(file: Path, text: str) -> Path:
 
 
 def sync(file: Path) -> None:
-    """Have the system write ``file`` to its disk: a power cut can leave a renamed file empty."""
+    """Make the system write ``file`` to its disk: a power cut can leave a renamed file empty."""
     with file.open("rb+") as handle:
         os.fsync(handle.fileno())
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> str:
+    """Put the file ``source`` at ``target`` too: a hard link where the file system has them, or a copy.
+
+    For targets that nothing writes to. The signature is that of `shutil.copytree`'s ``copy_function``.
+    """
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    return str(target)
+
+
+def file_sha256(path: Path) -> str:
+    """The hex sha256 of a file, read in pieces of 1 MiB."""
+    with path.open("rb") as file:
+        return stream_sha256(file)
+
+
+def stream_sha256(file: IO[bytes]) -> str:
+    """The hex sha256 of the rest of ``file``, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def record_file(path: Path) -> FileRecord:
+    """The record of the file at ``path``."""
+    return FileRecord(path.stat().st_size, file_sha256(path))
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """The record of every file below ``folder``, by its path there with forward slashes."""
+    return {
+        path.relative_to(folder).as_posix(): record_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def is_intact(folder: Path, files: Mapping[str, FileRecord]) -> bool:
+    """Whether each file of ``files`` is below ``folder`` as it was recorded."""
+    for name, recorded in files.items():
+        path = folder / PurePosixPath(name)
+        if not path.is_file() or record_file(path) != recorded:
+            return False
+    return True

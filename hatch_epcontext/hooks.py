@@ -1,7 +1,7 @@
 """Hatch's entry point.
 
-Hatch imports this module in every command of an environment in which the package is installed,
-so it imports nothing of the package before Hatch asks for the hook.
+Hatch imports this module in every command of an environment that has the package,
+so it imports nothing of the package before Hatch calls for the hook.
 """
 
 from __future__ import annotations

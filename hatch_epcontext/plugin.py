@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 if TYPE_CHECKING:
-    from hatch_epcontext.cache import Cache
-    from hatch_epcontext.config import Config
-    from hatch_epcontext.result import Result
+    from hatch_epcontext.build.artifact import Result
+    from hatch_epcontext.build.cache import Cache
+    from hatch_epcontext.config.settings import Config
 
 
-# Not subscripted: the number of its type parameters has changed between releases of hatchling.
+# Not subscripted: the number of its type parameters differs between releases of hatchling.
 class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles the models in ``[tool.epcontext]`` and ships them in the wheel.
 
-    The core is imported inside the methods: Hatch makes the class known to every build in an
-    environment that has the package, and few of them use it.
+    The methods import the core: Hatch loads the class in every build of an environment that has the
+    package, and few of them use it.
     """
 
     PLUGIN_NAME = "epcontext"
@@ -32,20 +32,20 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _max_size: int | None = None
 
     def dependencies(self) -> list[str]:
-        """What the selected targets are compiled with, for the front end to install."""
-        from hatch_epcontext.plan import plan
+        """The build requirements of the selected targets, for the front end to install."""
+        from hatch_epcontext.build.plan import plan
 
-        if self._skipped():
+        if self._reason_to_skip():
             return []
-        with self._told():
+        with self._errors_as_message():
             return list(plan(self._config()).requirements)
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build all jobs, and hand the files to Hatch; an editable install gets them in the project."""
-        if reason := self._skipped():
+        """Build all jobs, and give the files to Hatch; an editable install gets them in the project."""
+        if reason := self._reason_to_skip():
             self._info(f"skipped: {reason}")
             return
-        with self._told():
+        with self._errors_as_message():
             config = self._config()
             for override in config.overrides:
                 self._info(f"{override} (from the environment)")
@@ -55,47 +55,48 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 self._fill_wheel(config, build_data)
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext import wheel
+        from hatch_epcontext.package import wheel
 
         output = self._output_folder(config, self._tree())
-        staging = self._stage()
+        staging = self._make_staging()
         bundle = wheel.bundle(self._build(config, staging), config, staging)
         build_data["force_include"].update(bundle.entries(output))
-        self._output, self._max_size = output, config.max_size
+        self._output, self._max_size = output, config.wheel.max_size
         self._set_tag(config, build_data)
 
     def _install_editable(self, config: Config) -> None:
-        from hatch_epcontext import tree
-        from hatch_epcontext.build import inspect
-        from hatch_epcontext.plan import plan
-        from hatch_epcontext.requirements import INSPECTION, check_environment
-        from hatch_epcontext.result import Result
+        from hatch_epcontext.build.artifact import Result
+        from hatch_epcontext.build.plan import plan
+        from hatch_epcontext.build.requirements import INSPECTION, check_environment
+        from hatch_epcontext.build.run import check_models
+        from hatch_epcontext.package import editable
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
             return
         files = self._tree()
-        folder = tree.folder_of(self._output_folder(config, files), files)
-        tree.check(folder)
-        staging = self._stage()
+        folder = editable.project_folder(self._output_folder(config, files), files)
+        editable.check(folder)
+        staging = self._make_staging()
         if config.editable == "compile":
             result = self._build(config, staging)
         else:
             check_environment((), INSPECTION)
-            result = Result(inspect(plan(config), staging), ())
-        tree.write(result, folder)
+            result = Result(check_models(plan(config), staging), ())
+        editable.write(result, folder)
         self._info(f"wrote {folder}")
         self._clean_up()
 
     def _build(self, config: Config, staging: Path) -> Result:
-        from hatch_epcontext.build import IncompleteError, build, cache_of
-        from hatch_epcontext.plan import plan
-        from hatch_epcontext.process import Workers
+        from hatch_epcontext.build.plan import plan
+        from hatch_epcontext.build.run import IncompleteError, build, open_cache
+        from hatch_epcontext.ipc.process import Workers
 
-        cache = cache_of(config, staging, self._warning)
-        # What workers do is for those who ask for more, as with `hatch -v build`.
-        asked = self.app.verbosity
-        workers = Workers(config.timeout, self._info if asked > 0 else None, verbose=asked > 1)
+        cache = open_cache(config, staging, self._warning)
+        # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's whole log.
+        verbosity = self.app.verbosity
+        log = self._info if verbosity > 0 else None
+        workers = Workers(config.build.timeout, log, verbose=verbosity > 1)
         try:
             result = build(plan(config), staging, cache, self._info, workers)
         except IncompleteError as error:
@@ -105,111 +106,111 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return result
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
-        from hatch_epcontext import page
-        from hatch_epcontext.report import make
-        from hatch_epcontext.structure import to_json
+        from hatch_epcontext.build import html_report
+        from hatch_epcontext.build.report import make_report
+        from hatch_epcontext.serialize import to_json
 
-        report, name = make(result), self.metadata.name
-        if kept := cache.keep_report(f"{name}-{self.metadata.version}", to_json(report)):
-            self._info(f"report: {kept}")
+        report, name = make_report(result), self.metadata.name
+        if path := cache.store_report(f"{name}-{self.metadata.version}", to_json(report)):
+            self._info(f"report: {path}")
         if config.report is not None:
-            page.write(report, f"{name} {self.metadata.version}", config.report)
+            html_report.write(report, f"{name} {self.metadata.version}", config.report)
             self._info(f"report: {config.report}")
 
-    def _stage(self) -> Path:
+    def _make_staging(self) -> Path:
         self._staging = tempfile.TemporaryDirectory(
             prefix="hatch-epcontext-", ignore_cleanup_errors=True
         )
-        # Resolved, for a temporary folder is often behind a link, and EPs compare paths.
+        # Resolved: a temporary folder is often behind a link, and EPs compare paths.
         return Path(self._staging.name).resolve()
 
     def _output_folder(self, config: Config, files: dict[str, Path]) -> PurePosixPath:
-        from hatch_epcontext import wheel
+        from hatch_epcontext.package import wheel
 
         output = wheel.output_folder(config.output, files)
-        wheel.check_collisions(output, files, self._leftover(output, files))
+        wheel.check_collisions(output, files, self._editable_files(output, files))
         return output
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Prove the finished wheel, which is removed if it is not right."""
-        from hatch_epcontext import wheel
+        """Verify the finished wheel; an invalid one is removed."""
         from hatch_epcontext.errors import WheelError
+        from hatch_epcontext.package import wheel
 
         if self._output is None:
             return
-        with self._told():
-            # Where Hatch's own rules for paths have put it.
+        with self._errors_as_message():
+            # Hatch's own rules for paths may have moved it.
             output = Path(self.build_config.get_distribution_path(str(Path(self._output))))
             try:
-                count = wheel.prove(Path(artifact_path), PurePosixPath(output.as_posix()))
-                large = wheel.check_size(Path(artifact_path), self._max_size)
+                count = wheel.verify(Path(artifact_path), PurePosixPath(output.as_posix()))
+                warning = wheel.check_size(Path(artifact_path), self._max_size)
             except WheelError:
                 Path(artifact_path).unlink(missing_ok=True)
                 raise
-            self._info(f"{count} files of the manifest are in the wheel, each with its sha256")
-            if large:
-                self._warning(large)
+            self._info(f"verified the wheel: {count} files as in the manifest, by sha256")
+            if warning:
+                self._warning(warning)
         self._clean_up()
 
     def clean(self, versions: list[str]) -> None:
         """Remove what an editable install wrote into the project, and nothing else."""
-        from hatch_epcontext import tree, wheel
+        from hatch_epcontext.config.pyproject import tool_table
         from hatch_epcontext.errors import ConfigError
-        from hatch_epcontext.pyproject import tool_table
+        from hatch_epcontext.package import editable, wheel
 
         if self.target_name != "wheel":
             return
-        with self._told():
-            # A project can be cleaned whatever is wrong with the rest of its configuration.
+        with self._errors_as_message():
+            # Cleaning works with an invalid configuration too.
             table = tool_table(Path(self.root))
             given = table.get("output") if isinstance(table, dict) else None
             configured = PurePosixPath(given) if isinstance(given, str) else None
             files = self._tree()
             try:
-                folder = tree.folder_of(wheel.output_folder(configured, files), files)
+                folder = editable.project_folder(wheel.output_folder(configured, files), files)
             except ConfigError:
                 return
-            for kept in tree.remove(folder):
+            for kept in editable.remove(folder):
                 self._warning(f"kept {kept}, which was changed after it was written")
 
-    def _skipped(self) -> str:
-        """Why there is nothing to do, or ""."""
-        from hatch_epcontext.environment import PREFIX, read_environment
+    def _reason_to_skip(self) -> str | None:
+        """The reason why this build gets no models, if there is one."""
+        from hatch_epcontext.config.environ import PREFIX, read_environment
+        from hatch_epcontext.errors import collect
 
         if self.target_name != "wheel":
-            return f"the target is {self.target_name}, and only wheels get models"
-        if read_environment(os.environ)[0].skip:
-            return f"{PREFIX}SKIP is set"
-        return ""
+            return f"the target is {self.target_name}, and only wheels contain models"
+        environment, _ = collect(read_environment(os.environ))
+        return f"{PREFIX}SKIP is set" if environment.skip else None
 
     def _config(self) -> Config:
-        from hatch_epcontext.config import load
-        from hatch_epcontext.pyproject import tool_table
+        from hatch_epcontext.config.load import load
+        from hatch_epcontext.config.pyproject import tool_table
 
         root = Path(self.root)
         return load(root, tool_table(root), self.config)
 
     def _tree(self) -> dict[str, Path]:
         selected = []
-        # A project with nothing to ship but models has no files to select, and Hatch raises.
+        # Hatch raises ValueError for a project that ships nothing but models.
         with contextlib.suppress(ValueError):
             selected = list(self.build_config.builder.recurse_selected_project_files())
         return {Path(each.distribution_path).as_posix(): Path(each.path) for each in selected}
 
-    def _leftover(self, output: PurePosixPath, files: dict[str, Path]) -> frozenset[str]:
-        """What an editable install has left in the project, which is kept out of the wheel."""
-        from hatch_epcontext import tree
+    def _editable_files(self, output: PurePosixPath, files: dict[str, Path]) -> frozenset[str]:
+        """The files of an earlier editable install in the project, which the wheel must not contain."""
+        from hatch_epcontext.package import editable
 
-        here = files.get(str(output / "__init__.py"))
-        if here is None:
+        loader = files.get(str(output / "__init__.py"))
+        if loader is None:
             return frozenset()
-        ours = tree.owned(output, here.parent)
-        # Hatch passes over reserved paths; those of this build's own files become so by themselves.
+        ours = editable.owned_paths(output, loader.parent)
+        # Hatch leaves out reserved paths; it reserves the paths of this build's own files itself.
         self.build_config.build_reserved_paths.update(str(Path(path)) for path in ours)
         return ours
 
     def _set_tag(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext import wheel
+        from hatch_epcontext.package import wheel
 
         tag = wheel.tag(config)
         if tag is None:
@@ -222,8 +223,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["pure_python"] = tag.endswith("-any")
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors that can be foreseen, as one message and without a traceback."""
+    def _errors_as_message(self) -> Iterator[None]:
+        """Foreseen errors become one message without a traceback."""
         from hatch_epcontext.errors import EpcontextError, MissingError
 
         try:
@@ -231,7 +232,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except EpcontextError as error:
             self._clean_up()
             missing = isinstance(error, MissingError)
-            hint = "\n    Or build with isolation, which installs it by itself." if missing else ""
+            hint = "\n    Or build with isolation: then the front end installs them." if missing else ""
             self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()

@@ -5,22 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.artifact import (
-    Artifact,
-    FileRecord,
-    Preparation,
-    Record,
-    Times,
-    record_files,
-)
-from hatch_epcontext.environment import PREFIX
-from hatch_epcontext.protocol import Context, TensorFacts
+from hatch_epcontext.build.artifact import Artifact, Preparation, Record, Times
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.files import FileRecord, record_files
+from hatch_epcontext.ipc.protocol import Context, TensorFacts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """A mark for tests that run an EP, whose package is a dependency of the tests where it has wheels."""
+    """A mark for tests that run an EP; its package is a test dependency where it has wheels."""
     name = package.replace("_", "-")
     return pytest.mark.skipif(
         importlib.util.find_spec(package) is None,
@@ -33,7 +27,7 @@ needs_qnn = needs("onnxruntime_qnn")
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No setting of whoever runs the tests gets in, and nothing reaches their cache."""
+    """Tests neither see the user's settings nor write to the user's cache."""
     import os
 
     for name in os.environ:
@@ -44,7 +38,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project's folder with a package and two (empty) models."""
+    """The folder of a project with a package and two (empty) models."""
     root = tmp_path / "project"
     (root / "my_app").mkdir(parents=True)
     (root / "my_app" / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""Small ONNX models, made by the tests that use them."""
+"""Small ONNX models, built by the tests that use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def value(name: str, shape: Shape | None, dtype: int = TensorProto.FLOAT) -> onn
 
 
 def weights(name: str, *shape: int) -> onnx.TensorProto:
-    """A float32 initializer, the same in every run."""
+    """A float32 initializer with random values, the same in every run."""
     rng = np.random.default_rng(len(name))
     return numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) * 0.3, name)
 
@@ -31,7 +31,7 @@ def model(
     ir_version: int = 8,
     domain: str = "",
 ) -> onnx.ModelProto:
-    """A checked model of opset 17, or of version 1 of another ``domain`` as well."""
+    """A checked model of opset 17, and with ``domain`` also of version 1 of that."""
     graph = helper.make_graph(nodes, "graph", inputs, outputs, initializers)
     opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
     made = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
@@ -55,7 +55,7 @@ def network(batch: int | str | None = "batch") -> onnx.ModelProto:
 
 
 def initializer_among_the_inputs() -> onnx.ModelProto:
-    """A matrix product of ``x`` and stored ``w``, which is an input too, as it was before ONNX IR 4."""
+    """A matrix product of ``x`` and stored ``w``, which is an input too, as before ONNX IR 4."""
     return model(
         [helper.make_node("MatMul", ["x", "w"], ["y"])],
         [value("x", [1, 2]), value("w", [2, 2])],
@@ -66,7 +66,7 @@ def initializer_among_the_inputs() -> onnx.ModelProto:
 
 
 def half_for_the_cpu() -> onnx.ModelProto:
-    """A matrix product, and after it an operator that no NPU has."""
+    """A matrix product, followed by an operator that no NPU has."""
     return model(
         [
             helper.make_node("MatMul", ["x", "w"], ["m"], "product"),
@@ -80,7 +80,7 @@ def half_for_the_cpu() -> onnx.ModelProto:
 
 
 def interrupted() -> onnx.ModelProto:
-    """Two matrix products, and between them an operator that QNN leaves to the CPU."""
+    """Two matrix products, with an operator between them that QNN leaves to the CPU."""
     return model(
         [
             helper.make_node("MatMul", ["x", "w"], ["a"], "first"),
@@ -113,7 +113,7 @@ def transformer(length: int) -> onnx.ModelProto:
 
 
 def choosing_nothing() -> onnx.ModelProto:
-    """An operator that no NPU has."""
+    """A single operator, which no NPU has."""
     return model(
         [helper.make_node("NonZero", ["x"], ["y"], "where")],
         [value("x", [2, 4])],
@@ -122,7 +122,7 @@ def choosing_nothing() -> onnx.ModelProto:
 
 
 def unknown_operator() -> onnx.ModelProto:
-    """An operator that nobody has."""
+    """A single operator, which no EP has."""
     return model(
         [helper.make_node("Strange", ["x"], ["y"], "strange", domain="our.own")],
         [value("x", [2, 4])],
@@ -132,7 +132,7 @@ def unknown_operator() -> onnx.ModelProto:
 
 
 def with_weights_left_over() -> onnx.ModelProto:
-    """A matrix product, and beside it an operator with weights that QNN leaves to the CPU."""
+    """A matrix product, and a separate operator with weights that QNN leaves to the CPU."""
     rng = np.random.default_rng(0)
     kernel = rng.integers(0, 255, (16, 4, 5, 5)).astype(np.uint8)
     return model(
@@ -147,14 +147,14 @@ def with_weights_left_over() -> onnx.ModelProto:
 
 
 def save(made: onnx.ModelProto, path: Path) -> Path:
-    """Save ``made`` at ``path``, whose folder is made if need be."""
+    """Save ``made`` at ``path``; the folder is created if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(made, path)
     return path
 
 
 def save_with_data(made: onnx.ModelProto, path: Path, location: str = "network.data") -> Path:
-    """Save ``made`` at ``path`` with its initializers in a file beside it."""
+    """Save ``made`` at ``path``, with its initializers in the file ``location`` beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(made, path, save_as_external_data=True, location=location, size_threshold=0)
     return path

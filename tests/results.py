@@ -1,15 +1,22 @@
-"""A build's result as the later rooms get it, without a build."""
+"""The result of a build, without a build, for the rooms that use one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from hatch_epcontext.artifact import Artifact, Proof
-from hatch_epcontext.config import Config, load
-from hatch_epcontext.plan import plan
-from hatch_epcontext.protocol import ModelFacts
-from hatch_epcontext.pyproject import parse
-from hatch_epcontext.result import Built, Result, Source
+from hatch_epcontext.build.artifact import (
+    Artifact,
+    Built,
+    Result,
+    Source,
+    Validation,
+    ValidationStatus,
+)
+from hatch_epcontext.build.plan import plan
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.ipc.protocol import ModelFacts
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
@@ -19,12 +26,13 @@ def configured(root: Path, toml: str = TOML) -> Config:
 
 
 def resulting(config: Config, artifact: Artifact) -> Result:
-    """The result in which every job gave ``artifact``."""
+    """The result in which the artifact of every job is ``artifact``."""
     facts = artifact.record.contexts[0]
     sources = tuple(
         Source(model, ModelFacts(facts.inputs, facts.outputs, ()), "00" * 32)
         for model in config.models
     )
     jobs = plan(config).jobs
-    built = tuple(Built(job, artifact, {"a": Proof("structure")}, False) for job in jobs)
+    validations = {"a": Validation(ValidationStatus.STRUCTURE)}
+    built = tuple(Built(job, artifact, validations, False) for job in jobs)
     return Result(sources, built)

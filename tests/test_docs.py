@@ -1,4 +1,4 @@
-"""What the README says is what there is."""
+"""The README and the pages in docs/ agree with the package, and with each other."""
 
 from __future__ import annotations
 
@@ -6,69 +6,110 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import hatch_epcontext
-from hatch_epcontext import environment, tables
 from hatch_epcontext.cli.app import app
+from hatch_epcontext.config import tables
+from hatch_epcontext.config.environ import PREFIX, VARIABLES
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import Kind
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.pyproject import parse
-from hatch_epcontext.structure import toml_key
+from hatch_epcontext.text import toml_key
 from tests.conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+DOCS = REPOSITORY / "docs"
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+CONFIGURATION = PAGES["configuration.md"]
+OTHERS = ("README.md", "CHANGELOG.md", "example_project/README.md")
+TEXTS = {
+    **{f"docs/{name}": text for name, text in PAGES.items()},
+    **{name: (REPOSITORY / name).read_text(encoding="utf-8") for name in OTHERS},
+}
 
-
-CONFIGURATION = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+MAX_WORDS = 1500
+"""The README has about this many words at most."""
 
 
 def section(text: str, heading: str) -> str:
-    """What stands in ``text`` under ``heading``, up to the next one."""
+    """The part of ``text`` under ``heading``, up to the next heading."""
     _, found = text.split(f"{heading}\n", 1)
     return found.split("\n#", 1)[0]
+
+
+def keys_in(heading: str) -> set[str]:
+    """The keys that the section of the page about the configuration lists."""
+    listed = section(CONFIGURATION, f"## {heading}")
+    return set(re.findall(r"`([a-z-]+)`", listed))
 
 
 @pytest.mark.parametrize(
     ("heading", "table"),
     [
         ("`[tool.epcontext]`", tables.RootTable),
+        ("`[tool.epcontext.build]`", tables.BuildTable),
+        ("`[tool.epcontext.wheel]`", tables.WheelTable),
         ("`[tool.epcontext.targets.<name>]`", tables.TargetTable),
         ("`[[tool.epcontext.models]]`", tables.ModelTable),
+        ("`validate`", tables.ValidateTable),
+        ("`tolerance`", tables.ToleranceTable),
+        ("`profiles`", tables.ProfileTable),
     ],
 )
-def test_every_key_is_told_in_its_place(heading: str, table: type) -> None:
-    told = set(re.findall(r"`([a-z-]+)`", section(CONFIGURATION, f"## {heading}")))
+def test_every_key_is_documented_in_its_table(heading: str, table: type) -> None:
     keys = {toml_key(field.name) for field in dataclasses.fields(table)}
-    # A target's are told once, with the targets.
+    # The keys of a target are documented once, with the targets.
     of_targets = {toml_key(field.name) for field in dataclasses.fields(tables.TargetTable)}
-    assert keys - told <= (of_targets if table is tables.RootTable else set())
+    assert keys - keys_in(heading) <= (of_targets if table is tables.RootTable else set())
 
 
-def test_every_variable_is_told() -> None:
-    told = set(
-        re.findall(
-            r"^\| `HATCH_EPCONTEXT_([A-Z_]+)=", section(README, "### Environment"), re.MULTILINE
-        )
-    )
-    assert told == set(environment._READERS)
+def test_every_variable_is_documented() -> None:
+    listed = section(CONFIGURATION, "## Environment variables")
+    assert set(re.findall(rf"^\| `{PREFIX}([A-Z_]+)=", listed, re.MULTILINE)) == set(VARIABLES)
+    assert all(variable.doc for variable in VARIABLES.values())
 
 
-def test_every_key_has_its_documentation() -> None:
-    for table in (tables.RootTable, tables.TargetTable, tables.ModelTable, tables.ToleranceTable):
-        assert all(field.metadata["doc"] for field in dataclasses.fields(table))
+@pytest.mark.parametrize(
+    "table",
+    [
+        tables.RootTable,
+        tables.BuildTable,
+        tables.WheelTable,
+        tables.TargetTable,
+        tables.ModelTable,
+        tables.ValidateTable,
+        tables.ToleranceTable,
+        tables.ProfileTable,
+    ],
+)
+def test_every_key_has_documentation(table: Any) -> None:
+    assert all(field.metadata["doc"] for field in dataclasses.fields(table))
 
 
-def test_every_provider_is_told_and_where_it_was_verified() -> None:
-    for name in PROVIDERS:
-        assert re.search(rf"^\| .*`{name}`.*hardware", README, re.MULTILINE)
+def test_every_provider_is_documented_with_where_it_was_verified() -> None:
+    for name, provider in PROVIDERS.items():
+        assert f"`{name}`" in README
+        row = rf"^\| \[`{name}`\].*\| {re.escape(provider.hardware)} \|$"
+        assert re.search(row, PAGES["providers.md"], re.MULTILINE)
+
+
+def test_every_id_of_a_problem_is_documented_under_its_own_anchor() -> None:
+    page = PAGES["errors.md"]
+    for kind in Kind:
+        assert section(page, f"### {kind.id}").count(f"**{kind.title}.**") == 1
+        assert kind.id.lower() in anchors(page)
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    """``docs/generate.py``, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("generate", REPOSITORY / "docs" / "generate.py")
+    """``docs/generate.py``, which is not part of a package."""
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -76,21 +117,24 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["providers", "configuration"])
-def test_a_generated_page_is_what_the_package_says(generate: ModuleType, name: str) -> None:
-    page = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    assert page == getattr(generate, name)(), "run: python docs/generate.py"
+@pytest.mark.parametrize("name", ["providers", "configuration", "errors", "api"])
+def test_a_generated_page_is_up_to_date(generate: ModuleType, name: str) -> None:
+    assert PAGES[f"{name}.md"] == generate.PAGES[name](), "run: python docs/generate.py"
 
 
-def test_the_page_about_commands_is_what_their_help_says(generate: ModuleType) -> None:
-    page = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
-    # How lines are broken is click's, and changes with its releases.
-    assert page.split() == generate.commands().split(), "run: python docs/generate.py"
+def test_the_page_about_commands_is_up_to_date(generate: ModuleType) -> None:
+    # click breaks the lines, and its releases break them differently.
+    expected = generate.commands().split()
+    assert PAGES["commands.md"].split() == expected, "run: python docs/generate.py"
 
 
-def test_other_tools_are_answered_with_flags_that_exist() -> None:
-    page = (REPOSITORY / "docs" / "other-tools.md").read_text(encoding="utf-8")
-    lines = page.replace("\\\n", " ").splitlines()
+def test_every_command_has_a_row_in_the_page_about_commands() -> None:
+    for name in app.commands:
+        assert f"| [`epcontext {name}`](#epcontext-{name}) |" in PAGES["commands.md"]
+
+
+def test_the_page_about_other_tools_uses_flags_that_exist() -> None:
+    lines = PAGES["other-tools.md"].replace("\\\n", " ").splitlines()
     commands = [line for line in lines if line.startswith("epcontext ")]
     commands += [cell for line in lines for cell in re.findall(r"\| `(epcontext [^`]+)`", line)]
     assert len(commands) >= 7
@@ -101,17 +145,117 @@ def test_other_tools_are_answered_with_flags_that_exist() -> None:
 
 
 def test_the_page_about_providers_has_every_option() -> None:
-    page = (REPOSITORY / "docs" / "providers.md").read_text(encoding="utf-8")
     for provider in PROVIDERS.values():
-        told = page.split(f"\n## {provider.name}\n")[1].split("\n## ")[0]
-        assert all(f"| `{option}` |" in told for option in provider.options)
+        found = PAGES["providers.md"].split(f"\n## {provider.name}\n")[1].split("\n## ")[0]
+        assert all(f"| `{option}` |" in found for option in provider.options)
 
 
-def test_all_toml_in_the_readme_is_toml() -> None:
-    blocks = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        parse(block)
+def blocks() -> list[Any]:
+    """Every TOML block of the README and the pages, with its place."""
+    return [
+        pytest.param(block, id=f"{name}-{index}")
+        for name, text in TEXTS.items()
+        for index, block in enumerate(re.findall(r"```toml\n(.*?)```", text, re.DOTALL))
+    ]
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_every_example_is_a_valid_configuration(block: str, tmp_path: Path) -> None:
+    table = parse(block).get("tool", {}).get("epcontext")
+    if table is None:
+        return
+    # What an example leaves out is added: a model for its targets.
+    table.setdefault("models", ["models/digits.onnx"])
+    for model in table["models"]:
+        given = {"path": model} if isinstance(model, str) else model
+        validate = given.get("validate")
+        inputs = validate.get("inputs") if isinstance(validate, dict) else None
+        for name in filter(None, (given["path"], inputs)):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+    assert load(tmp_path, table, {}, {}).targets
+
+
+def test_the_readme_has_examples() -> None:
+    assert len(re.findall(r"```toml\n.*?\[tool\.epcontext\]", README, re.DOTALL)) >= 1
+
+
+def without_code(text: str) -> str:
+    """``text`` without blocks of code and without code in lines."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def links(text: str) -> list[str]:
+    """The targets of all links."""
+    return re.findall(r"\]\(([^)\s]+)\)", without_code(text))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
+
+
+def base() -> str:
+    """The address of the repository's files, as ``[project.urls]`` has it."""
+    urls = parse((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    source: str = urls["Source"]
+    return f"{source}/blob/main/"
+
+
+def targets_of(name: str) -> list[tuple[Path, str]]:
+    """The files in the repository, and their anchors, that a page links to."""
+    found = []
+    for link in links(TEXTS[name]):
+        path, _, anchor = link.partition("#")
+        if link.startswith(base()):
+            found.append((REPOSITORY / path.removeprefix(base()), anchor))
+        elif "://" not in link:
+            found.append(
+                (REPOSITORY / name if not path else (REPOSITORY / name).parent / path, anchor)
+            )
+    return found
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_link_leads_to_a_file_and_a_heading(name: str) -> None:
+    for path, anchor in targets_of(name):
+        assert path.exists(), path
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), f"{path}#{anchor}"
+
+
+def test_the_links_of_the_readme_work_on_an_index_too() -> None:
+    # Indexes show the README without the repository.
+    assert all("://" in link for link in links(README))
+    assert len(targets_of("README.md")) >= 10
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    reached: set[Path] = set()
+    waiting = [DOCS / "index.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page.parent != DOCS:
+            continue
+        reached.add(page)
+        waiting += [path.resolve() for path, _ in targets_of(f"docs/{page.name}")]
+    assert {page.name for page in reached} == set(PAGES)
+    assert DOCS / "index.md" in {path for path, _ in targets_of("README.md")}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("end", ["example_project", "pytest"])
+def test_each_command_of_the_readme_is_one_line(end: str) -> None:
+    # .ci/run finds them this way.
+    assert len(re.findall(rf"^python3 -m venv .*{end}$", README, re.MULTILINE)) == 1
 
 
 def test_the_version_stands_in_one_place() -> None:

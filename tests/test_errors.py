@@ -1,24 +1,166 @@
 from __future__ import annotations
 
-from hatch_epcontext.errors import BuildError, ConfigError, Problem
+import re
+from pathlib import Path
+
+import pytest
+
+import hatch_epcontext
+from hatch_epcontext.errors import (
+    BuildError,
+    Checked,
+    ConfigError,
+    Key,
+    KeyNames,
+    Kind,
+    Problem,
+    Setting,
+    collect,
+)
+
+PACKAGE = Path(hatch_epcontext.__file__).parent
 
 
-def test_one_problem_says_where_what_and_what_to_do() -> None:
-    error = ConfigError(Problem("tool.epcontext.jobs", "must be at least 1.", "Write 1."))
+def test_a_problem_shows_location_id_message_and_hint() -> None:
+    error = ConfigError(
+        Problem.at(Key() / "build" / "jobs", Kind.INVALID_VALUE, "must be at least 1.", "Write 1.")
+    )
     assert str(error) == (
-        "the configuration is not right:\n"
-        "tool.epcontext.jobs\n"
+        "invalid configuration:\n"
+        "tool.epcontext.build.jobs: EPC005\n"
         "    must be at least 1.\n"
         "    Write 1."
     )
 
 
-def test_several_problems_are_counted_and_all_told() -> None:
-    told = str(BuildError(Problem("a", "one"), Problem("b", "two", log="line 1\nline 2")))
-    assert "(2 problems):" in told
-    assert "a\n    one\nb\n    two" in told
-    assert "    | line 1\n    | line 2" in told
+def test_several_problems_are_counted_and_all_shown() -> None:
+    one = Problem(Kind.COMPILE_FAILED, "a", "one")
+    two = Problem(Kind.WORKER_CRASHED, "b", "two", log="line 1\nline 2")
+    text = str(BuildError(one, two))
+    assert "(2 problems):" in text
+    assert "a: EPC307\n    one\nb: EPC308\n    two" in text
+    assert "    | line 1\n    | line 2" in text
 
 
-def test_wrong_configuration_and_failed_builds_have_their_own_exit_codes() -> None:
+def test_an_error_can_have_another_headline() -> None:
+    error = BuildError(Problem(Kind.COMPILE_FAILED, "a", "one"))
+    assert error.text(headline="nothing is compiled").startswith("nothing is compiled:\na: EPC307")
+
+
+def test_an_invalid_configuration_and_a_failed_build_have_their_own_exit_codes() -> None:
     assert (ConfigError.exit_code, BuildError.exit_code) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_each_kind_has_an_id_and_is_documented(kind: Kind) -> None:
+    assert re.fullmatch(r"EPC\d{3}", kind.id)
+    assert kind.value == kind.id
+    assert kind.title
+    assert not kind.title.endswith(".")
+    assert kind.meaning.endswith(".")
+    assert kind.remedy.endswith(".")
+
+
+def test_ids_and_titles_are_unique() -> None:
+    # An enum makes a member with a value that exists already an alias, which iteration leaves out.
+    assert len(Kind.__members__) == len(list(Kind))
+    assert len({kind.title for kind in Kind}) == len(list(Kind))
+
+
+def test_each_kind_is_used() -> None:
+    source = "\n".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
+    used = set(re.findall(r"\bKind\.([A-Z_]+)\b", source))
+    assert sorted(used) == sorted(kind.name for kind in Kind)
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("location", ["", "a -> npu"])
+def test_the_text_of_a_problem_contains_its_id(kind: Kind, location: str) -> None:
+    first, *_ = Problem(kind, location, "message").text().splitlines()
+    assert first == (f"{location}: {kind.id}" if location else kind.id)
+    first, *_ = Problem.at(Key() / "x", kind, "message").text().splitlines()
+    assert first == f"tool.epcontext.x: {kind.id}"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (Key(), "tool.epcontext"),
+        (Key() / "build" / "max-size", "tool.epcontext.build.max-size"),
+        (Key() / "models" / 0 / "shapes" / "a b", 'tool.epcontext.models[0].shapes."a b"'),
+        (Key() / "models" / 12 / "platforms" / 3, "tool.epcontext.models[12].platforms[3]"),
+        (Key() / "targets" / "a.b", 'tool.epcontext.targets."a.b"'),
+        (Key() / "targets" / "", 'tool.epcontext.targets.""'),
+        (Key() / "targets" / '"', r'tool.epcontext.targets."\""'),
+        (Key() / "dims" / "0", "tool.epcontext.dims.0"),
+    ],
+)
+def test_a_key_is_written_as_in_toml(key: Key, text: str) -> None:
+    assert str(key) == text
+
+
+def test_a_key_contains_itself_and_what_is_inside() -> None:
+    key = Key() / "models" / 1
+    assert key.contains(key)
+    assert key.contains(key / "shapes" / "x")
+    assert Key().contains(key)
+    assert not key.contains(Key() / "models")
+    assert not key.contains(Key() / "models" / 10)
+    assert not (Key() / "model").contains(Key() / "models")
+
+
+def test_a_setting_without_a_value_is_for_the_user_to_choose() -> None:
+    assert str(Setting(Key() / "output")) == "tool.epcontext.output"
+    assert str(Setting(Key() / "embed", value=False)) == "tool.epcontext.embed = false"
+    assert str(Setting(Key() / "x", {"a b": [1, "c"]})) == (
+        'tool.epcontext.x = { "a b" = [1, "c"] }'
+    )
+
+
+class Flags(KeyNames):
+    def key(self, key: Key) -> str:
+        return f"--{key.parts[-1]}"
+
+    def setting(self, setting: Setting) -> str:
+        return f"{self.key(setting.key)}={setting.value}"
+
+
+def test_a_problem_can_name_keys_in_another_way() -> None:
+    problem = Problem.at(
+        Key() / "models" / 0 / "dims",
+        Kind.OPEN_DIMENSION,
+        "has an open dimension.",
+        "Fix it.",
+        Setting(Key() / "models" / 0 / "dim", 3),
+        Setting(Key() / "shape", "x"),
+    )
+    assert problem.text(Flags()) == (
+        "--dims: EPC204\n    has an open dimension.\n    Fix it.\n    Set --dim=3\n    Set --shape=x"
+    )
+    assert "Set tool.epcontext.models[0].dim = 3" in problem.text()
+    assert problem.advice(Flags()) == "Fix it.\nSet --dim=3\nSet --shape=x"
+    assert "--dims: EPC204" in ConfigError(problem).text(Flags())
+    assert "tool.epcontext.models[0].dims: EPC204" in str(ConfigError(problem))
+
+
+def test_a_location_that_is_no_key_keeps_its_name() -> None:
+    text = Problem(Kind.MISMATCH, "dims", "message").text(Flags())
+    assert text == "dims: EPC206\n    message"
+
+
+def test_a_problem_without_hint_and_settings_has_no_advice() -> None:
+    assert Problem(Kind.MISMATCH, "a", "message").advice() == ""
+
+
+def test_collecting_gives_the_value_and_all_problems() -> None:
+    one, two = (Problem(Kind.MISMATCH, name, "message") for name in "ab")
+
+    def inner() -> Checked[int]:
+        yield two
+        return 1
+
+    def outer() -> Checked[int]:
+        yield one
+        return 1 + (yield from inner())
+
+    assert collect(outer()) == (2, [one, two])

@@ -1,21 +1,34 @@
 from __future__ import annotations
 
+import hashlib
+import io
+import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.files import replace
+from hatch_epcontext.files import (
+    FileRecord,
+    file_sha256,
+    is_intact,
+    link_or_copy,
+    record_file,
+    record_files,
+    replace,
+    stream_sha256,
+)
 
 
-def test_a_folder_is_made_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_the_folder_is_made_and_contains_nothing_else(tmp_path: Path) -> None:
     file = replace(tmp_path / "new" / "a.txt", "one\r\ntwo\n")
     assert file.read_bytes() == b"one\r\ntwo\n"
     assert list(file.parent.iterdir()) == [file]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are POSIX's")
-def test_a_file_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_an_existing_file_keeps_its_mode(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("old", encoding="utf-8")
     file.chmod(0o640)
@@ -23,7 +36,7 @@ def test_a_file_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
     assert (file.read_text(encoding="utf-8"), file.stat().st_mode & 0o777) == ("new", 0o640)
 
 
-def test_the_old_text_stays_when_the_new_cannot_be_written(
+def test_the_old_text_stays_when_the_new_one_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "a.txt"
@@ -39,5 +52,69 @@ def test_the_old_text_stays_when_the_new_cannot_be_written(
     assert file.read_text(encoding="utf-8") == "old"
 
 
-def test_what_is_no_unicode_is_an_escape(tmp_path: Path) -> None:
+def test_characters_that_are_not_unicode_are_escaped(tmp_path: Path) -> None:
     assert replace(tmp_path / "a.txt", "caf\udce9").read_bytes() == b"caf\\udce9"
+
+
+def test_files_are_recorded_by_their_path_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b").write_bytes(b"12")
+    (tmp_path / "a").write_bytes(b"1")
+    files = record_files(tmp_path)
+    assert list(files) == ["a", "sub/b"]
+    assert files["sub/b"].size == 2
+    assert files["a"] == record_file(tmp_path / "a")
+    assert files["a"] == FileRecord(1, hashlib.sha256(b"1").hexdigest())
+
+
+def test_each_changed_or_missing_file_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    file = tmp_path / "sub" / "a"
+    file.write_bytes(b"blob" * 100)
+    files = record_files(tmp_path)
+    assert is_intact(tmp_path, files)
+    (tmp_path / "other").touch()
+    assert is_intact(tmp_path, files)
+    file.write_bytes(b"blub" * 100)
+    assert not is_intact(tmp_path, files)
+    file.unlink()
+    assert not is_intact(tmp_path, files)
+
+
+def test_the_hash_of_a_file_larger_than_a_piece(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    content = bytes(range(256)) * 4096 + b"end"
+    file.write_bytes(content)
+    assert file_sha256(file) == hashlib.sha256(content).hexdigest()
+    stream = io.BytesIO(content)
+    stream.seek(3)
+    assert stream_sha256(stream) == hashlib.sha256(content[3:]).hexdigest()
+
+
+def test_a_file_is_linked(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"content")
+    target = Path(link_or_copy(source, tmp_path / "target"))
+    assert target.read_bytes() == b"content"
+    assert target.stat().st_ino == source.stat().st_ino
+
+
+def test_a_file_is_copied_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("this file system has no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    source = tmp_path / "source"
+    source.write_bytes(b"content")
+    target = Path(link_or_copy(source, tmp_path / "target"))
+    assert target.read_bytes() == b"content"
+    assert target.stat().st_ino != source.stat().st_ino
+
+
+def test_a_tree_can_be_copied_with_links(tmp_path: Path) -> None:
+    (tmp_path / "one" / "sub").mkdir(parents=True)
+    (tmp_path / "one" / "sub" / "a").write_bytes(b"content")
+    shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=link_or_copy)
+    assert (tmp_path / "two" / "sub" / "a").read_bytes() == b"content"

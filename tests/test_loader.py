@@ -1,4 +1,4 @@
-"""The shipped module, with the real onnxruntime; only hardware that is not there is made up."""
+"""The shipped module, with the real onnxruntime; only hardware that is missing is simulated."""
 
 from __future__ import annotations
 
@@ -20,45 +20,57 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from hatch_epcontext.manifest import loader as loader_file
+from hatch_epcontext.errors import Key
+from hatch_epcontext.package.manifest import loader_file
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 from tests.models import network, save
 
 X = {"x": np.ones((1, 1, 8, 8), np.float32)}
 
-CPU = {
+CPU: dict[str, Any] = {
     "target": "cpu",
     "product": "optimized",
-    "ep": "CPUExecutionProvider",
-    "device": "cpu",
-    "device_filter": {},
-    "policy": None,
     "plugin": None,
     "model_file": "a/cpu/a_optimized.onnx",
     "compatibility_string": "",
-    "session_options": {"session.intra_op_num_threads": "1"},
-    "provider_options": {},
+    "settings": {
+        "ep": "CPUExecutionProvider",
+        "device": "cpu",
+        "device_filter": {},
+        "policy": None,
+        "session_options": {"session.intra_op_num_threads": "1"},
+    },
+    "load_options": {},
     "sharing": None,
 }
-NPU = {
+NPU: dict[str, Any] = {
     **CPU,
     "target": "npu",
     "product": "context",
-    "ep": "SomeExecutionProvider",
-    "device": "npu",
     "plugin": {"module": "no_such_ep", "package": "no-such-ep", "registration_name": "Some"},
     "model_file": "a/npu/a_ctx.onnx",
     "compatibility_string": "v1",
-    "session_options": {},
+    "settings": {
+        "ep": "SomeExecutionProvider",
+        "device": "npu",
+        "device_filter": {},
+        "policy": None,
+        "session_options": {},
+    },
 }
 
 Ship = Callable[..., Any]
 
 
+def with_settings(entry: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """``entry`` with some of its settings replaced."""
+    return {**entry, "settings": {**entry["settings"], **settings}}
+
+
 @pytest.fixture
 def ship(tmp_path: Path) -> Ship:
-    """Make a shipped package with the given targets, and import it."""
+    """Return a function that creates a shipped package with the given targets, and imports it."""
 
     def shipped(*targets: dict[str, Any], source: str | None = "a/source/a.onnx") -> ModuleType:
         folder = tmp_path / "shipped"
@@ -79,21 +91,21 @@ def ship(tmp_path: Path) -> Ship:
     return shipped
 
 
-def told(steps: list[Any]) -> list[tuple[str, str]]:
+def outcomes(steps: list[Any]) -> list[tuple[str, str]]:
     return [(step.target, step.outcome) for step in steps]
 
 
-def test_the_first_target_that_can_be_opened_is(ship: Ship) -> None:
+def test_the_first_target_that_can_be_opened_is_opened(ship: Ship) -> None:
     app = ship(CPU)
     session = app.load("a")
     assert isinstance(session, onnxruntime.InferenceSession)
     assert session.run(None, X)[0].shape == (1, 10)
     assert app.target_of(session) == "cpu"
     assert app.models() == ["a"]
-    assert told(app.explain("a")) == [("cpu", "opened"), ("source", "not tried")]
+    assert outcomes(app.explain("a")) == [("cpu", "opened"), ("source", "not tried")]
 
 
-def test_without_the_eps_package_the_source_is_opened_and_the_reason_told(
+def test_without_the_eps_package_the_source_is_opened_and_the_reason_logged(
     ship: Ship, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = ship(NPU)
@@ -106,7 +118,16 @@ def test_without_the_eps_package_the_source_is_opened_and_the_reason_told(
     assert str(source) == "source: opened, CPUExecutionProvider on cpu"
 
 
-def test_a_library_that_cannot_be_loaded_is_a_reason(
+def test_an_outcome_is_an_enum_member_that_equals_its_text(ship: Ship) -> None:
+    app = ship(CPU)
+    cpu, source = app.explain("a")
+    assert cpu.outcome is app.Outcome.OPENED
+    assert cpu.outcome == "opened"
+    assert source == ("source", "not tried", None)
+    assert str(source) == "source: not tried"
+
+
+def test_a_target_whose_library_cannot_be_loaded_is_skipped(
     ship: Ship, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "libnothing.so"
@@ -115,14 +136,14 @@ def test_a_library_that_cannot_be_loaded_is_a_reason(
         f"def get_library_path(): return {str(library)!r}\n", encoding="utf-8"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    app = ship({**NPU, "plugin": {**NPU["plugin"], "module": "broken_ep"}})  # type: ignore[dict-item]
+    app = ship({**NPU, "plugin": {**NPU["plugin"], "module": "broken_ep"}})
     npu, source = app.explain("a")
     assert npu.outcome == "skipped"
     assert "the library of no-such-ep cannot be loaded" in npu.reason
     assert source.outcome == "opened"
 
 
-def test_a_broken_file_is_a_failure_and_the_next_is_tried(
+def test_a_broken_file_is_a_failure_and_the_next_target_is_tried(
     ship: Ship, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = ship(CPU)
@@ -133,36 +154,37 @@ def test_a_broken_file_is_a_failure_and_the_next_is_tried(
     assert "a on cpu: failed, InvalidProtobuf" in warning.getMessage()
 
 
-def test_one_target_may_be_asked_for_and_is_not_replaced(ship: Ship) -> None:
+def test_a_requested_target_has_no_fallback(ship: Ship) -> None:
     app = ship(CPU, NPU)
     assert app.target_of(app.load("a", target="source")) == "source"
-    with pytest.raises(app.LoadError, match=r"cannot be opened here:\n  npu: skipped, no-such-ep"):
+    with pytest.raises(app.LoadError, match=r"on this machine:\n  npu: skipped, no-such-ep"):
         app.load("a", target="npu")
 
 
-def test_one_kind_of_device_may_be_asked_for_and_is_not_replaced(ship: Ship) -> None:
+def test_a_requested_device_has_no_fallback(ship: Ship) -> None:
     app = ship(NPU, CPU)
     assert app.target_of(app.load("a", device="cpu")) == "cpu"
     with pytest.raises(app.LoadError) as raised:
         app.load("a", device="npu")
-    assert "source: skipped, it is for the cpu, and npu was asked for" in str(raised.value)
+    assert "source: skipped, it is for the cpu, and device='npu' was requested" in str(raised.value)
 
 
-def test_names_that_are_not_there_are_told_with_those_that_are(ship: Ship) -> None:
+def test_an_unknown_name_is_an_error_that_lists_the_known_names(ship: Ship) -> None:
     app = ship(CPU)
-    with pytest.raises(app.LoadError, match=r"no model 'aa' here\. Did you mean 'a'"):
+    with pytest.raises(app.LoadError, match=r"unknown model 'aa'\. Did you mean 'a'"):
         app.load("aa")
-    with pytest.raises(app.LoadError, match="There are: cpu, source"):
+    with pytest.raises(app.LoadError, match="Known: cpu, source"):
         app.explain("a", target="gpu")
 
 
-def test_a_source_that_was_not_shipped_is_no_fallback(ship: Ship) -> None:
+def test_a_source_that_is_not_shipped_is_skipped(ship: Ship) -> None:
     app = ship(NPU, source=None)
-    with pytest.raises(app.LoadError, match="source: skipped, the source model is not shipped"):
+    reason = "source: skipped, the package does not contain the source model"
+    with pytest.raises(app.LoadError, match=reason):
         app.load("a")
 
 
-def test_the_apps_own_session_options_count(ship: Ship) -> None:
+def test_the_targets_settings_are_added_to_the_apps_session_options(ship: Ship) -> None:
     app = ship(CPU)
     options = onnxruntime.SessionOptions()
     options.logid = "mine"
@@ -170,7 +192,7 @@ def test_the_apps_own_session_options_count(ship: Ship) -> None:
     assert options.get_session_config_entry("session.intra_op_num_threads") == "1"
 
 
-def test_a_function_makes_fresh_session_options_for_each_target(ship: Ship) -> None:
+def test_a_function_creates_session_options_for_each_target(ship: Ship) -> None:
     made = []
 
     def make() -> onnxruntime.SessionOptions:
@@ -183,7 +205,7 @@ def test_a_function_makes_fresh_session_options_for_each_target(ship: Ship) -> N
     assert len(made) == 2
 
 
-def test_sessions_may_be_opened_at_once(ship: Ship) -> None:
+def test_sessions_can_be_opened_in_several_threads(ship: Ship) -> None:
     app = ship(NPU, CPU)
     with ThreadPoolExecutor(8) as pool:
         sessions = list(pool.map(app.load, ["a"] * 16))
@@ -198,25 +220,25 @@ def device(kind: str, vendor: str = "Some", **metadata: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("there", "asked", "reason"),
+    ("offered", "requested", "reason"),
     [
-        (["CPU"], None, "finds no npu here, only cpu (device='any' would take it)"),
-        (["CPU", "GPU"], "npu", "finds no npu here, only cpu, gpu"),
-        ([], None, "finds no npu here"),
-        ([], "any", "finds no device here"),
+        (["CPU"], None, "finds no npu, only cpu (device='any' accepts it)"),
+        (["CPU", "GPU"], "npu", "finds no npu, only cpu, gpu"),
+        ([], None, "finds no npu on this machine"),
+        ([], "any", "finds no device on this machine"),
     ],
 )
-def test_a_device_that_is_not_there_is_a_reason(
-    ship: Ship, monkeypatch: pytest.MonkeyPatch, there: list[str], asked: str, reason: str
+def test_a_target_whose_device_is_missing_is_skipped(
+    ship: Ship, monkeypatch: pytest.MonkeyPatch, offered: list[str], requested: str, reason: str
 ) -> None:
     app = ship(NPU)
-    monkeypatch.setattr(app, "_offered", lambda ort, entry: [device(kind) for kind in there])
-    npu = app.explain("a", device=asked)[0]
+    monkeypatch.setattr(app, "_offered", lambda ort, entry: [device(kind) for kind in offered])
+    npu = app.explain("a", device=requested)[0]
     assert npu.outcome == "skipped"
     assert reason in npu.reason
 
 
-def test_an_ep_that_says_it_is_unsupported_is_believed(
+def test_a_target_that_its_ep_does_not_support_is_skipped(
     ship: Ship, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = ship(NPU)
@@ -224,82 +246,80 @@ def test_an_ep_that_says_it_is_unsupported_is_believed(
     monkeypatch.setattr(app, "_compatibility", lambda devices, text: "EP_UNSUPPORTED")
     npu, source = app.explain("a")
     assert npu.outcome == "skipped"
-    assert "does not support what it was compiled for" in npu.reason
+    assert "cannot run this compiled model" in npu.reason
     assert source.outcome == "opened"
 
 
-def test_the_wanted_device_comes_before_any_other(ship: Ship) -> None:
+def test_the_targets_own_device_is_preferred(ship: Ship) -> None:
     app = ship(NPU)
     devices = [device("CPU"), device("NPU")]
-    for asked in ("npu", "any"):
+    for requested in ("npu", "any"):
         app._offered = lambda ort, entry: devices
-        assert app._devices(onnxruntime, NPU, asked) == [devices[1]]
+        assert app._devices(onnxruntime, NPU, requested) == [devices[1]]
 
 
-def test_devices_that_are_other_than_what_was_compiled_for_are_passed_over(ship: Ship) -> None:
+def test_devices_that_the_device_filter_excludes_are_not_used(ship: Ship) -> None:
     app = ship(NPU)
     old, new = device("NPU", platform="4000"), device("NPU", platform="5010")
     silent, other = device("NPU"), device("NPU", vendor="Another")
     app._offered = lambda ort, entry: [old, new, silent, other]
-    entry = {**NPU, "device_filter": {"platform": "5010", "vendor": "SOME"}}
-    # What a device does not tell of itself is no reason against it.
+    entry = with_settings(NPU, device_filter={"platform": "5010", "vendor": "SOME"})
+    # A device that does not report a property passes.
     assert app._devices(onnxruntime, entry, "npu") == [new, silent]
 
 
-def test_an_ep_that_is_no_part_of_this_onnxruntime_is_a_reason(ship: Ship) -> None:
-    gpu = {**CPU, "target": "amd", "ep": "MIGraphXExecutionProvider", "device": "gpu"}
-    amd, _ = ship(gpu).explain("a")
+def test_a_target_whose_ep_this_onnxruntime_does_not_contain_is_skipped(ship: Ship) -> None:
+    gpu = with_settings(CPU, ep="MIGraphXExecutionProvider", device="gpu")
+    amd, _ = ship({**gpu, "target": "amd"}).explain("a")
     assert amd.outcome == "skipped"
-    assert amd.reason.endswith("has no MIGraphXExecutionProvider")
+    assert amd.reason.endswith("does not contain MIGraphXExecutionProvider")
 
 
-def test_an_ep_that_onnxruntime_left_out_is_a_reason(ship: Ship) -> None:
+def test_a_session_without_the_targets_ep_is_not_used(ship: Ship) -> None:
     app = ship(CPU)
     session = app.load("a", target="cpu")
-    with pytest.raises(app._Skip, match="CUDAExecutionProvider is not in the session"):
-        app._see_that_it_has(session, "CUDAExecutionProvider")
-    app._see_that_it_has(session, "CPUExecutionProvider")
+    with pytest.raises(app._SkipTargetError, match="opened without CUDAExecutionProvider"):
+        app._check_has_ep(session, "CUDAExecutionProvider")
+    app._check_has_ep(session, "CPUExecutionProvider")
 
 
-def test_a_library_without_a_package_is_for_the_app_to_register(ship: Ship) -> None:
+def test_the_app_has_to_register_a_library_without_a_package(ship: Ship) -> None:
     plugin = {"module": "", "package": "its library", "registration_name": "Some", "path": ""}
     npu, _ = ship({**NPU, "plugin": plugin}).explain("a")
     assert npu.outcome == "skipped"
-    assert "register_execution_provider_library before" in npu.reason
+    assert "register_execution_provider_library first" in npu.reason
 
 
 @needs_qnn
 def test_a_policy_opens_the_ep_with_its_options(ship: Ship, tmp_path: Path) -> None:
-    from hatch_epcontext.protocol import ModelSpec
-    from hatch_epcontext.worker.compile import compile_job
+    from hatch_epcontext.ipc.protocol import ModelSpec
+    from hatch_epcontext.worker.compile import handle
     from tests.worker.test_compile import X_ELITE, compile_request, target
 
     source = save(network(1), tmp_path / "models" / "a.onnx")
-    request = compile_request(ModelSpec("a", str(source), "m"), target("qnn", X_ELITE), tmp_path)
-    compile_job(request)
+    request = compile_request(ModelSpec("a", str(source), Key()), target("qnn", X_ELITE), tmp_path)
+    handle(request)
     shutil.copytree(request.folder, tmp_path / "shipped" / "a" / "npu")
     plugin = PROVIDERS["qnn"].plugin
     assert plugin is not None
     entry = {
-        **NPU,
-        "ep": "QNNExecutionProvider",
+        **with_settings(NPU, ep="QNNExecutionProvider", policy="prefer-npu"),
         "plugin": dataclasses.asdict(plugin),
         "compatibility_string": "",
-        "provider_options": {"backend_type": "htp"},
-        "policy": "prefer-npu",
+        "load_options": {"backend_type": "htp"},
     }
     app = ship(entry)
     (npu, _) = app.explain("a", device="any")
     assert str(npu) == "npu: opened, QNNExecutionProvider, by the policy prefer-npu"
     assert app.load("a", device="any").run(None, X)[0].shape == (1, 10)
-    # The EP's own word when it gets no backend.
-    without = {**entry, "provider_options": {}}
+    # Without a backend the EP itself raises an error.
+    without = {**entry, "load_options": {}}
     assert ship(without).explain("a", device="any")[0].outcome == "failed"
     opened = ship(without).load("a", device="any", provider_options={"backend_type": "htp"})
     assert opened.get_providers()[0] == "QNNExecutionProvider"
 
 
-def test_sessions_that_share_weights_keep_those_before_them(ship: Ship) -> None:
+def test_a_session_that_shares_weights_keeps_earlier_sessions_alive(ship: Ship) -> None:
     sharing = {"group": "g", "members": ["a", "b"], "saved": 1, "needs_device": True}
     app = ship({**CPU, "sharing": sharing}, {**CPU, "target": "other"})
     first = weakref.ref(app.load("a"))
@@ -309,39 +329,41 @@ def test_sessions_that_share_weights_keep_those_before_them(ship: Ship) -> None:
     second = app.load("a")
     apart = app.load("a", target="other")
     del kept
-    assert first() is not None, "what was opened first has to outlive the second"
-    assert app._before[second] == (first(),)
-    assert apart not in app._before
+    assert first() is not None, "the first session has to outlive the second"
+    assert app._earlier_sessions[second] == (first(),)
+    assert apart not in app._earlier_sessions
     del second
     gc.collect()
     assert first() is None
 
 
-def test_a_folder_in_the_users_cache_is_made(
+def test_a_folder_in_the_users_cache_is_created(
     ship: Ship, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(sys, "platform", "linux")
     app = ship(CPU)
     name = app.__name__.split(".")[0]
-    assert app._in_user_cache("{user-cache}/rtx") == str(tmp_path / "caches" / name / "rtx")
+    assert app._expand_user_cache("{user-cache}/rtx") == str(tmp_path / "caches" / name / "rtx")
     assert (tmp_path / "caches" / name / "rtx").is_dir()
-    assert app._in_user_cache("plain") == "plain"
+    assert app._expand_user_cache("plain") == "plain"
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert app._in_user_cache("{user-cache}") == str(tmp_path / "local" / name)
+    assert app._expand_user_cache("{user-cache}") == str(tmp_path / "local" / name)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert Path(app._in_user_cache("{user-cache}")) == tmp_path / "Library" / "Caches" / name
+    assert Path(app._expand_user_cache("{user-cache}")) == tmp_path / "Library" / "Caches" / name
 
 
-def test_what_cannot_be_simulated_is_not_tried(ship: Ship) -> None:
-    """The simulator of QNN crashes over contexts that share weights, and the app with it."""
+def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Ship) -> None:
+    """QNN's simulator crashes on contexts that share weights, and the app with it."""
     sharing = {"group": "g", "members": ["a", "b"], "saved": 1, "needs_device": True}
     app = ship({**NPU, "sharing": sharing})
     app._offered = lambda ort, entry: [device("CPU")]
     npu, source = app.explain("a", device="any")
-    assert str(npu) == "npu: skipped, contexts that share weights need the npu itself"
+    assert (
+        str(npu) == "npu: skipped, models that share weights need a real npu, not a simulated one"
+    )
     assert source.outcome == "opened"
     app._offered = lambda ort, entry: [device("CPU"), device("NPU")]
     assert [app._kind(each) for each in app._devices(onnxruntime, NPU, "any")] == ["npu"]

@@ -1,4 +1,4 @@
-"""The hook inside hatchling's own builder, with real workers for the CPU."""
+"""The hook in hatchling's own builder, with real workers for the CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
-from hatch_epcontext import wheel
+from hatch_epcontext.build.requirements import TOOLS
+from hatch_epcontext.package import wheel
 from hatch_epcontext.plugin import EpcontextBuildHook
-from hatch_epcontext.requirements import TOOLS
 from tests import projects
 from tests.models import model, network, save, save_with_data, unknown_operator, value
 
@@ -29,7 +29,7 @@ models = ["models/*.onnx"]
 
 @pytest.fixture
 def root(project: Path) -> Path:
-    """A whole project with one real model."""
+    """A complete project with one real model."""
     (project / "models" / "b.onnx").unlink()
     save(network(), project / "models" / "a.onnx")
     (project / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
@@ -40,10 +40,10 @@ def configure(root: Path, more: str) -> None:
     (root / "pyproject.toml").write_text(PROJECT + more, encoding="utf-8")
 
 
-def make(root: Path, version: str = "standard", **how: Any) -> Path:
+def make(root: Path, version: str = "standard", **options: Any) -> Path:
     """Build the wheel of ``root``."""
     builder = WheelBuilder(str(root), plugin_manager=PluginManager())
-    (path,) = builder.build(directory=str(root / "dist"), versions=[version], **how)
+    (path,) = builder.build(directory=str(root / "dist"), versions=[version], **options)
     return Path(path)
 
 
@@ -56,7 +56,7 @@ def clean(root: Path) -> None:
 
 
 def failure(root: Path, capsys: pytest.CaptureFixture[str], version: str = "standard") -> str:
-    """What is printed when the build of ``root`` fails."""
+    """The message when the build of ``root`` fails."""
     with pytest.raises(SystemExit):
         make(root, version)
     captured = capsys.readouterr()
@@ -65,7 +65,7 @@ def failure(root: Path, capsys: pytest.CaptureFixture[str], version: str = "stan
     return captured.err
 
 
-def test_a_page_about_the_build_is_written_where_the_environment_says(
+def test_the_environment_sets_the_path_of_the_html_report(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "report.html"
@@ -78,7 +78,7 @@ def test_a_page_about_the_build_is_written_where_the_environment_says(
     assert "cannot be run on the CPU" in page.read_text(encoding="utf-8")
 
 
-def test_who_asks_hatch_for_more_is_told_what_workers_do(
+def test_a_verbose_hatch_shows_what_workers_do(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HATCH_VERBOSE", "1")
@@ -108,10 +108,10 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
         "my_app/epcontext/a/cpu/a_optimized.onnx",
         "my_app/epcontext/a/source/a.onnx",
     }
-    assert files(root) == before, "something was left in the project"
-    told = capsys.readouterr().err
-    assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in told
-    assert "epcontext: 3 files of the manifest are in the wheel, each with its sha256" in told
+    assert files(root) == before, "the build changed the project"
+    text = capsys.readouterr().err
+    assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
+    assert "epcontext: verified the wheel: 3 files as in the manifest, by sha256" in text
 
 
 def test_the_second_build_is_a_cache_hit_and_the_same(
@@ -123,7 +123,7 @@ def test_the_second_build_is_a_cache_hit_and_the_same(
     assert "from the cache" in capsys.readouterr().err
 
 
-def test_a_changed_model_or_setting_is_no_cache_hit(
+def test_a_changed_model_or_setting_is_a_cache_miss(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(root)
@@ -142,9 +142,9 @@ def test_a_changed_validation_needs_no_new_compilation(
     make(root)
     monkeypatch.setenv("HATCH_EPCONTEXT_VALIDATE", "structure")
     make(root)
-    told = capsys.readouterr().err
-    assert "structure checked, NOT run" in told
-    assert "from the cache" in told
+    text = capsys.readouterr().err
+    assert "structure checked, NOT run" in text
+    assert "from the cache" in text
 
 
 def test_without_a_cache_it_is_compiled_again(
@@ -153,13 +153,13 @@ def test_without_a_cache_it_is_compiled_again(
     monkeypatch.setenv("HATCH_EPCONTEXT_NO_CACHE", "1")
     make(root)
     make(root)
-    told = capsys.readouterr().err
-    assert "from the cache" not in told
-    assert "HATCH_EPCONTEXT_NO_CACHE=1 (from the environment)" in told
+    text = capsys.readouterr().err
+    assert "from the cache" not in text
+    assert "HATCH_EPCONTEXT_NO_CACHE=1 (from the environment)" in text
     assert not (tmp_path / "user-cache").exists()
 
 
-def test_what_is_needed_is_asked_of_the_front_end(root: Path) -> None:
+def test_the_front_end_installs_the_build_requirements(root: Path) -> None:
     assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS]
 
 
@@ -171,7 +171,7 @@ def test_other_targets_and_skipped_builds_need_nothing(
     assert hook(root).dependencies() == []
 
 
-def test_a_skipped_build_is_told_and_has_no_models(
+def test_a_skipped_build_says_so_and_has_no_models(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
@@ -180,12 +180,12 @@ def test_a_skipped_build_is_told_and_has_no_models(
     assert "epcontext: skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
 
 
-def test_a_wrong_configuration_is_one_message(
+def test_an_invalid_configuration_is_one_message(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(root, "jbs = 1\n")
-    told = failure(root, capsys)
-    assert told.startswith("epcontext: the configuration is not right:\ntool.epcontext.jbs\n")
+    text = failure(root, capsys)
+    assert text.startswith("epcontext: invalid configuration:\ntool.epcontext.jbs: EPC001\n")
 
 
 def test_a_failed_job_is_one_message_and_leaves_nothing(
@@ -197,7 +197,7 @@ def test_a_failed_job_is_one_message_and_leaves_nothing(
     assert not (tmp_path / "user-cache").exists()
 
 
-def test_all_failed_jobs_are_told_and_the_others_are_kept(
+def test_all_failed_jobs_are_reported_and_the_others_are_cached(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # NaN for half of the random inputs.
@@ -208,12 +208,12 @@ def test_all_failed_jobs_are_told_and_the_others_are_kept(
     text = PROJECT.replace('models = ["models/*.onnx"]\n', "")
     for name, path in (("one", "roots"), ("two", "roots"), ("three", "a")):
         text += f'[[tool.epcontext.models]]\nname = "{name}"\npath = "models/{path}.onnx"\n'
-        text += "tolerance = false\n"
+        text += "validate = { tolerance = false }\n"
     (root / "pyproject.toml").write_text(text, encoding="utf-8")
-    told = failure(root, capsys)
-    assert "one -> cpu: validation\n    the output 'y' has NaN or Inf" in told
-    assert "two -> cpu: validation\n    the output 'y' has NaN or Inf" in told
-    assert "epcontext: three -> cpu (cpu): optimized graph, ran, outputs finite" in told
+    text = failure(root, capsys)
+    assert "one -> cpu: validation: EPC402\n    the output 'y' has NaN or Inf" in text
+    assert "two -> cpu: validation: EPC402\n    the output 'y' has NaN or Inf" in text
+    assert "epcontext: three -> cpu (cpu): optimized graph, ran, outputs finite" in text
 
 
 def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:
@@ -225,16 +225,16 @@ def test_the_tag_is_set_for_the_targets_platforms(root: Path) -> None:
     assert "Tag: py3-none-win_arm64" in text
 
 
-def test_without_platforms_the_tag_is_hatchs(root: Path) -> None:
+def test_without_platforms_hatch_sets_the_tag(root: Path) -> None:
     assert make(root).name == "my_app-1.0-py3-none-any.whl"
 
 
-def test_another_hooks_tag_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tag_of_another_hook_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(
         root,
         'platforms = ["win_arm64"]\n[tool.hatch.build.targets.wheel.hooks.custom]\npath = "custom.py"\n',
     )
-    # Hatch runs the hooks in the order in which they are written.
+    # Hatch runs the hooks in the order of their tables.
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     ours = "[tool.hatch.build.targets.wheel.hooks.epcontext]\n"
     (root / "pyproject.toml").write_text(text.replace(ours, "") + ours, encoding="utf-8")
@@ -258,7 +258,7 @@ def test_a_source_layout(root: Path) -> None:
     assert (root / "src" / "my_app" / "epcontext" / "epcontext.json").is_file()
 
 
-def test_a_wheel_that_is_not_right_is_removed(
+def test_an_invalid_wheel_is_removed(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = wheel.bundle
@@ -269,11 +269,11 @@ def test_a_wheel_that_is_not_right_is_removed(
         return made
 
     monkeypatch.setattr(wheel, "bundle", spoiled)
-    assert "__init__.py is not what the manifest says" in failure(root, capsys)
+    assert "__init__.py differs from its record in the manifest" in failure(root, capsys)
     assert list((root / "dist").iterdir()) == []
 
 
-def test_an_editable_install_runs_the_source_where_it_is(
+def test_an_editable_install_uses_the_source_models_in_place(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = zipfile.ZipFile(make(root, "editable")).namelist()
@@ -295,7 +295,7 @@ def test_an_editable_install_may_do_nothing(root: Path) -> None:
     assert files(root) == before
 
 
-def test_what_an_editable_install_left_is_not_in_the_next_wheel(root: Path) -> None:
+def test_files_of_an_editable_install_are_not_in_the_next_wheel(root: Path) -> None:
     plain = make(root).read_bytes()
     configure(root, 'editable = "compile"\n')
     make(root, "editable")
@@ -303,20 +303,18 @@ def test_what_an_editable_install_left_is_not_in_the_next_wheel(root: Path) -> N
     assert make(root).read_bytes() == plain
 
 
-def test_an_editable_install_does_not_overwrite_what_was_changed(
+def test_an_editable_install_does_not_overwrite_changed_files(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(root, "editable")
     module = root / "my_app" / "epcontext" / "__init__.py"
     module.write_text("mine", encoding="utf-8")
     capsys.readouterr()
-    assert "and then changed: __init__.py" in failure(root, capsys, "editable")
+    assert "changed after an editable install wrote them: __init__.py" in failure(root, capsys, "editable")
     assert module.read_text(encoding="utf-8") == "mine"
 
 
-def test_cleaning_removes_what_is_ours_and_nothing_else(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cleaning_removes_only_our_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(root)
     make(root, "editable")
     clean(root)
@@ -329,7 +327,7 @@ def test_cleaning_removes_what_is_ours_and_nothing_else(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_cleaning_finds_what_git_ignores(root: Path) -> None:
+def test_cleaning_removes_files_that_git_ignores(root: Path) -> None:
     (root / ".git").mkdir()
     (root / ".gitignore").write_text("epcontext/\n", encoding="utf-8")
     make(root, "editable")
@@ -355,7 +353,7 @@ def test_external_data_is_shipped_with_the_source(root: Path) -> None:
     assert "my_app/epcontext/a/source/network.data" in names
 
 
-def test_a_project_of_models_alone_says_where_they_go(root: Path) -> None:
+def test_a_project_of_only_models_sets_the_output_folder(root: Path) -> None:
     (root / "my_app" / "__init__.py").unlink()
     configure(root, 'output = "my_models"\n')
     names = zipfile.ZipFile(make(root)).namelist()
@@ -365,23 +363,23 @@ def test_a_project_of_models_alone_says_where_they_go(root: Path) -> None:
 def test_a_wheel_that_is_too_large_is_removed(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure(root, 'max-size = "1 kB"\n')
-    told = failure(root, capsys)
-    assert "tool.epcontext.max-size" in told
-    assert "my_app/epcontext/a/cpu/a_optimized.onnx" in told
+    configure(root, '[tool.epcontext.wheel]\nmax-size = "1 kB"\n')
+    text = failure(root, capsys)
+    assert "tool.epcontext.wheel.max-size: EPC503" in text
+    assert "my_app/epcontext/a/cpu/a_optimized.onnx" in text
     assert not list((root / "dist").glob("*.whl"))
 
 
 def test_a_large_wheel_is_one_warning(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.wheel.WARN_AT", 1000)
+    monkeypatch.setattr("hatch_epcontext.package.wheel.WARN_AT", 1000)
     make(root)
-    told = capsys.readouterr().err
-    assert told.count("By default indexes take files of up to") == 1
-    configure(root, 'max-size = "1 GB"\n')
+    text = capsys.readouterr().err
+    assert text.count("By default package indexes accept files of up to") == 1
+    configure(root, '[tool.epcontext.wheel]\nmax-size = "1 GB"\n')
     make(root)
-    assert "By default indexes" not in capsys.readouterr().err
+    assert "By default package indexes" not in capsys.readouterr().err
 
 
 def test_a_source_with_data_in_several_files_and_folders(root: Path) -> None:
@@ -397,7 +395,7 @@ def test_a_source_with_data_in_several_files_and_folders(root: Path) -> None:
     for name in names:
         assert f"my_app/epcontext/a/source/weights/{name}" in inside
     assert {path: path.read_bytes() for path in before} == before
-    # And the data counts as the model does.
+    # The data is part of the fingerprint.
     first = make(root).read_bytes()
     data = root / "models" / "weights" / "b.bin"
     data.write_bytes(bytes(data.stat().st_size))

@@ -1,4 +1,4 @@
-"""An image of a digit -> the digit."""
+"""Reads an image, and finds the digit in it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SIZE = 8
 
 
 def read_image(path: str | Path) -> NDArray[np.float32]:
-    """The image at ``path`` as the model takes it: float32, 1 x 1 x 8 x 8, from 0 (paper) to 1 (ink)."""
+    """The image at ``path`` as the model's input: float32, 1 x 1 x 8 x 8, from 0 (paper) to 1 (ink)."""
     with Image.open(path) as image:
         grey = np.asarray(image.convert("L").resize((SIZE, SIZE), Image.Resampling.BOX))
     ink = grey.astype(np.float32) / 255
-    # Paper is what most of the border shows: dark digits on white paper are turned over.
+    # Most of the border is paper, so an image with a bright border has dark digits: invert it.
     border = np.concatenate([ink[0], ink[-1], ink[:, 0], ink[:, -1]])
     if np.median(border) > 0.5:
         ink = 1 - ink

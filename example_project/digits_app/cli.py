@@ -1,4 +1,4 @@
-"""``digits-app IMAGE``: print the digit, and what the model ran on."""
+"""``digits-app IMAGE``: prints the digit, and the target that the model ran on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def main() -> int:
     parser.add_argument(
         "--device",
         choices=["npu", "gpu", "cpu", "any"],
-        help='what to run on ("any" also takes a simulated NPU); default: the best there is',
+        help='the device to use ("any" also accepts a simulated NPU); default: the best one',
     )
-    parser.add_argument("--explain", action="store_true", help="say why this target was taken")
+    parser.add_argument("--explain", action="store_true", help="print the reason for each target")
     arguments = parser.parse_args()
     try:
         image = read_image(arguments.image)

@@ -7,8 +7,8 @@
     pip install torch==2.13.0 onnx onnxscript onnxruntime scikit-learn pillow
     python training/train.py
 
-The data are scikit-learn's digits: 1797 images of 8 x 8 pixels from 0 to 16. Everything random is
-seeded: the same versions on the same kind of machine give the same file.
+The data are scikit-learn's digits: 1797 images of 8 x 8 pixels from 0 to 16. All randomness is seeded:
+the same versions on the same kind of machine write the same file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EPOCHS = 60
 def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Training images, held-out images, training digits, held-out digits.
 
-    Images are float32, N x 1 x 8 x 8, from 0 to 1. The tests hold out the same quarter.
+    Images are float32, N x 1 x 8 x 8, from 0 to 1. The package's tests use the same held-out quarter.
     """
     data = load_digits()
     images = (data.images / 16).astype(np.float32)[:, None]
@@ -65,7 +65,7 @@ def train(images: torch.Tensor, labels: torch.Tensor) -> nn.Module:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=batches)
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(images)).split(64):
-            # Pixels of noise, so that the network does not learn the scanner.
+            # With noise, the network does not learn how the scanner looks.
             noisy = images[batch] + 0.05 * torch.randn_like(images[batch])
             loss = nn.functional.cross_entropy(model(noisy), labels[batch], label_smoothing=0.05)
             optimizer.zero_grad()
@@ -86,7 +86,7 @@ def export(model: nn.Module) -> None:
         verbose=False,
     )
     proto = program.model_proto
-    # Where each node came from in the script: of no use in the model, and full of paths.
+    # The exporter records where each node came from: full of paths, and of no use in the model.
     del proto.graph.metadata_props[:]
     for part in (*proto.graph.node, *proto.graph.value_info, *proto.graph.initializer):
         del part.metadata_props[:]
@@ -106,10 +106,9 @@ def main() -> None:
     export(model)
     session = onnxruntime.InferenceSession(MODEL, providers=["CPUExecutionProvider"])
     (logits,) = session.run(None, {"image": held_images})
-    right = (logits.argmax(1) == held_labels).mean()
-    print(
-        f"{right:.2%} of {len(held_labels)} held-out digits are right; {MODEL.stat().st_size} bytes"
-    )
+    accuracy = (logits.argmax(1) == held_labels).mean()
+    print(f"accuracy {accuracy:.2%} on {len(held_labels)} held-out digits")
+    print(f"wrote {MODEL} ({MODEL.stat().st_size} bytes)")
     samples = HERE / "samples"
     samples.mkdir(exist_ok=True)
     for digit in (3, 7):

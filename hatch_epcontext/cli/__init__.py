@@ -1,4 +1,4 @@
-"""The command line: ``epcontext``. One module for each command, all on the core that the hook uses."""
+"""The command line, ``epcontext``: one module for each command, all on the core that the hook uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say what it needs."""
+    """Run the command line, or print what it needs."""
     try:
         from hatch_epcontext.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The group of all commands, and what they have in common: errors as messages, and exit codes."""
+"""The group of all commands: it turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import hatch_epcontext
+from hatch_epcontext.cli._flag_errors import error_text
 from hatch_epcontext.cli.bench import bench_
 from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
@@ -19,14 +20,14 @@ from hatch_epcontext.cli.validate import validate
 from hatch_epcontext.errors import ConfigError, EpcontextError
 
 
-class _Told(click.ClickException):
-    """An error that can be foreseen, as one message and without a traceback."""
+class _Failure(click.ClickException):
+    """An expected error: a message without a traceback."""
 
     def show(self, file: Any = None) -> None:
         click.echo(f"epcontext: {self.message}", err=True)
 
 
-class _WrongConfiguration(_Told):
+class _InvalidConfiguration(_Failure):
     exit_code = 2
 
 
@@ -35,9 +36,11 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            raise _WrongConfiguration(str(error)) from error
-        except (EpcontextError, OSError) as error:
-            raise _Told(str(error)) from error
+            raise _InvalidConfiguration(error_text(error, ctx)) from error
+        except EpcontextError as error:
+            raise _Failure(error_text(error, ctx)) from error
+        except OSError as error:
+            raise _Failure(str(error)) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,7 +48,7 @@ class _Group(click.Group):
 def app() -> None:
     """Compile ONNX models into ONNX Runtime EP-context artifacts.
 
-    Exit codes: 0 done, 1 something failed, 2 wrong usage or configuration.
+    Exit codes: 0 success, 1 failure, 2 wrong usage or invalid configuration.
     """
 
 

@@ -1,4 +1,4 @@
-"""``epcontext build``: the models of a project, without making a wheel."""
+"""``epcontext build``: builds the models of a project, without a wheel."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.build import cache_of, peek
-from hatch_epcontext.cache import Cache
-from hatch_epcontext.cli import output
-from hatch_epcontext.cli.running import (
-    Voice,
+from hatch_epcontext.build.plan import Plan, plan
+from hatch_epcontext.build.run import dry_run, open_cache
+from hatch_epcontext.cli._common import (
+    Verbosity,
     report_options,
     run_plan,
-    voice_options,
+    verbosity_options,
     warn,
-    workplace,
 )
-from hatch_epcontext.config import Config, load
-from hatch_epcontext.errors import ConfigError, Problem
-from hatch_epcontext.plan import Plan, plan
-from hatch_epcontext.pyproject import tool_table
-from hatch_epcontext.structure import show, suggestion, to_json
+from hatch_epcontext.cli._output import show, table
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import tool_table
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.serialize import to_json
+from hatch_epcontext.text import show as show_value
+from hatch_epcontext.text import suggestion
+from hatch_epcontext.tools.temporary import temp_dir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,8 @@ class PlannedJob:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """The answer to ``--dry-run --json``."""
+class PlannedBuild:
+    """The result of ``--dry-run --json``."""
 
     jobs: tuple[PlannedJob, ...]
     requirements: tuple[str, ...]
@@ -50,34 +52,33 @@ class Planned:
 )
 @click.option("-t", "--target", "targets", multiple=True, help="Only this target; repeatable.")
 @click.option("-m", "--model", "models", multiple=True, help="Only this model; repeatable.")
-@click.option("--dry-run", is_flag=True, help="Show the jobs, and compile nothing.")
+@click.option("--dry-run", "only_plan", is_flag=True, help="Show the jobs, and compile nothing.")
 @report_options
-@voice_options
+@verbosity_options
 def build(
     project: Path,
     targets: tuple[str, ...],
     models: tuple[str, ...],
-    dry_run: bool,
+    only_plan: bool,
     as_json: bool,
     report: Path | None,
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Compile and prove a project's models, without a wheel.
+    """Compile and validate a project's models, without a wheel.
 
-    PROJECT is the folder with its pyproject.toml; this one if left out. What is made goes into
-    the cache, from which the next build of the wheel takes it.
+    PROJECT is the folder with the pyproject.toml; the default is the current folder. The artifacts go into
+    the cache, from which the next build of the wheel takes them.
     """
     config = _config(project.absolute(), targets, models)
     config = dataclasses.replace(config, report=report or config.report)
     planned = plan(config)
-    with workplace() as staging:
-        cache = cache_of(config, staging, warn)
-        if dry_run:
-            _show_plan(planned, staging, cache, as_json=as_json)
+    with temp_dir() as staging:
+        if only_plan:
+            _show_plan(planned, staging, as_json=as_json)
             return
-        voice = Voice.of(quiet, verbose, as_json=as_json)
-        run_plan(planned, staging, cache, voice, config.root.name, as_json=as_json)
+        verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
+        run_plan(planned, staging, verbosity, config.root.name, as_json=as_json)
 
 
 def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
@@ -89,11 +90,11 @@ def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) ->
     except ConfigError as error:
         if not targets:
             raise
-        # Said where the user said it.
+        # `--target` sets the variable, and is what the user wrote.
         raise ConfigError(
             *(
-                dataclasses.replace(problem, where="--target")
-                if problem.where == "HATCH_EPCONTEXT_TARGETS"
+                dataclasses.replace(problem, location="--target")
+                if problem.location == "HATCH_EPCONTEXT_TARGETS"
                 else problem
                 for problem in error.problems
             )
@@ -104,7 +105,12 @@ def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) ->
     if unknown := [name for name in models if name not in names]:
         raise ConfigError(
             *(
-                Problem("--model", f"{show(name)} is not a model.", suggestion(name, names))
+                Problem(
+                    Kind.UNKNOWN_MODEL,
+                    "--model",
+                    f"{show_value(name)} is not a model.",
+                    suggestion(name, names),
+                )
                 for name in unknown
             )
         )
@@ -114,22 +120,24 @@ def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) ->
     return dataclasses.replace(config, models=chosen)
 
 
-def _show_plan(planned: Plan, staging: Path, cache: Cache, *, as_json: bool) -> None:
-    peeks = peek(planned, staging, cache)
+def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
+    runs = dry_run(planned, staging, open_cache(planned.config, staging, warn))
     if as_json:
         jobs = tuple(
-            PlannedJob(each.job.where, each.job.target.provider.name, each.fingerprint, each.cached)
-            for each in peeks
+            PlannedJob(
+                each.job.location, each.job.target.provider.name, each.fingerprint, each.cached
+            )
+            for each in runs
         )
-        click.echo(to_json(Planned(jobs, planned.requirements)), nl=False)
+        click.echo(to_json(PlannedBuild(jobs, planned.requirements)), nl=False)
         return
-    made = output.table("job", "provider", "fingerprint", "cache")
-    for each in peeks:
+    made = table("job", "provider", "fingerprint", "cache")
+    for each in runs:
         made.add_row(
-            each.job.where,
+            each.job.location,
             each.job.target.provider.name,
             each.fingerprint[:12],
-            "has it" if each.cached else "to be compiled",
+            "cached" if each.cached else "not cached",
         )
-    output.show(made)
+    show(made)
     click.echo(f"requires: {', '.join(planned.requirements)}")

@@ -1,4 +1,4 @@
-"""``epcontext cache``: what the cache of artifacts holds, and making it smaller."""
+"""``epcontext cache``: shows and cleans the cache of artifacts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cache import Entry, Store
-from hatch_epcontext.checks import size_in_bytes
-from hatch_epcontext.cli.output import show, table
-from hatch_epcontext.cli.running import cache_option, store_at
-from hatch_epcontext.structure import show_size
+from hatch_epcontext.build.cache import Entry, Store
+from hatch_epcontext.cli._common import cache_option, open_store
+from hatch_epcontext.cli._output import show, table
+from hatch_epcontext.text import count, parse_size, show_size
 
 _LONGEST = datetime.timedelta(days=36500)
 _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
@@ -20,7 +19,7 @@ _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
 
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     try:
-        return None if value is None else size_in_bytes(value)
+        return None if value is None else parse_size(value)
     except ValueError as allowed:
         raise click.BadParameter(f"{value!r} is not {allowed}.") from allowed
 
@@ -43,16 +42,16 @@ def _age(
 @cache_option
 @click.pass_context
 def cache(ctx: click.Context, cache_dir: Path | None) -> None:
-    """Look at the cache of artifacts, and make it smaller."""
-    ctx.obj = store_at(cache_dir)
+    """Show and clean the cache of artifacts."""
+    ctx.obj = open_store(cache_dir)
 
 
 @cache.command()
 @click.pass_obj
 def info(store: Store) -> None:
-    """Show where the cache is, and what is in it."""
+    """Show the cache's folder, and its artifacts."""
     entries = store.entries()
-    click.echo(f"{store.root}: {_told(entries)}")
+    click.echo(f"{store.root}: {_summarize(entries)}")
     if not entries:
         return
     made = table("models", "files", "size", "last used", "fingerprint")
@@ -73,41 +72,41 @@ def info(store: Store) -> None:
     "--older-than",
     callback=_age,
     metavar="AGE",
-    help="Remove what was not used for so long: 30d, 12h, 4w.",
+    help="Remove artifacts that were not used for this time: 30d, 12h, 4w.",
 )
 @click.option(
     "--max-size",
     callback=_size,
     metavar="SIZE",
-    help="Remove the longest unused until the rest fits: 5GB.",
+    help="Remove the longest unused artifacts until the others fit: 5GB.",
 )
 @click.pass_obj
 def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | None) -> None:
-    """Remove artifacts that were not used for long, or do not fit."""
+    """Remove artifacts that are old, or exceed a size."""
     if older_than is None and max_size is None:
-        raise click.UsageError("Say what to remove, with --older-than or --max-size.")
-    click.echo(f"removed {_told(store.prune(older_than, max_size))}")
+        raise click.UsageError("Choose what to remove with --older-than or --max-size.")
+    click.echo(f"removed {_summarize(store.prune(older_than, max_size))}")
 
 
 @cache.command()
 @click.pass_obj
 def clear(store: Store) -> None:
     """Remove all artifacts and reports."""
-    click.echo(f"removed {_told(store.clear())}")
+    click.echo(f"removed {_summarize(store.clear())}")
 
 
 @cache.command()
 @click.pass_context
 def verify(ctx: click.Context) -> None:
-    """Read all artifacts, and tell those that are not as they were stored."""
+    """Read all artifacts, and list those that are damaged."""
     store: Store = ctx.obj
     damaged = store.damaged()
     for entry in damaged:
         click.echo(f"damaged: {entry.folder}")
-    click.echo(f"{len(store.entries()) - len(damaged)} as they were stored, {len(damaged)} damaged")
+    click.echo(f"{len(store.entries()) - len(damaged)} intact, {len(damaged)} damaged")
     ctx.exit(1 if damaged else 0)
 
 
-def _told(entries: list[Entry]) -> str:
-    noun = "artifact" if len(entries) == 1 else "artifacts"
-    return f"{len(entries)} {noun}, {show_size(sum(entry.size for entry in entries))}"
+def _summarize(entries: list[Entry]) -> str:
+    size = show_size(sum(entry.size for entry in entries))
+    return f"{count(len(entries), 'artifact')}, {size}"

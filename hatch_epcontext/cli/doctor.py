@@ -1,4 +1,4 @@
-"""``epcontext doctor``: what this environment can compile for, and what is wrong with it."""
+"""``epcontext doctor``: what this environment can compile for, and its problems."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli.running import cache_option, store_at
-from hatch_epcontext.structure import to_json
-from hatch_epcontext.survey import Survey
-from hatch_epcontext.survey import survey as look
+from hatch_epcontext.cli._common import cache_option, open_store
+from hatch_epcontext.serialize import to_json
+from hatch_epcontext.text import count
+from hatch_epcontext.tools.doctor import Diagnosis, examine
 
 
 @click.command()
@@ -26,37 +26,39 @@ from hatch_epcontext.survey import survey as look
 def doctor(ctx: click.Context, project: Path, cache_dir: Path | None, as_json: bool) -> None:
     """Show what this environment can compile for.
 
-    That is: ONNX Runtime, EPs and their devices or why there are none, the cache, and PROJECT's hook.
-    Ends with 1 when something has to be mended.
+    It shows ONNX Runtime, the EPs with their devices or the reason for none, the cache, and the hook of
+    PROJECT. The exit code is 1 if there are problems.
     """
-    found = look(project.absolute(), store_at(cache_dir), os.environ)
+    diagnosis = examine(project.absolute(), open_store(cache_dir), os.environ)
     if as_json:
-        click.echo(to_json(found), nl=False)
+        click.echo(to_json(diagnosis), nl=False)
     else:
-        _show(found)
-    ctx.exit(1 if found.problems else 0)
+        _show(diagnosis)
+    ctx.exit(1 if diagnosis.problems else 0)
 
 
-def _show(found: Survey) -> None:
+def _show(diagnosis: Diagnosis) -> None:
     system = f"{platform.system()} {platform.machine()}"
     click.echo(
         f"hatch-epcontext {hatch_epcontext.__version__}, Python {platform.python_version()} "
         f"({sys.executable}), {system}"
     )
-    for heading, versions in (("ONNX Runtime", found.flavours), ("tools", found.tools)):
-        told = ", ".join(f"{name} {version}" for name, version in versions.items())
-        click.echo(f"{heading}: {told or 'none'}")
-    noun = "artifact" if found.artifacts == 1 else "artifacts"
-    click.echo(f"cache: {found.cache}, {found.artifacts} {noun}")
-    click.echo(f"project: {found.project}")
+    for heading, versions in (
+        ("ONNX Runtime", diagnosis.distributions),
+        ("tools", diagnosis.tools),
+    ):
+        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        click.echo(f"{heading}: {listed or 'none'}")
+    click.echo(f"cache: {diagnosis.cache}, {count(diagnosis.artifacts, 'artifact')}")
+    click.echo(f"project: {diagnosis.project}")
     click.echo("providers:")
-    for state in found.providers:
+    for state in diagnosis.providers:
         package = f" ({state.package})" if state.package else ""
         click.echo(f"  {state.provider}{package}")
-        for line in (*state.devices, *state.why.splitlines()):
+        for line in (*state.devices, *(state.reason or "").splitlines()):
             click.echo(f"    {line}")
-    if found.problems:
-        click.echo("to be mended:")
-    for problem in found.problems:
-        for index, line in enumerate(problem.splitlines()):
+    if diagnosis.problems:
+        click.echo("problems:")
+    for problem in diagnosis.problems:
+        for index, line in enumerate(str(problem).splitlines()):
             click.echo(f"  {'- ' if index == 0 else '  '}{line}")

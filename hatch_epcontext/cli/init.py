@@ -1,4 +1,4 @@
-"""``epcontext init``: the tables for a project's models."""
+"""``epcontext init``: writes the tables for a project's models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext import inspection
-from hatch_epcontext.cli.running import warn
-from hatch_epcontext.errors import ConfigError, InspectionError, Problem
+from hatch_epcontext.cli._common import warn
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.files import replace
 from hatch_epcontext.providers import PROVIDERS, Provider
-from hatch_epcontext.pyproject import parse
-from hatch_epcontext.scaffold import NewModel, scaffold
+from hatch_epcontext.tools.init import NewModel, add_models
+from hatch_epcontext.tools.inspect import inspect_model
 
 WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
@@ -29,51 +29,61 @@ WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_l
     "providers",
     multiple=True,
     type=click.Choice(WRITABLE, case_sensitive=False),
-    help="A provider to compile for; repeatable. qnn if left out, or cpu where qnn has no packages.",
+    help="A provider to compile for; repeatable. The default is qnn, or cpu where qnn has no packages.",
 )
 @click.option(
     "--project",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=Path(),
-    help="The folder with the pyproject.toml; this one if left out.",
+    help="The folder with the pyproject.toml. The default is the current folder.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
 def init(
     models: tuple[Path, ...], providers: tuple[str, ...], project: Path, dry_run: bool
 ) -> None:
     """Write the tables for models into pyproject.toml.
 
-    Without a MODEL that is for all .onnx files of the project. Inputs and open dimensions are read from the
-    models. Where there is a configuration already, models that it does not list are added. Everything else
+    Without a MODEL these are all .onnx files of the project. Inputs and open dimensions are read from the
+    models. If there is a configuration already, models that it does not list are added. Everything else
     stays as it is.
     """
     root = project.resolve()
     file = root / "pyproject.toml"
     if not file.is_file():
         raise ConfigError(
-            Problem(str(file), "is not there.", "Begin a project first, such as with: hatch new")
+            Problem(
+                Kind.INVALID_PYPROJECT,
+                str(file),
+                "does not exist.",
+                "Create a project first, for example with: hatch new",
+            )
         )
     with file.open(encoding="utf-8", newline="") as opened:
         before = opened.read()
     found = [*_read(root, models or tuple(_all(root)), named=bool(models))]
     if not found:
         raise ConfigError(
-            Problem(str(root), "has no ONNX models.", "Name them: epcontext init MODEL...")
+            Problem(
+                Kind.FILE_NOT_FOUND,
+                str(root),
+                "has no ONNX models.",
+                "Name them: epcontext init MODEL...",
+            )
         )
-    # A file of Windows' keeps its line ends.
+    # A file with the line ends of Windows keeps them.
     ends = "\r\n" if "\r\n" in before else "\n"
     chosen = [PROVIDERS[name] for name in dict.fromkeys(providers)] or _default(before)
-    after = scaffold(root, before.replace("\r\n", "\n"), found, chosen).replace("\n", ends)
+    after = add_models(root, before.replace("\r\n", "\n"), found, chosen).replace("\n", ends)
     if dry_run:
         lines = difflib.unified_diff(
             before.splitlines(), after.splitlines(), str(file), str(file), lineterm=""
         )
         click.echo("\n".join(lines))
     elif after == before:
-        click.echo(f"{file} has all of it already")
+        click.echo(f"{file} has all models already")
     else:
         replace(file, after)
-        click.echo(f"wrote {file}; see what will be built: epcontext build --dry-run")
+        click.echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
 
 
 def _default(text: str) -> list[Provider]:
@@ -87,7 +97,7 @@ def _default(text: str) -> list[Provider]:
 
 
 def _all(root: Path) -> Iterator[Path]:
-    """The ONNX files of the project, but for those in hidden folders, environments and build outputs."""
+    """The project's ONNX files, without hidden folders, virtual environments and build outputs."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(
             name
@@ -100,28 +110,25 @@ def _all(root: Path) -> Iterator[Path]:
 
 
 def _read(root: Path, models: tuple[Path, ...], *, named: bool) -> Iterator[NewModel]:
-    """What the models say; of those that were not named, only source models count."""
+    """The facts of the models; models that the user did not name are skipped if they are unusable."""
     for path in models:
         inside = path.resolve()
         if not inside.is_relative_to(root):
-            raise ConfigError(
-                Problem(
-                    str(path), f"is not inside the project {root}.", "Copy it into the project."
-                )
-            )
+            message = f"is not inside the project {root}."
+            hint = "Copy it into the project."
+            raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
         try:
-            facts = inspection.inspect(path).model
-            assert facts is not None
+            facts = inspect_model(path)
         except InspectionError as error:
             if named:
                 raise
-            warn(f"passed over {path}: {error.problems[0].what}")
+            warn(f"skipped {path}: {error.problems[0].message}")
             continue
         if facts.contexts:
+            message = "is a context model already."
             if named:
-                raise ConfigError(
-                    Problem(str(path), "is a context model already.", "Name its source model.")
-                )
-            warn(f"passed over {path}: it is a context model already")
+                hint = "Name its source model."
+                raise ConfigError(Problem(Kind.COMPILED_MODEL, str(path), message, hint))
+            warn(f"skipped {path}: {message}")
             continue
         yield NewModel(inside.relative_to(root).as_posix(), facts)

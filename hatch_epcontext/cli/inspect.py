@@ -1,4 +1,4 @@
-"""``epcontext inspect``: what a model, a wheel or an installed package says of itself."""
+"""``epcontext inspect``: shows the facts of a model, a wheel or an installed package."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.artifact import Proof
-from hatch_epcontext.cli.output import show, table
-from hatch_epcontext.inspection import inspect as look
-from hatch_epcontext.inspection import verify as check
-from hatch_epcontext.manifest import Manifest, TargetEntry
-from hatch_epcontext.protocol import DescribeReply, TensorFacts
-from hatch_epcontext.structure import show_size, to_json
+from hatch_epcontext.build.artifact import Validation
+from hatch_epcontext.build.coverage import describe_coverage
+from hatch_epcontext.cli._output import show, table
+from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
+from hatch_epcontext.package.manifest import Manifest, TargetEntry
+from hatch_epcontext.providers import find
+from hatch_epcontext.serialize import to_json
+from hatch_epcontext.text import count, show_size
+from hatch_epcontext.tools import inspect as tool
 
 
 @click.command()
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
-    "--verify", is_flag=True, help="Check that all files are there, as the manifest says."
+    "--verify", is_flag=True, help="Check that all files exist, as the manifest records them."
 )
 def inspect(path: Path, as_json: bool, verify: bool) -> None:
-    """Show what a model, a wheel or a package says of itself.
+    """Show the facts of a model, a wheel or a package.
 
-    PATH is an ONNX model (compiled or not), a wheel, or a package's folder.
-    It needs no ONNX Runtime; for an ONNX model it needs onnx.
+    PATH is an ONNX model (compiled or not), a wheel, or a package's folder. Needs no ONNX Runtime, but onnx
+    for an ONNX model.
     """
-    found = look(path)
+    found = tool.inspect(path)
     if as_json:
         click.echo(to_json(found), nl=False)
     elif found.model is not None:
@@ -37,12 +39,10 @@ def inspect(path: Path, as_json: bool, verify: bool) -> None:
         for folder, manifest in found.manifests.items():
             _show_manifest(folder, manifest)
     if verify:
-        count = check(path, found)
-        noun = "file is" if count == 1 else "files are"
-        click.echo(f"verified: {count} {noun} there, as they should be", err=as_json)
+        click.echo(f"verified: {count(tool.verify(path, found), 'file')}", err=as_json)
 
 
-def _show_model(model: DescribeReply) -> None:
+def _show_model(model: InspectReply) -> None:
     for heading, tensors in (("inputs", model.inputs), ("outputs", model.outputs)):
         for tensor in tensors:
             click.echo(f"{heading[:-1]} {_tensor(tensor)}")
@@ -51,20 +51,20 @@ def _show_model(model: DescribeReply) -> None:
         kind = "not in a context" if model.contexts else "operators"
         click.echo(f"{kind}: {_listed(model.operators)}")
     for ep, text in model.compatibility.items():
-        click.echo(f"compatible with {ep}: {text}")
+        click.echo(f"compatibility with {ep}: {text}")
     if model.contexts:
-        made = table("context", "made by", "SDK", "blob", "size", "sha256")
+        made = table("context", "EP", "SDK", "blob", "size", "sha256")
         for context in model.contexts:
             blob = context.sidecar or ("inside" if context.main else "in another context")
-            if context.sidecar and not context.sha256:
-                blob += " (not there)"
+            if context.sidecar and context.sha256 is None:
+                blob += " (missing)"
             made.add_row(
                 context.node,
                 context.source,
                 context.ep_sdk_version,
                 blob,
                 show_size(context.size) if context.size else "",
-                context.sha256[:12],
+                (context.sha256 or "")[:12],
             )
         show(made)
     for name in model.external_data:
@@ -74,20 +74,18 @@ def _show_model(model: DescribeReply) -> None:
 
 
 def _show_manifest(folder: str, manifest: Manifest) -> None:
-    size = sum(file.size for file in manifest.files.values())
-    click.echo(
-        f"{folder}: made by {manifest.generator}, {len(manifest.files)} files, {show_size(size)}"
-    )
-    made = table("model", "target", "EP", "for", "coverage", "validated", "size")
+    size = show_size(sum(file.size for file in manifest.files.values()))
+    click.echo(f"{folder}: {manifest.generator}, {count(len(manifest.files), 'file')}, {size}")
+    made = table("model", "target", "EP", "for", "coverage", "validation", "size")
     for name, model in manifest.models.items():
         for entry in model.targets:
             made.add_row(
                 name,
                 entry.target,
-                entry.ep,
-                _listed(entry.compiled_for),
-                f"{entry.coverage.compiled}/{entry.coverage.nodes}" if entry.coverage else "",
-                _validated(entry.validation),
+                entry.settings.ep,
+                _listed(_compiled_for(entry)),
+                describe_coverage(entry.coverage),
+                _summarize(entry.validation),
                 show_size(_size_of(entry, manifest)),
             )
         if model.source.model_file is not None:
@@ -96,21 +94,25 @@ def _show_manifest(folder: str, manifest: Manifest) -> None:
     show(made)
 
 
+def _compiled_for(entry: TargetEntry) -> Mapping[str, str]:
+    # Another version of the package can have other providers.
+    provider = find(entry.settings.provider)
+    return provider.compiled_for(entry.compatibility_string) if provider else {}
+
+
 def _size_of(entry: TargetEntry, manifest: Manifest) -> int:
-    """Bytes of the artifact, which models that share weights have in common."""
+    """Bytes of the artifact, which is the same for all models that share weights."""
     folder = entry.model_file.rpartition("/")[0]
     return sum(file.size for name, file in manifest.files.items() if name.startswith(f"{folder}/"))
 
 
-def _validated(proof: Proof) -> str:
-    told = {"run": "ran", "cpu": "ran on the CPU only", "alone": "ran alone", "none": "no"}
-    return told.get(proof.how, "structure only") + (
-        f", cosine {proof.cosine:.5f}" if proof.cosine is not None else ""
-    )
+def _summarize(validation: Validation) -> str:
+    cosine = f", cosine {validation.cosine:.5f}" if validation.cosine is not None else ""
+    return validation.label + cosine
 
 
 def _tensor(tensor: TensorFacts) -> str:
-    return f"{tensor.name}: {tensor.dtype}, {tensor.words or 'scalar'}"
+    return f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}"
 
 
 def _listed(values: Mapping[str, object]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from hatch_epcontext.schema import FILE
+from hatch_epcontext.config.json_schema import FILE
 
 
 @click.command()

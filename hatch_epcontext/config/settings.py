@@ -1,101 +1,159 @@
-"""A checked configuration, as frozen dataclasses."""
+"""The checked configuration, as frozen dataclasses."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from hatch_epcontext.environment import Editable, Validate
+from hatch_epcontext.errors import Key
 from hatch_epcontext.providers import Device, Profile, Provider, Tolerance
-from hatch_epcontext.tables import Fallback, Optimization, Policy, ToleranceTable
+
+Optimization = Literal["none", "basic", "extended", "all"]
+Policy = Literal[
+    "default",
+    "prefer-cpu",
+    "prefer-npu",
+    "prefer-gpu",
+    "max-performance",
+    "max-efficiency",
+    "min-overall-power",
+]
+Fallback = Literal["source", "none"]
+Editable = Literal["source", "compile", "skip"]
+ValidationMode = Literal["auto", "require", "structure", False]
+
+SYNTHETIC = ("ones", "random", "zeros")
+"""Dummy inputs that are generated, and need no file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings:
+    """Everything that decides how a model is compiled for a target.
+
+    The fingerprint hashes all fields, the request carries them, and the manifest writes them: a
+    field that is added here reaches all three. What counts only for loading or checking stays out.
+
+    ``library_sha256`` stands for an EP library that is given by its path, which differs between
+    machines. ``external_initializers``: bytes from which an initializer outside the contexts goes
+    into a file of its own, or None.
+    """
+
+    provider: str
+    ep: str
+    registration_name: str | None = None
+    library_sha256: str | None = None
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    session_options: Mapping[str, str] = field(default_factory=dict)
+    device: Device
+    device_filter: Mapping[str, str] = field(default_factory=dict)
+    policy: Policy | None = None
+    virtual_devices: bool = False
+    optimization: Optimization = "basic"
+    embed: bool = False
+    in_memory: bool = False
+    external_initializers: int | None = None
 
 
 @dataclass(frozen=True)
 class Target:
-    """A named place a model is compiled for, with what the model narrowed and the defaults filled in.
+    """A named place that a model is compiled for, with what the model narrows and all defaults.
 
     ``key`` is where the optimization profiles stand in the configuration; they are also in
-    ``provider_options``, as the EP wants them. ``external_initializers``: bytes from which what is left
-    outside of the contexts goes into a file of its own, or None. With ``from_cache`` nothing is compiled
-    in this build.
+    ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled for
+    the target in this build.
     """
 
     name: str
-    key: str
+    key: Key
     provider: Provider
-    provider_options: Mapping[str, str]
-    session_options: Mapping[str, str]
+    settings: CompileSettings
     load_options: Mapping[str, str]
-    device: Device
-    device_filter: Mapping[str, str]
-    policy: Policy | None
-    virtual_devices: bool
     profiles: tuple[Profile, ...]
     platforms: tuple[str, ...]
     requirements: tuple[str, ...] | None
-    optimization: Optimization
-    embed: bool
-    in_memory: bool
-    external_initializers: int | None
     min_coverage: float
     from_cache: bool
 
     @property
     def needs_ep(self) -> bool:
-        """Whether the EP itself has to be there to build: basic optimizations are the same for all."""
-        return self.provider.product == "context" or self.optimization not in ("none", "basic")
+        """Whether the build needs the EP itself: basic optimizations are the same for all EPs."""
+        return self.provider.product == "context" or self.settings.optimization in (
+            "extended",
+            "all",
+        )
+
+
+@dataclass(frozen=True)
+class ValidateSettings:
+    """How a model is validated.
+
+    ``inputs`` is one of `SYNTHETIC`, or an absolute path. ``tolerance`` has the limits that differ
+    from the provider's; False means that nothing is compared.
+    """
+
+    mode: ValidationMode = "auto"
+    inputs: str = "random"
+    tolerance: Mapping[str, float] | Literal[False] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A source model, with the targets that it is built for in this build.
+    """A source model, with the targets that this build compiles it for.
 
-    ``path`` is absolute, and so is ``inputs`` unless they are made up; ``key`` is where the model
-    stands in the configuration. ``tolerance`` is what the configuration says, or None for what the
-    provider says.
+    ``path`` is absolute; ``key`` is the model's place in the configuration.
     """
 
     name: str
     path: Path
-    key: str
+    key: Key
     targets: tuple[Target, ...]
     share_weights: str | None
     dims: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     constants: Mapping[str, Any]
-    inputs: str
-    tolerance: ToleranceTable | Literal[False] | None
-    validate: Validate
+    validate: ValidateSettings
 
     def tolerance_for(self, provider: Provider) -> Tolerance | None:
-        """How far outputs on ``provider`` may be from the CPU EP's; None for no comparison."""
-        if self.tolerance is False:
+        """How far outputs on ``provider`` may differ from the CPU EP's; None for no comparison."""
+        if self.validate.tolerance is False:
             return None
-        given = dataclasses.asdict(self.tolerance) if self.tolerance else {}
-        return dataclasses.replace(
-            provider.tolerance, **{k: v for k, v in given.items() if v is not None}
-        )
+        return dataclasses.replace(provider.tolerance, **self.validate.tolerance)
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How a build runs: workers at once, and seconds for each."""
+
+    jobs: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class WheelSettings:
+    """The wheel's tag (``"auto"``, ``"any"`` or a tag), and its largest size in bytes."""
+
+    tag: str
+    max_size: int | None
 
 
 @dataclass(frozen=True)
 class Config:
     """A checked configuration.
 
-    ``output`` is None for ``<import package>/epcontext``; ``report`` is where the page about the build goes.
+    ``output`` is None for ``<import package>/epcontext``. ``report`` is the path of the HTML report.
+    ``overrides`` are the environment variables that won over TOML.
     """
 
     root: Path
     models: tuple[Model, ...]
     output: PurePosixPath | None
-    jobs: int
-    timeout: float
     fallback: Fallback
     editable: Editable
-    wheel_tag: str
-    max_size: int | None
+    build: BuildSettings
+    wheel: WheelSettings
     cache_dir: Path | None
     use_cache: bool
     report: Path | None
@@ -103,5 +161,5 @@ class Config:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """One target of each name that some model is built for, in order."""
-        return tuple({t.name: t for model in self.models for t in model.targets}.values())
+        """The targets of all models, each as its model narrows it: names repeat."""
+        return tuple(target for model in self.models for target in model.targets)

@@ -1,6 +1,6 @@
-"""What is known of execution providers: data and small pure functions, for both sides of the process border.
+"""Knowledge about execution providers: data and small pure functions, for builds and for workers.
 
-Every module here that holds a ``PROVIDER`` is registered; nothing else has to change for a new one.
+Each module of this package that has a ``PROVIDER`` is registered. To add a provider, add a module.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import Device, Plugin, Product, Profile, Provider, Tolerance
+# The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
+from hatch_epcontext.loader import Device
+from hatch_epcontext.providers.base import Plugin, Product, Profile, Provider, Tolerance
 from hatch_epcontext.providers.libraries import missing
 from hatch_epcontext.providers.option import Option, OptionValue, Scalar, render
 
 __all__ = [
-    "FLAVOURS",
+    "DISTRIBUTIONS",
     "PROVIDERS",
     "Device",
     "Option",
@@ -42,7 +44,7 @@ def _registered() -> dict[str, Provider]:
 
 PROVIDERS: Mapping[str, Provider] = _registered()
 
-FLAVOURS = (
+DISTRIBUTIONS = (
     "onnxruntime",
     "onnxruntime-gpu",
     "onnxruntime-directml",
@@ -54,9 +56,9 @@ FLAVOURS = (
     "onnxruntime-rocm",
     "onnxruntime-trt-rtx",
 )
-"""Distributions that all install the import package ``onnxruntime`` and overwrite one another."""
+"""ONNX Runtime's distributions. Each installs the import package ``onnxruntime``, over the others' files."""
 
 
 def find(name: str) -> Provider | None:
-    """The provider of that name, of that EP, or of another spelling of either."""
-    return next((provider for provider in PROVIDERS.values() if provider.answers_to(name)), None)
+    """The provider with this name, EP name or alias, in any spelling; None for an unknown name."""
+    return next((provider for provider in PROVIDERS.values() if provider.has_name(name)), None)

@@ -1,4 +1,4 @@
-"""The vocabulary in which knowledge about execution providers (EPs) is written."""
+"""The types that describe execution providers (EPs)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+# The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
+from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.option import Option
 
 Product = Literal["context", "optimized"]
-Device = Literal["npu", "gpu", "cpu", "any"]
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """An EP that comes as a library of its own, in a package with ``get_library_path()``.
+    """An EP in a library of its own, which a package with ``get_library_path()`` contains.
 
-    ``path`` is that of the library where there is no such package, and ``module`` is empty then.
+    ``package`` is the distribution to install, ``module`` its import package. For a library without
+    such a package ``path`` is its path, and ``module`` is empty.
     """
 
     module: str
@@ -28,11 +30,11 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a target's outputs may be from those of the CPU EP.
+    """How far a target's outputs may differ from those of the CPU EP.
 
     An output passes when ``|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|`` holds everywhere
-    and the cosine similarity of the flattened output with its reference is at least ``cosine``. That
-    is not asked of an output whose error is, on the average, below a hundredth of the first term.
+    and the cosine similarity of the flattened output with its reference is at least ``cosine``. The
+    cosine is not checked where the root-mean-square error is below a hundredth of the first term.
     """
 
     rtol: float
@@ -41,23 +43,24 @@ class Tolerance:
 
 
 Profile = Mapping[str, Mapping[str, Sequence[int]]]
-"""For each input its least, best and greatest shape, under ``min``, ``opt`` and ``max``."""
+"""For each input its smallest, best and largest shape, under ``min``, ``opt`` and ``max``."""
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The options in which an EP wants its optimization profiles.
+    """The names of the options in which an EP takes its optimization profiles.
 
-    ``several`` is the switch for more than one profile, if there is one.
+    ``several`` is the option that allows more than one profile, if the EP has one.
     """
 
     min: str
     opt: str
     max: str
-    several: str = ""
+    several: str | None = None
 
     @property
     def names(self) -> frozenset[str]:
+        """The options that `render` sets for one profile."""
         return frozenset({self.min, self.opt, self.max})
 
     def render(self, profiles: Sequence[Profile]) -> dict[str, str]:
@@ -74,150 +77,154 @@ class ProfileOptions:
         return {**rendered, self.several: "1"} if self.several and len(profiles) > 1 else rendered
 
 
-def _nothing_wrong(options: Mapping[str, str]) -> dict[str, str]:
+def _no_contradictions(options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _nothing_told(compatibility: str) -> dict[str, str]:
+def _unknown_format(compatibility: str) -> dict[str, str]:
     return {}
 
 
-def _nothing_to_compare(compatibility: str, ep_sdk_version: str, options: Mapping[str, str]) -> str:
-    return ""
+def _no_disagreement(
+    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+) -> str | None:
+    return None
 
 
-def _everywhere(system: str, machine: str) -> bool:
+def _runs_anywhere(system: str, machine: str) -> bool:
     return True
 
 
 @dataclass(frozen=True)
 class Provider:
-    """What the package knows of one execution provider.
+    """What the package knows about one execution provider.
 
-    A provider is added by adding a module to this package that holds one, named ``PROVIDER``.
+    To add one, add a module to this package with a `Provider` named ``PROVIDER``.
     """
 
     name: str
-    """As it is written in ``provider = "..."``."""
+    """The name in ``provider = "..."``."""
 
     ep: str
     """ONNX Runtime's name of the EP."""
 
     title: str
-    """What it is, in a few words, for the documentation."""
+    """A short description for the documentation, such as ``"AMD GPUs through MIGraphX"``."""
 
     product: Product
     """``"context"``: models become EP-context models. ``"optimized"``: the EP compiles nothing
-    ahead of time, and what can be shipped is ONNX Runtime's optimized graph."""
+    ahead of time, so ONNX Runtime's optimized graph is shipped."""
 
-    flavours: tuple[str, ...]
-    """ONNX Runtime distributions that the EP runs on, best first. They share one import package, so
-    an environment can hold only one of them."""
+    distributions: tuple[str, ...]
+    """ONNX Runtime distributions that the EP works with, best first. They share one import package,
+    so an environment can contain only one of them."""
 
     devices: tuple[Device, ...]
-    """What the EP runs on; the first is what the loader looks for by default."""
+    """The kinds of devices that the EP runs on. The first is the default of ``device``."""
 
     tolerance: Tolerance
-    """The default, which suits the precision in which the EP computes."""
+    """The default tolerance, for the precision in which the EP computes."""
 
     verified: str
-    """Where what it makes was compiled, loaded and run, or up to which point; for the documentation."""
+    """How far compiling, loading and running was tested, and where; for the documentation."""
 
     hardware: str = "not verified on hardware"
-    needs: str = ""
-    """The hardware and the driver without which it offers no device."""
+    """How far it was tested on the hardware itself; for the documentation."""
 
-    runtime_cache: str = ""
-    """The option for loading that names a folder in which the EP keeps what it compiles when it opens an
+    needs: str | None = None
+    """The hardware and the driver that it needs to offer a device."""
+
+    runtime_cache: str | None = None
+    """The load option for the folder in which the EP caches what it compiles while it opens an
     artifact, if it has one."""
 
-    example: str = ""
-    """A line of TOML for a new configuration: the options without which little can be compiled."""
+    example: str | None = None
+    """A line of TOML for a new configuration, with the options that most models need."""
 
     notes: tuple[str, ...] = ()
-    """What it cannot do and what one has to know, for the documentation."""
+    """Limits and advice, for the documentation."""
 
     sources: tuple[str, ...] = ()
-    """The documents from which the options are."""
+    """The documents that list the options."""
 
     aliases: tuple[str, ...] = ()
-    """Other spellings of its name; those of ``ep`` need not be listed."""
+    """Other names. Spellings of ``name`` and ``ep`` need not be listed."""
 
     requirements: tuple[str, ...] = ()
-    """What to install beside ONNX Runtime."""
+    """What to install in addition to ONNX Runtime."""
 
-    rivals: tuple[frozenset[str], ...] = ()
-    """Sets of distributions that overwrite one another's files."""
+    conflicts: tuple[frozenset[str], ...] = ()
+    """Sets of distributions that contain the same files, so that only one can be installed."""
 
     python: tuple[int, int] = (3, 10)
     """The oldest Python for which ``requirements`` have wheels."""
 
     systems: tuple[str, ...] = ()
-    """The ``sys.platform`` for which ``requirements`` have wheels; empty for all."""
+    """The values of ``sys.platform`` for which ``requirements`` have wheels; empty for all."""
 
     plugin: Plugin | None = None
-    """None for an EP that is a part of ONNX Runtime's own distribution."""
+    """None for an EP that is part of ONNX Runtime's own distribution."""
 
     needs_library: bool = False
-    """Whether the configuration has to say where the EP's library is."""
+    """Whether the configuration has to name the EP's library."""
 
     virtual_devices: bool = False
-    """Whether the EP offers devices that are not there, to compile for them."""
+    """Whether the EP offers virtual devices, to compile for hardware that the machine does not have."""
 
     cross_compiles: bool = False
-    """Whether it compiles for its device on any other that it offers, told by its options."""
+    """Whether it can compile on any device that it offers, for the device that its options name."""
 
     options: Mapping[str, Option] = field(default_factory=dict)
     any_options: bool = False
-    """Whether the options are not known: of an EP that is not known either."""
+    """Whether all options are accepted, because the EP and so its options are unknown."""
 
-    retired: Mapping[str, str] = field(default_factory=dict)
-    """Options of older releases that the EP ignores, each with what takes its place."""
+    deprecated: Mapping[str, str] = field(default_factory=dict)
+    """Options of older releases, which the EP ignores, each with its replacement."""
 
-    managed: Mapping[str, str] = field(default_factory=dict)
-    """Options that are not the user's to set, each with what to use instead."""
+    reserved: Mapping[str, str] = field(default_factory=dict)
+    """Options that the build or the loader sets, each with the reason or with what to use instead."""
 
     defaults: Mapping[str, str] = field(default_factory=dict)
-    """Provider options that are filled in; a default gives way to an option that excludes it."""
+    """Provider options that are set by default, unless the user sets an option that excludes them."""
 
     exclusive: tuple[frozenset[str], ...] = ()
-    """Sets of options of which at most one may be given."""
+    """Sets of options that exclude each other."""
 
     shares_weights: bool = False
-    """Whether models that are compiled in one process can share one sidecar."""
+    """Whether models that are compiled in one process can share a sidecar."""
 
     loads_shared: bool = False
-    """Whether the contexts of such models can be opened where they are compiled."""
+    """Whether contexts that share a sidecar can be opened on the machine that compiled them."""
 
     embeds_one: bool = False
-    """Whether it loads an embedded context only where that is the model's only one."""
+    """Whether it loads an embedded context only if the model has no other context."""
 
     profiles: ProfileOptions | None = None
-    """How it wants optimization profiles, if it has them."""
+    """The options for optimization profiles, if the EP has profiles."""
 
     static_shapes: bool = False
     """Whether the EP leaves nodes with open dimensions to the CPU."""
 
     own_context_options: Callable[[str, bool], dict[str, str]] | None = None
-    """(path of the context model, embed) -> provider options with which a plain session writes it: for
-    EPs that do so themselves, and that ModelCompiler does not serve."""
+    """(path of the context model, embed) -> provider options with which a plain session writes it.
+    For EPs that write context models themselves, and that ModelCompiler does not support."""
 
-    contradictions: Callable[[Mapping[str, str]], dict[str, str]] = _nothing_wrong
-    """What is wrong between options, each as option -> message."""
+    contradictions: Callable[[Mapping[str, str]], dict[str, str]] = _no_contradictions
+    """(options) -> a message for each option that contradicts another one."""
 
-    compiled_for: Callable[[str], dict[str, str]] = _nothing_told
-    """What a compatibility string says, in the words of the options; empty if its form is unknown."""
+    compiled_for: Callable[[str], dict[str, str]] = _unknown_format
+    """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown."""
 
-    disagreement: Callable[[str, str, Mapping[str, str]], str] = _nothing_to_compare
-    """How a compatibility string and ``ep_sdk_version`` disagree with the options that were asked for;
-    "" if they do not."""
+    disagreement: Callable[[str, str, Mapping[str, str]], str | None] = _no_disagreement
+    """(compatibility string, ep_sdk_version, options) -> how what was compiled disagrees with the
+    options, or the two with each other; None if all agree."""
 
-    runs_on: Callable[[str, str], bool] = _everywhere
-    """Whether a context that was compiled for any of its chips can be run on a host of this
-    ``sys.platform`` and ``platform.machine()``, if only by simulation."""
+    runs_on: Callable[[str, str], bool] = _runs_anywhere
+    """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context that
+    was compiled for any of the EP's chips."""
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
-        """``options`` with the defaults filled in."""
+        """``options`` with the defaults added."""
         excluded = {
             name
             for group in self.exclusive
@@ -227,7 +234,7 @@ class Provider:
         return {**{k: v for k, v in self.defaults.items() if k not in excluded}, **options}
 
     def loading(self, options: Mapping[str, str]) -> dict[str, str]:
-        """Those of ``options`` that a session needs when it opens the artifact."""
+        """Those of ``options`` that count when a session opens the artifact."""
         return {
             name: value
             for name, value in options.items()
@@ -235,32 +242,34 @@ class Provider:
         }
 
     def disagreements(
-        self, compatibility: str, ep_sdk_versions: Iterable[str], asked: Mapping[str, str]
+        self, compatibility: str, ep_sdk_versions: Iterable[str], options: Mapping[str, str]
     ) -> Iterator[str]:
-        """How the contexts of a model, by their versions, disagree with what was asked for."""
-        # Nodes that only refer to another's context need not say what made it.
+        """Yield how the contexts of one model disagree with ``options``; see `disagreement`."""
+        # A node that only refers to the context of another one may have no version.
         for version in dict.fromkeys(filter(None, ep_sdk_versions)) or ("",):
-            if wrong := self.disagreement(compatibility, version, asked):
-                yield wrong
+            if disagreement := self.disagreement(compatibility, version, options):
+                yield disagreement
 
     def result_file(self, model: str) -> str:
-        """The name of the file that ``model`` becomes."""
+        """The name of the file that ``model`` is compiled into."""
         return f"{model}_{'ctx' if self.product == 'context' else 'optimized'}.onnx"
 
-    def unavailable(self, python: tuple[int, int], system: str) -> str:
-        """Why ``requirements`` cannot be installed on a Python and a ``sys.platform``; "" if they can."""
+    def unavailable(self, python: tuple[int, int], system: str) -> str | None:
+        """Why ``requirements`` cannot be installed on this version of Python and this ``sys.platform``;
+        None if they can.
+        """
         if python < self.python:
-            wanted, found = (".".join(map(str, version)) for version in (self.python, python))
-            return f"needs Python {wanted} or newer, and this is {found}"
+            needed, found = (".".join(map(str, version)) for version in (self.python, python))
+            return f"needs Python {needed} or newer, and this is {found}"
         if self.systems and system not in self.systems:
             return f"has no packages for this system, {system}"
-        return ""
+        return None
 
-    def answers_to(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         """Whether ``name`` is one of its names, in any case and with or without "ExecutionProvider"."""
-        own = {_plain(each) for each in (self.name, self.ep, *self.aliases)} - {""}
-        return _plain(name) in own
+        own = {_normalized(each) for each in (self.name, self.ep, *self.aliases)} - {""}
+        return _normalized(name) in own
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[-_ ]", "", name).casefold().removesuffix("executionprovider")

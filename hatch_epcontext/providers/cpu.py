@@ -1,4 +1,4 @@
-"""ONNX Runtime's own CPU execution provider, which compiles nothing ahead of time."""
+"""ONNX Runtime's CPU execution provider, which compiles nothing ahead of time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROVIDER = Provider(
     ep="CPUExecutionProvider",
     title="ONNX Runtime's own CPU kernels",
     product="optimized",
-    flavours=(
+    distributions=(
         "onnxruntime",
         "onnxruntime-gpu",
         "onnxruntime-directml",
@@ -21,6 +21,6 @@ PROVIDER = Provider(
     # The same kernels in the same precision: only the order of additions can differ.
     tolerance=Tolerance(rtol=1e-3, atol=1e-4, cosine=0.9999),
     verified="Optimized, loaded and run on Linux x86-64.",
-    hardware="That is the hardware.",
-    notes=('`optimization = "extended"` or `"all"` puts in what only the CPU can run.',),
+    hardware="Verified on x86-64.",
+    notes=('`optimization = "extended"` or `"all"` adds operators that only the CPU can run.',),
 )

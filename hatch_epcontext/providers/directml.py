@@ -1,4 +1,4 @@
-"""Windows' GPUs and NPUs through DirectML, which compiles nothing ahead of time."""
+"""GPUs and NPUs on Windows through DirectML, which compiles nothing ahead of time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from hatch_epcontext.providers.base import Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, number, switch
 
-_WORDS = ("false", "true")
+_BOOLEANS = ("false", "true")
 
 _OPTIONS: Mapping[str, Option] = {
-    "device_id": number("Adapter by number", scope="load"),
+    "device_id": number("Number of the adapter", scope="load"),
     "performance_preference": choice(
-        "Which adapter",
+        "Which adapter is preferred",
         "default",
         "high_performance",
         "minimum_power",
@@ -20,22 +20,22 @@ _OPTIONS: Mapping[str, Option] = {
         scope="load",
     ),
     "device_filter": choice("Kind of adapter", "gpu", "npu", "any", default="gpu", scope="load"),
-    "disable_metacommands": switch("Without the driver's metacommands", "false", "load", _WORDS),
+    "disable_metacommands": switch("Disable the driver's metacommands", "false", "load", _BOOLEANS),
 }
 
 PROVIDER = Provider(
     name="directml",
     ep="DmlExecutionProvider",
-    title="Windows' GPUs and NPUs through DirectML",
+    title="GPUs and NPUs on Windows through DirectML",
     product="optimized",
-    flavours=("onnxruntime-directml", "onnxruntime-windowsml"),
+    distributions=("onnxruntime-directml", "onnxruntime-windowsml"),
     devices=("gpu", "npu"),
     tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
     needs="Windows and a GPU or NPU with a DirectX 12 driver",
-    verified="Nothing but its options.",
+    verified="Only the options.",
     aliases=("dml", "directml"),
     systems=("win32",),
     options=_OPTIONS,
     sources=('onnxruntime.ai, "DirectML Execution Provider"',),
-    notes=("`optimization` above `basic` needs the EP, and so Windows, while building.",),
+    notes=("`optimization` above `basic` needs the EP at build time, and so Windows.",),
 )

@@ -1,10 +1,10 @@
-"""Which product brings a shared library that an EP misses: the system's loader only names the file."""
+"""Which product contains a missing shared library: the system's loader only names the file."""
 
 from __future__ import annotations
 
 import re
 
-_CUDA = 'CUDA\'s libraries, such as those of: pip install "onnxruntime-gpu[cuda]"'
+_CUDA = 'CUDA\'s libraries, for example with pip install "onnxruntime-gpu[cuda]"'
 
 _SUPPLIERS = (
     ("cuda.so", "the driver of an NVIDIA GPU"),
@@ -12,7 +12,7 @@ _SUPPLIERS = (
     ("nvidia-ml", "the driver of an NVIDIA GPU"),
     ("nvinfer", "NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu"),
     ("nvonnxparser", "NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu"),
-    ("cudnn", 'cuDNN, such as that of: pip install "onnxruntime-gpu[cudnn]"'),
+    ("cudnn", 'cuDNN, for example with pip install "onnxruntime-gpu[cudnn]"'),
     ("cudart", _CUDA),
     ("cublas", _CUDA),
     ("cufft", _CUDA),
@@ -33,12 +33,14 @@ _SUPPLIERS = (
 _MISSING = re.compile(r"([^\s/\\\"']+\.so[.\d]*): cannot open shared object file")
 
 
-def missing(message: str) -> tuple[str, str] | None:
-    """The library that a loader's ``message`` says is missing, and what brings it ("" if unknown)."""
+def missing(message: str) -> tuple[str, str | None] | None:
+    """The missing library that ``message``, of the system's loader, names, and the product that contains
+    it, or None if that is unknown. None for any other message.
+    """
     found = _MISSING.search(message)
     if found is None:
         return None
     name = found[1]
     stem = name.removeprefix("lib")
-    brings = (supplier for prefix, supplier in _SUPPLIERS if stem.startswith(prefix))
-    return name, next(brings, "")
+    suppliers = (supplier for prefix, supplier in _SUPPLIERS if stem.startswith(prefix))
+    return name, next(suppliers, None)

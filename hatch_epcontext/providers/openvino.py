@@ -1,7 +1,7 @@
 """Intel's CPUs, GPUs and NPUs through the plugin EP in onnxruntime-ep-openvino.
 
-Options: those that the plugin's library 1.8.1 reads. It names in its log the options of the older,
-built-in EP that it ignores, each with the entry of ``load_config`` that takes its place.
+Options: those that the plugin's library 1.8.1 reads. Its log names the options of the older, built-in
+EP that it ignores, each with the entry of ``load_config`` that replaces it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTIONS: Mapping[str, Option] = {
         kind="json",
         scope="both",
     ),
-    "reshape_input": text("Shapes to set, such as `x[1,3,224,224]`; better in `shapes`"),
+    "reshape_input": text("Fixed shapes, such as `x[1,3,224,224]`; prefer `shapes`"),
     "enable_causallm": switch("The model is a language model with a key-value cache", scope="both"),
     "hint_enable_gqa": switch("Fuse grouped-query attention"),
 }
@@ -38,18 +38,20 @@ def _facts(compatibility: str) -> Mapping[str, Any]:
 
 def _compiled_for(compatibility: str) -> dict[str, str]:
     """Read ``{"ovep_ver": ..., "ov_compat_string": "meta=1.0;ov=2026.4.1;isa=..."}``."""
-    told = str(_facts(compatibility).get("ov_compat_string", ""))
-    fields = dict(part.split("=", 1) for part in told.split(";") if "=" in part)
-    names = {"ov": "OpenVINO", "isa": "ISA"}
-    return {words: fields[name] for name, words in names.items() if name in fields}
+    text = str(_facts(compatibility).get("ov_compat_string", ""))
+    fields = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    titles = {"ov": "OpenVINO", "isa": "ISA"}
+    return {title: fields[name] for name, title in titles.items() if name in fields}
 
 
-def _disagreement(compatibility: str, ep_sdk_version: str, options: Mapping[str, str]) -> str:
-    """Compare the OpenVINO that compiled with the one that the context names."""
-    compiled = _compiled_for(compatibility).get("OpenVINO", "")
+def _disagreement(
+    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+) -> str | None:
+    """Compare the OpenVINO version of the compatibility string with that of the context."""
+    compiled = _compiled_for(compatibility).get("OpenVINO")
     if not compiled or not ep_sdk_version or f"{compiled}.".startswith(f"{ep_sdk_version}."):
-        return ""
-    return f"the context is of OpenVINO {ep_sdk_version}, and its compatibility is with {compiled}"
+        return None
+    return f"the context names OpenVINO {ep_sdk_version}, but its compatibility string names {compiled}"
 
 
 PROVIDER = Provider(
@@ -57,13 +59,13 @@ PROVIDER = Provider(
     ep="OpenVINOExecutionProvider",
     title="Intel CPUs, GPUs and NPUs through OpenVINO",
     product="context",
-    flavours=("onnxruntime", "onnxruntime-gpu"),
+    distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("cpu", "gpu", "npu"),
-    # CPUs with AMX compute in bfloat16 unless INFERENCE_PRECISION_HINT says otherwise. Seen on a real
-    # model: 0.056 between two probabilities, with a cosine of 0.9989.
+    # CPUs with AMX compute in bfloat16 unless INFERENCE_PRECISION_HINT is set. Measured on a real
+    # model: probabilities that differ by 0.056, with a cosine of 0.9989.
     tolerance=Tolerance(rtol=1e-2, atol=1e-1, cosine=0.99),
-    needs="Intel hardware: on other processors it offers not even a CPU",
-    verified="Its CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded.",
+    needs="Intel hardware: on other processors it offers no device, not even the CPU",
+    verified="The CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded.",
     hardware="CPU: verified. GPU and NPU: not verified on hardware.",
     requirements=("onnxruntime-ep-openvino>=1.8",),
     systems=("linux", "win32"),
@@ -71,10 +73,10 @@ PROVIDER = Provider(
         "onnxruntime_ep_openvino", "onnxruntime-ep-openvino", "OpenVINOExecutionProvider"
     ),
     virtual_devices=True,
-    # "Multiple embedded native EPContext main contexts are not supported", in the library 1.8.1.
+    # The library 1.8.1: "Multiple embedded native EPContext main contexts are not supported".
     embeds_one=True,
     options=_OPTIONS,
-    retired={
+    deprecated={
         "device_type": 'device = "npu", "gpu" or "cpu"',
         "device_id": "device-filter",
         "device_luid": "device-filter",
@@ -86,25 +88,25 @@ PROVIDER = Provider(
         "enable_qdq_optimizer": _CONFIG.format('NPU = { NPU_QDQ_OPTIMIZATION = "YES" }'),
         "enable_opencl_throttling": _CONFIG.format('GPU = { PLUGIN_THROTTLE = "1" }'),
         "disable_dynamic_shapes": "dims or shapes in the model's table",
-        "layout": "a model that is exported with the layout that is wanted",
+        "layout": "a model that is exported with this layout",
     },
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     sources=("the options that the library of onnxruntime-ep-openvino 1.8.1 reads",),
     notes=(
-        "`share-weights` does not apply: asked to share, its CPU device wrote a sidecar for each model.",
+        "`share-weights` has no effect: the CPU device wrote a sidecar for each model of a group.",
         (
-            "A context for the CPU is for processors with the instructions of the build machine: the "
-            "build says which, and the loader asks the EP before it opens one."
+            "A context for the CPU needs a processor with the instructions of the build machine. The "
+            "build reports them, and the loader asks the EP before it opens the context."
         ),
         (
-            "It also offers `OpenVINOExecutionProvider.AUTO`, which makes no contexts. Only devices of "
-            "exactly `OpenVINOExecutionProvider` are taken."
+            "The plugin also offers `OpenVINOExecutionProvider.AUTO`, which writes no contexts. Only "
+            "devices of `OpenVINOExecutionProvider` itself are used."
         ),
         (
-            "`virtual-devices = true` compiles for NPUs that are not there; `device-filter = "
-            '{ npu_platform = "4000" }` says which (4000, 5010, 5020, 6010). The Linux package 1.8.1 '
-            "lacks the NPU's compiler, which the build then says."
+            "`virtual-devices = true` compiles for NPUs that the machine does not have, and "
+            '`device-filter = { npu_platform = "4000" }` chooses one (4000, 5010, 5020, 6010). The Linux '
+            "package 1.8.1 does not contain the NPU's compiler: the build reports it as missing."
         ),
     ),
 )

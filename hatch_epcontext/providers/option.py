@@ -1,4 +1,4 @@
-"""Provider options: as TOML writes them, and as an EP reads them."""
+"""Provider options: how they are written in TOML, and how an EP takes them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Kind = Literal["bool", "int", "text", "json", "pointer"]
 
 @dataclass(frozen=True)
 class Option:
-    """One provider option, as TOML writes it and as the EP reads it.
+    """One provider option.
 
-    ``scope`` says where the option counts: ``"compile"`` when the artifact is made, ``"load"`` when
-    a session is opened, ``"both"`` for the two. An option of scope ``"compile"`` is not shipped.
-    ``doc`` is for the documentation; ``default`` is what the EP takes if nothing is given.
+    ``doc`` is its description in the documentation; ``default`` is the EP's default, for the
+    documentation too. ``scope``: an option of scope ``"compile"`` counts when a model is compiled,
+    and is not shipped; ``"load"`` counts when a session is opened; ``"both"`` counts for both.
     """
 
     doc: str
@@ -29,16 +29,17 @@ class Option:
     choices: tuple[str, ...] = ()
     minimum: int | None = None
     maximum: int | None = None
-    pattern: str = ""
-    form: str = ""
-    """What ``pattern`` asks for, in words."""
+    pattern: str | None = None
+    """A regular expression that the whole value has to match."""
+    form: str | None = None
+    """A description of ``pattern`` for messages."""
     scope: Scope = "compile"
     booleans: tuple[str, str] = ("0", "1")
-    """How the EP spells false and true."""
+    """The EP's spelling of false and of true."""
 
     @property
     def allowed(self) -> str:
-        """What the option takes, in words."""
+        """The values that the option takes, for messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind == "int":
@@ -51,13 +52,13 @@ class Option:
             "bool": "true or false",
             "text": "a string",
             "json": "a table, or a string of JSON",
-            "pointer": "an address in the app's memory, which only the app can give",
+            "pointer": "an address in the app's memory, which only the app knows",
         }[self.kind]
 
     def render(self, value: OptionValue) -> str:
-        """The string that the EP wants for ``value``.
+        """``value`` as the string that the EP takes.
 
-        Raises ValueError with what is allowed, because EPs take impossible values in silence.
+        Raises ValueError with the allowed values. EPs accept impossible values without an error.
         """
         text = render(value)
         if not self._fits(value, text):
@@ -94,9 +95,9 @@ def _is_json_object(text: str) -> bool:
 
 
 def render(value: OptionValue) -> str:
-    """A TOML value as the string that ONNX Runtime wants: ``true`` becomes ``"1"``, a table JSON."""
+    """A TOML value as the string that ONNX Runtime takes: ``true`` becomes ``"1"``, a table JSON."""
     if isinstance(value, Mapping):
-        # TOML has dates, and JSON has none.
+        # `default`, because TOML has dates and JSON has none.
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return str(int(value)) if isinstance(value, bool) else str(value)
 
@@ -133,5 +134,5 @@ def text(doc: str, default: str = "", scope: Scope = "compile") -> Option:
 
 
 def pointer(doc: str) -> Option:
-    """An address, which no configuration can hold: the app gives it to the loader."""
+    """An address in memory: no configuration can contain one, the app passes it to the loader."""
     return Option(doc, kind="pointer", default="0", scope="load")

@@ -1,8 +1,8 @@
 """Qualcomm's NPU (HTP) through the plugin EP in ``onnxruntime-qnn``.
 
-Options, their values and defaults: the EP's own page, "QNN Execution Provider: Configuration Options",
-in the documentation of onnxruntime-qnn 2.x. The EP takes unknown options and impossible values
-without a word, so every one is listed here.
+Options, their values and defaults: the page "QNN Execution Provider: Configuration Options" in the
+documentation of onnxruntime-qnn 2.x. The EP accepts unknown options and impossible values without an
+error, so this module lists every option.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _PERFORMANCE_MODES = (
 )
 
 _ARCH_OF_SOC = {"43": "73", "57": "75", "60": "73", "69": "79"}
-"""HTP architectures of the SoC models that were seen to compile. With both options given the EP
-follows ``soc_model`` and only notes a different ``htp_arch`` in its log."""
-
+"""The HTP architectures of SoC models that compiled in tests. If both options are set, the EP follows
+``soc_model``, and only logs that ``htp_arch`` differs."""
 
 _BOTH: Scope = "both"
 
@@ -43,57 +42,69 @@ _OPTIONS: Mapping[str, Option] = {
         default="htp (filled in)",
         scope=_BOTH,
     ),
-    "backend_path": text("Its library instead, as a path", scope=_BOTH),
+    "backend_path": text("Path of the backend's library, instead of `backend_type`", scope=_BOTH),
     "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)"),
     "htp_arch": choice("HTP architecture", "0", "68", "69", "73", "75", "79", "81", default="0"),
-    "device_id": number("Device by number", scope=_BOTH),
-    "vtcm_mb": number("MB of the chip's fast memory", "0: not set"),
+    "device_id": number("Number of the device", scope=_BOTH),
+    "vtcm_mb": number("Size of the fast memory (VTCM) in MB", "0: not set"),
     "htp_graph_finalization_optimization_mode": choice(
         "How long to optimize", "0", "1", "2", "3", default="0"
     ),
     "enable_htp_fp16_precision": switch("Compute float32 models in float16", "1"),
-    "enable_htp_fp16_clamp_overflow": switch("Clamp what float16 cannot hold"),
+    "enable_htp_fp16_clamp_overflow": switch("Clamp values that float16 cannot represent"),
     "htp_bf16_enable": switch("Compute in bfloat16"),
-    "enable_htp_spill_fill_buffer": switch("One buffer for what does not fit the fast memory"),
-    "enable_htp_prepare_only": switch("Prepare, and do not run"),
+    "enable_htp_spill_fill_buffer": switch(
+        "One buffer for data that does not fit into the fast memory"
+    ),
+    "enable_htp_prepare_only": switch("Prepare only, do not run"),
     "enable_htp_graph_splitting": switch("Split large graphs"),
-    "htp_graph_splitting_num_prepare_threads": number("Threads for that", "1", 1),
-    "enable_htp_monolithic_lstm": switch("LSTM as one operator"),
+    "htp_graph_splitting_num_prepare_threads": number("Threads that split graphs", "1", 1),
+    "enable_htp_monolithic_lstm": switch("Run an LSTM as one operator"),
     "enable_block_quant_weight_optimization": switch("Optimize block-quantized weights"),
-    "offload_graph_io_quantization": switch("The CPU quantizes inputs and outputs", "1"),
+    "offload_graph_io_quantization": switch("Quantize inputs and outputs on the CPU", "1"),
     "num_graph_prepare_threads": number("Threads that prepare graphs", "2", 2),
     "op_packages": text("Packages of custom operators", scope=_BOTH),
-    "op_affinity": text("Which operators go where"),
-    "skip_backend_op_validation": switch("Do not ask the backend about operators"),
-    "skip_qnn_version_check": switch("Take any version of the runtime", scope=_BOTH),
+    "op_affinity": text("Which operators run where"),
+    "skip_backend_op_validation": switch("Do not validate operators with the backend"),
+    "skip_qnn_version_check": switch("Accept any version of the runtime", scope=_BOTH),
     "htp_performance_mode": choice(
-        "Speed against power", *_PERFORMANCE_MODES, default="default", scope=_BOTH
+        "Trade-off between speed and power", *_PERFORMANCE_MODES, default="default", scope=_BOTH
     ),
     "qnn_context_priority": choice(
-        "Priority", "low", "normal", "normal_high", "high", default="normal", scope=_BOTH
+        "Priority of the context",
+        "low",
+        "normal",
+        "normal_high",
+        "high",
+        default="normal",
+        scope=_BOTH,
     ),
-    "rpc_control_latency": number("Microseconds that the RPC may take", scope=_BOTH),
-    "extended_udma": switch("Extended DMA", scope=_BOTH),
-    "enable_htp_shared_memory_allocator": switch("Memory shared with the NPU", scope=_BOTH),
+    "rpc_control_latency": number("RPC latency in microseconds", scope=_BOTH),
+    "extended_udma": switch("Use extended DMA", scope=_BOTH),
+    "enable_htp_shared_memory_allocator": switch(
+        "Allocate memory that is shared with the NPU", scope=_BOTH
+    ),
     "enable_vtcm_backup_buffer_sharing": switch("Contexts share backup buffers", scope=_BOTH),
     "htp_share_resource_optimization": choice("Contexts share resources", "1", scope=_BOTH),
-    "htp_reused_io_limit_mb": number("MB of inputs and outputs that are reused", scope=_BOTH),
-    "disable_file_mapped_weights": switch("Read weights instead of mapping them", scope=_BOTH),
-    "genie_log_level": choice("Genie's log", "error", "warn", "info", "verbose", scope=_BOTH),
+    "htp_reused_io_limit_mb": number("Limit for reused inputs and outputs in MB", scope=_BOTH),
+    "disable_file_mapped_weights": switch("Read weights instead of mapping the file", scope=_BOTH),
+    "genie_log_level": choice(
+        "Level of Genie's log", "error", "warn", "info", "verbose", scope=_BOTH
+    ),
     "profiling_level": choice(
         "Profiling", "off", "basic", "detailed", "optrace", default="off", scope=_BOTH
     ),
-    "profiling_file_path": text("Where it goes", scope=_BOTH),
+    "profiling_file_path": text("File for the profile", scope=_BOTH),
     "qnn_saver_path": text("Library of the saver backend"),
     "qnn_ir_backend_path": text("Library of the IR backend"),
     "dump_json_qnn_graph": switch("Write the QNN graph as JSON"),
-    "json_qnn_graph_dir": text("Folder for that"),
+    "json_qnn_graph_dir": text("Folder for the JSON"),
     "dump_qnn_ir_dlc": switch("Write the graph as DLC"),
-    "dump_qnn_ir_dlc_dir": text("Folder for that"),
-    "dump_qnn_ep_input_graph": switch("Write the graph that the EP got"),
-    "dump_qnn_ep_input_graph_dir": text("Folder for that"),
+    "dump_qnn_ir_dlc_dir": text("Folder for the DLC"),
+    "dump_qnn_ep_input_graph": switch("Write the graph that the EP receives"),
+    "dump_qnn_ep_input_graph_dir": text("Folder for that graph"),
     "enable_framework_op_trace": switch("Trace operators back to the model"),
-    "framework_op_trace_dir": text("Folder for that"),
+    "framework_op_trace_dir": text("Folder for the trace"),
 }
 
 
@@ -102,8 +113,8 @@ def _contradictions(options: Mapping[str, str]) -> dict[str, str]:
     known = _ARCH_OF_SOC.get(soc)
     if known and arch not in ("0", known):
         return {
-            "htp_arch": f"soc_model {soc} has HTP architecture {known}; "
-            f"the EP would follow soc_model and ignore htp_arch = {arch}"
+            "htp_arch": f"soc_model {soc} has the HTP architecture {known}; "
+            f"the EP would ignore htp_arch = {arch}"
         }
     return {}
 
@@ -116,18 +127,20 @@ def _compiled_for(compatibility: str) -> dict[str, str]:
     return {"soc_model": fields[5], "htp_arch": fields[4]}
 
 
-def _disagreement(compatibility: str, ep_sdk_version: str, options: Mapping[str, str]) -> str:
-    wrong = [
-        f"{name} = {options[name]} was asked for and the EP compiled for {value}"
+def _disagreement(
+    compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
+) -> str | None:
+    differences = [
+        f"{name} = {options[name]} was requested, but the EP compiled for {value}"
         for name, value in _compiled_for(compatibility).items()
         if options.get(name, "0") not in ("0", value)
     ]
-    return "; ".join(wrong)
+    return "; ".join(differences) or None
 
 
 def _runs_on(system: str, machine: str) -> bool:
-    # The x86-64 packages bring a simulator of the NPU; on Arm a context runs only on the chip it
-    # was compiled for, which a build machine cannot be taken to have.
+    # The x86-64 packages contain a simulator of the NPU. On Arm a context runs only on the chip that
+    # it was compiled for, and a build machine may have another one.
     return system in ("linux", "win32") and machine.lower() in ("x86_64", "amd64")
 
 
@@ -136,37 +149,38 @@ PROVIDER = Provider(
     ep="QNNExecutionProvider",
     title="Qualcomm's NPU (HTP)",
     product="context",
-    flavours=("onnxruntime", "onnxruntime-gpu"),
+    distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("npu", "gpu", "cpu"),
     requirements=("onnxruntime-qnn>=2.7",),
     python=(3, 11),
     systems=("linux", "win32"),
-    # The registration name becomes the EP's name: another one would give another EP.
+    # The EP takes the registration name as its own name: another one would be another EP.
     plugin=Plugin("onnxruntime_qnn", "onnxruntime-qnn", "QNNExecutionProvider"),
     cross_compiles=True,
-    # The simulator answers QNN_COMMON_ERROR_NOT_SUPPORTED to contexts that share weights.
+    # But the simulator refuses contexts that share weights, with QNN_COMMON_ERROR_NOT_SUPPORTED.
     shares_weights=True,
     options=_OPTIONS,
-    # Without a backend the EP cannot be created, and says so in words that nobody understands.
+    # Without a backend the EP cannot be created, and its error message does not name the cause.
     defaults={"backend_type": "htp"},
     exclusive=(frozenset({"backend_type", "backend_path"}),),
     static_shapes=True,
     example="provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite",
-    # Half precision. Seen on real models: 0.02 between two probabilities, with a cosine of 0.9999.
+    # The NPU computes in float16. Measured on real models: probabilities that differ by 0.02, with a
+    # cosine of 0.9999.
     tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
     contradictions=_contradictions,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     runs_on=_runs_on,
-    needs="an x86-64 or an Arm processor of Qualcomm's",
-    verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (arch 73).",
+    needs="an x86-64 processor, or an Arm processor from Qualcomm",
+    verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73).",
     sources=(
         'the documentation of onnxruntime-qnn 2.x, "QNN Execution Provider: Configuration Options"',
         "ONNX Runtime's `ep_weight_sharing_ctx_gen`, options of `-i`",
     ),
     notes=(
-        "Shapes have to be fixed.",
-        "It compiles for chips that are not there, on Linux x86-64 and on Windows.",
-        "The EP follows `soc_model` and ignores another `htp_arch`; pairs that do not fit are refused.",
+        "Shapes must be fixed.",
+        "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have.",
+        "The EP ignores an `htp_arch` that is not that of `soc_model`. The build refuses such a pair.",
     ),
 )

@@ -16,44 +16,46 @@ _PROFILES = ProfileOptions(
     "nv_profile_max_shapes",
     "nv_multi_profile_enable",
 )
-_SHAPES = "of the profiles, as `input:1x3,...`; better in `profiles`"
+_SHAPES = "of the profiles, as `input:1x3,...`; prefer `profiles`"
 _UINT64 = 2**64 - 1
 
 _OPTIONS: Mapping[str, Option] = {
-    "device_id": number("GPU by number", scope="both"),
+    "device_id": number("Number of the GPU", scope="both"),
     "has_user_compute_stream": switch("Use the stream in `user_compute_stream`", scope="load"),
     "user_compute_stream": pointer("The app's own `cudaStream_t`"),
     "user_aux_stream_array": pointer("The app's own auxiliary streams"),
-    "nv_length_aux_stream_array": number("How many those are", scope="load"),
+    "nv_length_aux_stream_array": number("Number of auxiliary streams", scope="load"),
     "nv_max_workspace_size": number(
-        "Bytes of workspace while building", "0: automatic", 0, _UINT64
+        "Maximum workspace in bytes while an engine is built", "0: automatic", 0, _UINT64
     ),
     "nv_max_shared_mem_size": number(
-        "Bytes of shared memory that kernels may use", "0: what the device has", 0, _UINT64
+        "Maximum shared memory of kernels in bytes", "0: all of the device", 0, _UINT64
     ),
     "nv_dump_subgraphs": switch("Write the partitions to disk"),
     "nv_detailed_build_log": switch("Log the building of engines"),
-    "nv_profile_min_shapes": text(f"Least shapes {_SHAPES}"),
+    "nv_profile_min_shapes": text(f"Smallest shapes {_SHAPES}"),
     "nv_profile_opt_shapes": text(f"Best shapes {_SHAPES}"),
-    "nv_profile_max_shapes": text(f"Greatest shapes {_SHAPES}"),
-    "nv_multi_profile_enable": switch("Several profiles in one engine", scope="both"),
+    "nv_profile_max_shapes": text(f"Largest shapes {_SHAPES}"),
+    "nv_multi_profile_enable": switch("Allow several profiles in one engine", scope="both"),
     "enable_cuda_graph": switch("Capture and replay CUDA graphs", scope="both"),
-    "nv_use_external_data_initializer": switch("Weights stay outside of the engine", scope="both"),
+    "nv_use_external_data_initializer": switch("Keep the weights outside the engine", scope="both"),
     "nv_runtime_cache_path": text(
-        "Folder for kernels that were compiled at load time", scope="load"
+        "Folder for kernels that are compiled at load time", scope="load"
     ),
     "nv_weight_streaming_budget": Option(
-        "GPU memory for weights, which are streamed beyond it",
+        "GPU memory for weights; the rest is streamed",
         default="0",
         pattern=r"-1|\d+[BKMG]?|(100|\d{1,2})%",
         form='-1, a number of bytes, a size such as "512M", or a share such as "40%"',
         scope="both",
     ),
-    "nv_op_types_to_exclude": text("Operators that the EP is not to take, such as `Conv,Relu`"),
-    "nv_enable_profiling": switch("Time each layer", scope="load"),
-    "nv_profiling_output_file": text("Where those times go", scope="load"),
+    "nv_op_types_to_exclude": text("Operators that the EP does not run, such as `Conv,Relu`"),
+    "nv_enable_profiling": switch("Measure the time of each layer", scope="load"),
+    "nv_profiling_output_file": text("File for those times", scope="load"),
     "nv_use_sync_gpu_allocator": switch("Allocate with cudaMalloc", scope="load"),
-    "nv_persistent_context_memory": switch("Keep the memory between runs", scope="load"),
+    "nv_persistent_context_memory": switch(
+        "Keep the memory of a context between runs", scope="load"
+    ),
     "nv_multi_rotary_cache_concat_offset": number("Token at which LongRoPE changes", scope="both"),
     "nv_target_sm": choice("GPU architecture to build for", "sm86", "sm89", "sm120", "sm121"),
     "VkExternalComputeQueueDataParamsNV_data": pointer("The app's Vulkan queue data"),
@@ -64,17 +66,17 @@ PROVIDER = Provider(
     ep="NvTensorRTRTXExecutionProvider",
     title="NVIDIA RTX GPUs through TensorRT for RTX",
     product="context",
-    flavours=("onnxruntime-gpu", "onnxruntime"),
+    distributions=("onnxruntime-gpu", "onnxruntime"),
     devices=("gpu",),
     tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
     needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
     verified=(
         "On Linux x86-64 up to the plugin: without a driver its library does not load, and on an NVIDIA "
-        "H200, which is no RTX GPU, it refuses that in its own words."
+        "H200, which is not an RTX GPU, the EP reports that it does not support it."
     ),
     aliases=("nv-tensorrt-rtx", "trt-rtx", "trtrtx"),
     requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",),
-    rivals=(
+    conflicts=(
         frozenset({"onnxruntime-ep-nv-tensorrt-rtx-cu12", "onnxruntime-ep-nv-tensorrt-rtx-cu13"}),
     ),
     systems=("linux", "win32"),
@@ -84,14 +86,14 @@ PROVIDER = Provider(
         "NvTensorRTRTXExecutionProvider",
     ),
     options=_OPTIONS,
-    retired={
+    deprecated={
         "profile_min_shapes": "nv_profile_min_shapes, or a table in profiles",
         "profile_opt_shapes": "nv_profile_opt_shapes, or a table in profiles",
         "profile_max_shapes": "nv_profile_max_shapes, or a table in profiles",
     },
-    managed={
-        "nv_weight_stripped_engine_enable_experimental": "an engine without weights needs the source "
-        "model beside it to be opened",
+    reserved={
+        "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
+        "together with the source model",
     },
     profiles=_PROFILES,
     runtime_cache="nv_runtime_cache_path",
@@ -102,12 +104,12 @@ PROVIDER = Provider(
     notes=(
         (
             'For CUDA 12: `requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]`. The two packages '
-            "have the same files, so an environment can hold one."
+            "contain the same files, so an environment can have only one."
         ),
-        "Without a driver (`libcuda.so.1`) its library does not load, not even with `nv_target_sm`.",
+        "Without a driver (`libcuda.so.1`) its library does not load, even with `nv_target_sm`.",
         (
-            "`nv_runtime_cache_path` belongs into `load-options`: it is a folder of the user's machine, "
-            'such as `"{user-cache}/rtx"`, which the loader makes.'
+            "Set `nv_runtime_cache_path` in `load-options`: it is a folder on the user's machine, such as "
+            '`"{user-cache}/rtx"`, which the loader creates.'
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""AMD's NPUs through the Vitis AI execution provider, which comes with Ryzen AI and Windows ML."""
+"""AMD NPUs through the Vitis AI execution provider, a part of Ryzen AI and of Windows ML."""
 
 from __future__ import annotations
 
@@ -8,42 +8,51 @@ from hatch_epcontext.providers.base import Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, switch, text
 
 _OPTIONS: Mapping[str, Option] = {
-    "config_file": text("The compiler's configuration"),
+    "config_file": text("Path of the compiler's configuration"),
     "target": choice("Backend for int8 models", "X1", "X2", default="X2", scope="both"),
-    "xclbin": text("The overlay of the NPU", scope="both"),
-    "opt_level": choice("Optimization of int8 models", "0", "1", "2", "3", "65536", default="0"),
+    "xclbin": text("Path of the NPU's overlay", scope="both"),
+    "opt_level": choice(
+        "Optimization level of int8 models", "0", "1", "2", "3", "65536", default="0"
+    ),
     "encryption_key": text("Key that encrypts the compiled model", scope="both"),
     "enable_cache_file_io_in_mem": switch("Keep the EP's own cache in memory", "1"),
     "log_level": choice(
-        "The EP's log", "error", "warning", "info", "fatal", "debug", default="error", scope="both"
+        "Level of the EP's log",
+        "error",
+        "warning",
+        "info",
+        "fatal",
+        "debug",
+        default="error",
+        scope="both",
     ),
 }
 
 PROVIDER = Provider(
     name="vitisai",
     ep="VitisAIExecutionProvider",
-    title="AMD's NPUs (Ryzen AI) through Vitis AI",
+    title="AMD NPUs (Ryzen AI) through Vitis AI",
     product="context",
-    flavours=("onnxruntime-vitisai", "onnxruntime-windowsml"),
+    distributions=("onnxruntime-vitisai", "onnxruntime-windowsml"),
     devices=("npu",),
-    # Its models are quantized.
+    # Models for it are quantized.
     tolerance=Tolerance(rtol=5e-2, atol=1e-1, cosine=0.98),
     needs="an AMD Ryzen AI processor and its driver",
-    verified="Nothing but its options: its packages are not on PyPI.",
+    verified="Only the options: its packages are not on PyPI.",
     systems=("linux", "win32"),
     options=_OPTIONS,
-    managed={
-        "cache_dir": "artifacts are kept in this package's cache",
-        "cache_key": "artifacts are kept in this package's cache",
+    reserved={
+        "cache_dir": "the build has its own cache",
+        "cache_key": "the build has its own cache",
     },
     static_shapes=True,
-    # Only the NPU itself runs what was compiled for it, and then the EP offers it.
+    # `runs_on` is the default: only the NPU runs contexts, and the EP offers a device only where it is.
     sources=('AMD\'s Ryzen AI documentation, "Vitis AI Execution Provider options"',),
     notes=(
         (
-            "onnxruntime-vitisai is in AMD's Ryzen AI software, not on PyPI: build without isolation in "
-            "its environment, or name AMD's index to the front end."
+            "onnxruntime-vitisai is part of AMD's Ryzen AI software, and not on PyPI: build without "
+            "isolation in its environment, or configure AMD's index in the build front end."
         ),
-        "Where the EP comes as a library (Windows ML), name it with `library`.",
+        "If the EP is a library of its own (Windows ML), set `library`.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Any GPU through WebGPU: the plugin EP in onnxruntime-ep-webgpu, which compiles nothing ahead of time."""
+"""Any GPU through the plugin EP in onnxruntime-ep-webgpu, which compiles nothing ahead of time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ def _buffers(doc: str, default: str) -> Option:
 
 
 _OPTIONS: Mapping[str, Option] = {
-    "preferredLayout": choice("Layout", "NCHW", "NHWC", default="NHWC", scope="load"),
+    "preferredLayout": choice("Preferred layout", "NCHW", "NHWC", default="NHWC", scope="load"),
     "enableGraphCapture": switch("Capture and replay graphs", scope="load"),
-    "enableInt64": switch("Operators on int64", scope="load"),
+    "enableInt64": switch("Run operators on int64", scope="load"),
     "enableRobustness": switch("Check bounds in shaders", scope="load"),
     "enablePIXCapture": switch("Capture for PIX", scope="load"),
-    "dawnBackendType": choice("API of the GPU", "D3D12", "Vulkan", "Metal", scope="load"),
+    "dawnBackendType": choice("Graphics API", "D3D12", "Vulkan", "Metal", scope="load"),
     "powerPreference": choice(
-        "Which GPU", "high-performance", "low-power", default="high-performance", scope="load"
+        "Which GPU is preferred",
+        "high-performance",
+        "low-power",
+        default="high-performance",
+        scope="load",
     ),
     "validationMode": choice(
         "How much is checked",
@@ -37,16 +41,20 @@ _OPTIONS: Mapping[str, Option] = {
     "queryResolveBufferCacheMode": _buffers("Reuse of query buffers", "disabled"),
     "defaultBufferCacheMode": _buffers("Reuse of other buffers", "disabled"),
     "sessionBufferPoolGenerations": number("Generations of the buffer pool", scope="load"),
-    "maxStorageBufferBindingSize": number("Bytes of one binding", scope="load"),
-    "maxNumPendingDispatches": number("Dispatches before they are sent", "16", 1, scope="load"),
+    "maxStorageBufferBindingSize": number(
+        "Maximum size of one storage buffer in bytes", scope="load"
+    ),
+    "maxNumPendingDispatches": number(
+        "Maximum dispatches that are sent together", "16", 1, scope="load"
+    ),
     "kvCacheQuantizationBits": number("Bits of the key-value cache", scope="load"),
     "multiRotaryCacheConcatOffset": number("Token at which LongRoPE changes", scope="load"),
-    "forceCpuNodeNames": text("Nodes that the CPU is to run", scope="load"),
-    "preserveDevice": switch("Keep the device when sessions end", scope="load"),
-    "deviceId": number("Device by number", scope="load"),
+    "forceCpuNodeNames": text("Nodes that run on the CPU", scope="load"),
+    "preserveDevice": switch("Keep the device after the last session", scope="load"),
+    "deviceId": number("Number of the device", scope="load"),
     "webgpuInstance": pointer("The app's own WGPUInstance"),
     "webgpuDevice": pointer("The app's own WGPUDevice"),
-    "dawnProcTable": pointer("The app's own Dawn"),
+    "dawnProcTable": pointer("The app's own Dawn procedure table"),
 }
 
 PROVIDER = Provider(
@@ -54,11 +62,11 @@ PROVIDER = Provider(
     ep="WebGpuExecutionProvider",
     title="any GPU through WebGPU (D3D12, Vulkan, Metal)",
     product="optimized",
-    flavours=("onnxruntime", "onnxruntime-gpu"),
+    distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("gpu",),
     tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
     needs="a GPU, and on Linux its Vulkan driver",
-    verified="Optimized on Linux x86-64; without a GPU the graph is run on the CPU instead.",
+    verified="Optimized on Linux x86-64. Without a GPU the graph runs on the CPU instead.",
     requirements=("onnxruntime-ep-webgpu>=0.4",),
     python=(3, 11),
     plugin=Plugin("onnxruntime_ep_webgpu", "onnxruntime-ep-webgpu", "WebGpuExecutionProvider"),

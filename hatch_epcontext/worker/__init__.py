@@ -1,1 +1,4 @@
-"""The only part of the package that imports onnxruntime and onnx; it runs in processes of its own."""
+"""Workers: processes of their own, and the only part of the package that imports onnxruntime and onnx.
+
+The module named after a request's action has the function ``handle`` that answers it.
+"""

@@ -1,4 +1,4 @@
-"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY [--verbose]``: answer one request and end."""
+"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY [--verbose]``: answer one request and exit."""
 
 from __future__ import annotations
 
@@ -7,55 +7,45 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.errors import EpcontextError, ModelError, Problem
-from hatch_epcontext.protocol import DONE, FAILED, REFUSED, REQUESTS, VERBOSE, Refusal
-from hatch_epcontext.structure import from_json, to_json
+from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
+from hatch_epcontext.ipc.protocol import DONE, FAILED, REFUSED, REQUESTS, VERBOSE, Refusal
+from hatch_epcontext.serialize import from_json, to_json
 
-_ANSWERS = {
-    "inspect": "prepare.inspect",
-    "prepare": "prepare.prepare",
-    "compile": "compile.compile_job",
-    "measure": "measure.measure",
-    "validate": "validate.validate",
-    "open": "opening.open_once",
-    "describe": "describe.describe",
-    "survey": "survey.survey",
-}
-"""The function that answers each action; only its module is imported."""
-
-_WITHOUT_RUNTIME = ("describe",)
 _INFO = 1
-"""ONNX Runtime's severity of what is neither a warning nor for its own developers."""
+"""ONNX Runtime's log severity for everything but messages for its own developers."""
 
 
-def _answer(request: Any) -> Any:
-    module, function = _ANSWERS[request.action].split(".")
-    found = importlib.import_module(f"hatch_epcontext.worker.{module}")
-    return getattr(found, function)(request)
+def _answer(action: str, request: Any, *, verbose: bool) -> Any:
+    handler = importlib.import_module(f"hatch_epcontext.worker.{action}")
+    # Not imported here: `inspect` works without ONNX Runtime.
+    runtime: Any = sys.modules.get("onnxruntime")
+    if verbose and runtime is not None:
+        runtime.set_default_logger_severity(_INFO)
+    return handler.handle(request)
 
 
-def main(action: str, asked: str, answered: str, *how: str) -> int:
-    """Answer the request in the file ``asked`` with the file ``answered``; returns the exit code."""
-    request = from_json(Path(asked).read_bytes(), REQUESTS[action])
+def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
+    """Answer the request in the file ``request_path`` with the file ``reply_path``.
+
+    Returns the exit code.
+    """
+    request = from_json(Path(request_path).read_bytes(), REQUESTS[action])
     try:
-        if VERBOSE in how and action not in _WITHOUT_RUNTIME:
-            import onnxruntime
-
-            onnxruntime.set_default_logger_severity(_INFO)
-        answer, code = _answer(request), DONE
+        reply, code = _answer(action, request, verbose=VERBOSE in flags), DONE
     except ModelError as error:
-        answer, code = Refusal(error.problems), REFUSED
+        reply, code = Refusal(error.problems), REFUSED
     except EpcontextError as error:
-        answer, code = Refusal(error.problems), FAILED
+        reply, code = Refusal(error.problems), FAILED
     except Exception as error:
-        # ONNX Runtime's exceptions share no base class. What they say is for the user, and says all;
-        # of any other the traceback goes to the log.
+        # ONNX Runtime's exceptions share no base class. Their messages are complete and meant for
+        # users; for any other exception the traceback goes to the log.
         if not type(error).__module__.startswith("onnxruntime."):
             import traceback
 
             traceback.print_exc()
-        answer, code = Refusal((Problem("", f"{type(error).__name__}: {error}"),)), FAILED
-    Path(answered).write_text(to_json(answer), encoding="utf-8")
+        message = f"{type(error).__name__}: {error}"
+        reply, code = Refusal((Problem(Kind.COMPILE_FAILED, "", message),)), FAILED
+    Path(reply_path).write_text(to_json(reply), encoding="utf-8")
     return code
 
 

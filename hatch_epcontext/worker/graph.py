@@ -1,4 +1,4 @@
-"""What an ONNX file says."""
+"""Read the facts of ONNX models and graphs."""
 
 from __future__ import annotations
 
@@ -12,44 +12,51 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from hatch_epcontext.errors import ModelError, Problem
-from hatch_epcontext.protocol import Size, TensorFacts
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.ipc.protocol import Size, TensorFacts
 
-LFS = b"version https://git-lfs"
 CONTEXT_OP = "EPContext"
 
+_LFS = b"version https://git-lfs"
+_COMPATIBILITY = "ep_compatibility_info."
+"""The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
 
-def read(path: Path, where: str) -> onnx.ModelProto:
-    """The source model at ``path``, without its external data.
 
-    Raises ModelError, about ``where``, when it is not a source model.
+def read(path: Path, key: Key) -> onnx.ModelProto:
+    """Read the source model at ``path``, without its external data.
+
+    ``key`` is the model's place in the configuration. Raises ModelError when the file is not a source
+    model.
     """
 
-    def refuse(what: str, fix: str = "") -> ModelError:
-        return ModelError(Problem(where, f"{path.name} {what}", fix))
+    def invalid(
+        message: str, hint: str | None = None, kind: Kind = Kind.INVALID_MODEL
+    ) -> ModelError:
+        return ModelError(Problem.at(key, kind, f"{path.name} {message}", hint))
 
     with path.open("rb") as file:
-        head = file.read(len(LFS))
-    if head == LFS:
-        raise refuse("is a Git LFS pointer, not the model itself.", "Run: git lfs pull")
+        head = file.read(len(_LFS))
+    if head == _LFS:
+        raise invalid("is a Git LFS pointer, not the model itself.", "Run: git lfs pull")
     if not head:
-        raise refuse("is empty.")
+        raise invalid("is empty.")
     try:
         model = onnx.load(path, load_external_data=False)
     except DecodeError:
-        raise refuse("is not an ONNX model: it cannot be read as one.") from None
+        raise invalid("is not an ONNX model: it cannot be read as one.") from None
     if not model.ir_version or not model.graph.node:
-        raise refuse("is not an ONNX model: it has no graph.")
+        raise invalid("is not an ONNX model: it has no graph.")
     if contexts(model.graph):
-        raise refuse(
+        raise invalid(
             "is a context model already.",
             "List the source model that it was compiled from.",
+            Kind.COMPILED_MODEL,
         )
     return model
 
 
 def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """``graph`` and all graphs inside its nodes."""
+    """Yield ``graph`` and all graphs inside its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -58,28 +65,28 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """All nodes of ``graph`` and of the graphs inside them."""
+    """Yield all nodes of ``graph`` and of the graphs inside them."""
     for each in graphs(graph):
         yield from each.node
 
 
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes of ``graph``, nested ones too, that compute something."""
+    """Return the nodes of ``graph``, nested ones too, that are not constants."""
     return [node for node in nodes(graph) if node.op_type != "Constant"]
 
 
 def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The EPContext nodes of ``graph``, nested ones too."""
+    """Return the EPContext nodes of ``graph``, nested ones too."""
     return [node for node in nodes(graph) if node.op_type == CONTEXT_OP]
 
 
 def operator(node: onnx.NodeProto) -> str:
-    """The operator of ``node``, after its domain where that is not ONNX's own."""
+    """Return the operator of ``node``, after its domain unless that is ONNX's own."""
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """The value of an attribute of ``node``, text as bytes; ``default`` where it is absent."""
+    """Return the value of an attribute of ``node``, text as bytes; ``default`` if it is missing."""
     for each in node.attribute:
         if each.name == name:
             return onnx.helper.get_attribute_value(each)
@@ -87,24 +94,33 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
 
 
 def text(node: onnx.NodeProto, name: str) -> str:
-    """A text attribute of ``node``, which need not be UTF-8; empty where it is absent."""
+    """Return a text attribute of ``node``, which may not be UTF-8; empty if it is missing."""
     return bytes(attribute(node, name, b"")).decode("utf-8", "replace")
 
 
 def is_main(node: onnx.NodeProto) -> bool:
-    """Whether an EPContext node has a context, and does not refer to another's."""
-    # 1 is the operator's default, which holds where the attribute is absent.
+    """Whether an EPContext node has a context of its own, and does not refer to another node's."""
+    # 1 is the operator's default, for a missing attribute.
     return bool(attribute(node, "main_context", 1) == 1)
 
 
 def is_embedded(node: onnx.NodeProto) -> bool:
     """Whether an EPContext node has its context inside the model, and not in a sidecar."""
-    # 1 is the operator's default, which holds where the attribute is absent.
+    # 1 is the operator's default, for a missing attribute.
     return bool(attribute(node, "embed_mode", 1) != 0)
 
 
+def compatibility(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the compatibility strings in the model's metadata, by EP."""
+    return {
+        entry.key.removeprefix(_COMPATIBILITY): entry.value
+        for entry in model.metadata_props
+        if entry.key.startswith(_COMPATIBILITY)
+    }
+
+
 def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """The operators in ``graph`` that choose or repeat other graphs, each once."""
+    """Return the operators in ``graph`` that choose or repeat other graphs, each once."""
     found = (node.op_type for node in nodes(graph) if node.op_type in ("If", "Loop", "Scan"))
     return tuple(dict.fromkeys(found))
 
@@ -122,12 +138,12 @@ def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def external_data_names(model: onnx.ModelProto) -> tuple[str, ...]:
-    """The files in which ``model`` keeps tensors, as it writes them, sorted; they need not be there."""
+    """Return the files of the model's external data as it names them, sorted; they may be missing."""
     return tuple(sorted(_external_data_ends(model)))
 
 
 def _external_data_ends(model: onnx.ModelProto) -> dict[str, int]:
-    """Each file in which ``model`` keeps tensors -> the byte up to which it is used."""
+    """Return each file of the model's external data -> the byte up to which the model uses it."""
     ends: dict[str, int] = {}
     for tensor in _tensors(model):
         if uses_external_data(tensor):
@@ -137,34 +153,39 @@ def _external_data_ends(model: onnx.ModelProto) -> dict[str, int]:
     return ends
 
 
-def external_data(model: onnx.ModelProto, folder: Path, where: str) -> tuple[str, ...]:
-    """The files in which ``model``, which lies in ``folder``, keeps tensors.
+def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> tuple[str, ...]:
+    """Return the files of the external data of ``model``, which is in ``folder``.
 
-    Relative to ``folder``, with forward slashes, sorted. Raises ModelError, about ``where``, when one
-    leads out of the folder, is missing, or is too short.
+    They are relative to ``folder``, with forward slashes, sorted. ``location`` is that of problems.
+    Raises ModelError when a file is outside the folder, is missing, or is too short.
     """
     ends = _external_data_ends(model)
     problems = []
-    for location, end in sorted(ends.items()):
-        if not stays_inside(folder, location):
-            what, fix = (
-                "leads out of the model's folder.",
+    key = location if isinstance(location, Key) else None
+    for name, end in sorted(ends.items()):
+        if not stays_inside(folder, name):
+            message, hint = (
+                "is outside the model's folder.",
                 "Save the model with relative locations.",
             )
-        elif not (folder / location).is_file():
-            what, fix = "is not there.", "The model needs it beside its own file, in the sdist too."
-        elif (folder / location).stat().st_size < end:
-            what, fix = "is shorter than the model says.", "Save the model and its data again."
+        elif not (folder / name).is_file():
+            message, hint = (
+                "is missing.",
+                "The model needs it beside its own file, in the sdist too.",
+            )
+        elif (folder / name).stat().st_size < end:
+            message, hint = "is shorter than the model says.", "Save the model and its data again."
         else:
             continue
-        problems.append(Problem(where, f"the external data {location!r} {what}", fix))
+        message = f"the external data {name!r} {message}"
+        problems.append(Problem(Kind.EXTERNAL_DATA, str(location), message, hint, key))
     if problems:
         raise ModelError(*problems)
-    return tuple(PurePosixPath(location).as_posix() for location in sorted(ends))
+    return tuple(PurePosixPath(name).as_posix() for name in sorted(ends))
 
 
 def stays_inside(folder: Path, location: str) -> bool:
-    """Whether a file that a model names lies in the model's folder, on any system and by any link."""
+    """Whether a file that a model names is in the model's folder: on any system, links resolved."""
     if not location or PurePosixPath(location).is_absolute() or PureWindowsPath(location).drive:
         return False
     if PureWindowsPath(location).root or ".." in PureWindowsPath(location).parts:
@@ -173,7 +194,7 @@ def stays_inside(folder: Path, location: str) -> bool:
 
 
 def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """The inputs that have to be fed: before ONNX IR 4 initializers were listed as inputs too."""
+    """Return the inputs that must be fed: before ONNX IR 4, initializers were listed as inputs too."""
     stored = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in stored]
 
@@ -184,10 +205,10 @@ _SAME_VALUES = frozenset(
 
 
 def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
-    """For each input whose values choose among things: how many there are, the least if in several ways.
+    """Return the number of choices of each input that has indices; the smallest if there are several.
 
-    By an index (``Gather``, ``GatherElements``), or by being one of a range (``OneHot``, or ``Equal``
-    with a stored range, as exporters write it).
+    An index is an input of ``Gather`` or ``GatherElements``, or a member of a range: an input of
+    ``OneHot``, or of ``Equal`` with a stored range, as exporters write it.
     """
     stored = {tensor.name: tensor for tensor in main.initializer}
     sizes = {name: list(tensor.dims) for name, tensor in stored.items()}
@@ -198,17 +219,17 @@ def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
     for node in main.node:
         if node.op_type in _SAME_VALUES and node.input and node.input[0] in origin:
             origin.update(dict.fromkeys(node.output, origin[node.input[0]]))
-        for chosen, among in _choices(node, stored, sizes):
-            if chosen in origin and among > 0:
-                name = origin[chosen]
-                bounds[name] = min(bounds.get(name, among), among)
+        for index, choices in _indices(node, stored, sizes):
+            if index in origin and choices > 0:
+                name = origin[index]
+                bounds[name] = min(bounds.get(name, choices), choices)
     return bounds
 
 
-def _choices(
+def _indices(
     node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], sizes: dict[str, list[int]]
 ) -> Iterator[tuple[str, int]]:
-    """The values that choose in ``node``, each with among how many."""
+    """Yield the values that are indices in ``node``, each with the number of choices."""
     if node.op_type in ("Gather", "GatherElements"):
         axis = attribute(node, "axis", 0)
         shape = sizes.get(node.input[0], [])
@@ -217,20 +238,20 @@ def _choices(
     elif node.op_type == "OneHot" and node.input[1] in stored:
         yield node.input[0], int(_stored(stored[node.input[1]]).max())
     elif node.op_type == "Equal":
-        for chosen, range_ in (node.input, reversed(node.input)):
+        for index, range_ in (node.input, reversed(node.input)):
             if range_ in stored and max(sizes[range_], default=1) > 1:
-                yield chosen, int(_stored(stored[range_]).max()) + 1
+                yield index, int(_stored(stored[range_]).max()) + 1
 
 
 def _stored(tensor: onnx.TensorProto) -> NDArray[np.float64]:
-    # What is in another file is not read: such ranges are small.
+    # External data is not read: such ranges are small.
     if uses_external_data(tensor):
         return np.zeros(1)
     return np.asarray(onnx.numpy_helper.to_array(tensor), np.float64)
 
 
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:
-    """Name, dtype and shape of an input or output. Anything but a tensor has its kind as its dtype."""
+    """Return name, dtype and shape of an input or output. If it is no tensor, its dtype is its kind."""
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return TensorFacts(value.name, kind or "unknown", ())
@@ -241,16 +262,16 @@ def facts(value: onnx.ValueInfoProto) -> TensorFacts:
 
 
 def size(dim: onnx.TensorShapeProto.Dimension) -> Size:
-    """A dimension's size, or its name while it is open, or None if it has neither."""
+    """Return a dimension's size, or its name if it is open, or None if it has neither."""
     if dim.HasField("dim_value") and dim.dim_value >= 0:
         return int(dim.dim_value)
     return dim.dim_param if dim.dim_param not in ("", "?") else None
 
 
 def dtype_name(elem_type: int) -> str:
-    """NumPy's name of an ONNX element type, such as ``"float32"``; ``"string"`` for strings.
+    """Return NumPy's name of an ONNX element type, such as ``"float32"``; ``"string"`` for strings.
 
-    ``"undefined"`` for what is no element type, as a damaged file may have it.
+    ``"undefined"`` for an invalid element type, which a damaged file can have.
     """
     if elem_type == onnx.TensorProto.STRING:
         return "string"

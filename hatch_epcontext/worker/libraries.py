@@ -1,4 +1,4 @@
-"""The libraries of EPs: registered, or told why not, with what they miss."""
+"""Register the libraries of EPs, and explain why one cannot be loaded."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import ctypes
 import importlib
 import re
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.providers import Plugin, missing
+from hatch_epcontext.text import listing
 
 
-class AbsentError(BuildError):
-    """The target's EP, or a device that it could run on, is not here."""
+class UnavailableError(BuildError):
+    """The target's EP, or a device that it can run on, is unavailable on this machine."""
 
 
 def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
-    """Register the library of ``plugin``; raises AbsentError when that fails or does not bring ``ep``."""
+    """Register the library of ``plugin``.
+
+    Raises UnavailableError when that fails, or when the library does not offer ``ep``.
+    """
     if any(device.ep_name == ep for device in ort.get_ep_devices()):
         return
     before = {device.ep_name for device in ort.get_ep_devices()}
@@ -30,72 +33,80 @@ def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
         library = library or str(importlib.import_module(plugin.module).get_library_path())
         ort.register_execution_provider_library(name, library)
     except Exception as error:
-        raise AbsentError(_unregistered(plugin, ep, error, Path(library))) from error
-    brought = sorted({device.ep_name for device in ort.get_ep_devices()} - before)
-    if brought and ep not in brought:
-        raise AbsentError(
+        raise UnavailableError(_registration_problem(plugin, ep, error, Path(library))) from error
+    offered = sorted({device.ep_name for device in ort.get_ep_devices()} - before)
+    if offered and ep not in offered:
+        raise UnavailableError(
             Problem(
+                Kind.UNLOADABLE_LIBRARY,
                 "",
-                f"{plugin.package} was registered as {name!r} and brought "
-                f"{' and '.join(brought)}, not {ep}.",
-                "Set ep-name to what it brings. Some libraries call their EP what they are "
-                "registered as: then set registration-name.",
+                f"{plugin.package} was registered as {name!r} and offers {listing(offered)}, not {ep}.",
+                "Set `ep-name` to the name that it offers. Some libraries name their EP after their "
+                "registration: for these set `registration-name`.",
             )
         )
 
 
-def _unregistered(plugin: Plugin, ep: str, error: Exception, library: Path) -> Problem:
+def _registration_problem(plugin: Plugin, ep: str, error: Exception, library: Path) -> Problem:
     if isinstance(error, ModuleNotFoundError):
         return Problem(
+            Kind.UNLOADABLE_LIBRARY,
             "",
             f"the package of {ep} cannot be imported: {error}.",
-            f"Install {plugin.package}, or name what brings it in requirements.",
+            f"Install {plugin.package}, or add the package that contains it to `requirements`.",
         )
     if isinstance(error, AttributeError):
         return Problem(
+            Kind.UNLOADABLE_LIBRARY,
             "",
-            f"{plugin.module} is no package of a plugin EP: {error}.",
-            "Such a package has get_library_path(); otherwise library can be the library's path.",
+            f"{plugin.module} is not the package of a plugin EP: {error}.",
+            "Such a package has get_library_path(). Without one, set `library` to the library's path.",
         )
     if "CreateEpFactories" in str(error):
         return Problem(
-            "", f"{plugin.path or plugin.package} is a library, and not that of an EP: {error}."
+            Kind.UNLOADABLE_LIBRARY,
+            "",
+            f"{plugin.path or plugin.package} is a library, but not that of an EP: {error}.",
         )
     return unloadable(ep, str(error), library)
 
 
 def unloadable(ep: str, message: str, library: Path) -> Problem:
-    """Why the library of ``ep`` does not load, and what it misses; ``message`` is the loader's own."""
-    lacking = _lacking(library) or [name for name in [missing(message)] if name]
-    if not lacking:
+    """The problem of an EP's library that cannot be loaded, with the libraries that are missing.
+
+    ``message`` is the error of the system's loader.
+    """
+    found = missing(message)
+    not_found = _missing_dependencies(library) or ([found] if found else [])
+    if not not_found:
         return Problem(
+            Kind.UNLOADABLE_LIBRARY,
             "",
             f"the library of {ep} cannot be loaded: {message}",
-            "See that it is one, and for this system and this version of ONNX Runtime.",
+            "Check that the file is a library for this system and this version of ONNX Runtime.",
         )
-    suppliers = dict.fromkeys(supplier for _, supplier in lacking)
-    verb = "are" if len(lacking) > 1 else "is"
+    by_supplier: dict[str | None, list[str]] = {}
+    for name, supplier in not_found:
+        by_supplier.setdefault(supplier, []).append(name)
+    names = [name for name, _ in not_found]
     return Problem(
+        Kind.UNLOADABLE_LIBRARY,
         "",
-        f"the library of {ep} cannot be loaded, because {_listed(name for name, _ in lacking)} "
-        f"{verb} not on this machine.",
+        f"the library of {ep} cannot be loaded, because {listing(names)} "
+        f"{'are' if len(names) > 1 else 'is'} missing.",
         "\n".join(
-            f"Install {supplier or 'what brings'} "
-            f"({_listed(name for name, brought_by in lacking if brought_by == supplier)})."
-            for supplier in suppliers
+            f"Install {supplier} ({listing(libraries)})."
+            if supplier
+            else f"Install the package that contains {listing(libraries)}."
+            for supplier, libraries in by_supplier.items()
         ),
     )
 
 
-def _listed(names: Iterable[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+def _missing_dependencies(library: Path) -> list[tuple[str, str | None]]:
+    """Return all libraries that ``library`` needs and the system does not find, with their suppliers.
 
-
-def _lacking(library: Path) -> list[tuple[str, str]]:
-    """All libraries that ``library`` needs and the system's loader does not find, with their suppliers.
-
-    The loader's own message has only the first.
+    The error of the system's loader names only the first.
     """
     try:
         listed = subprocess.run(
@@ -103,11 +114,11 @@ def _lacking(library: Path) -> list[tuple[str, str]]:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
-    lacking: list[tuple[str, str]] = []
+    not_found: list[tuple[str, str | None]] = []
     for name in re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE):
-        # What was loaded beforehand, such as from pip's packages, is there all the same.
+        # A library that is loaded already, for example from a pip package, is available.
         try:
             ctypes.CDLL(name)
         except OSError as error:
-            lacking += filter(None, [missing(str(error))])
-    return list(dict.fromkeys(lacking))
+            not_found += filter(None, [missing(str(error))])
+    return list(dict.fromkeys(not_found))

@@ -1,4 +1,4 @@
-"""How long sessions take to open: of the source model, and of what was made of it."""
+"""Measure how long sessions take to open: of the prepared source model, and of its artifact."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from hatch_epcontext.protocol import MeasureReply, MeasureRequest
+from hatch_epcontext.ipc.protocol import MeasureReply, MeasureRequest
 from hatch_epcontext.worker.session import context_options, open_session, options
 
 
-def measure(request: MeasureRequest) -> MeasureReply:
+def handle(request: MeasureRequest) -> MeasureReply:
     """Open the context, then the prepared source, then the context again, each on the target.
 
-    The first time is not counted: it loads the EP's libraries, which either would have to.
+    The first time does not count: it includes loading the EP's libraries, which both need.
     """
     context = Path(request.folder) / request.context.model_file
 
@@ -22,7 +22,7 @@ def measure(request: MeasureRequest) -> MeasureReply:
         return _seconds(context, context_options(request.target, request.product))
 
     load_context()
-    source = options(request.target, request.target.provider_options)
+    source = options(request.target, request.target.settings.provider_options)
     return MeasureReply(_seconds(Path(request.prepared), source), load_context())
 
 

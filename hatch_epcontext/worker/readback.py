@@ -1,4 +1,4 @@
-"""What was compiled is read back: whose contexts they are, for what, their files, and what was left over."""
+"""Read a compiled model back: its contexts, their EP, chip and sidecars, and the uncovered nodes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.errors import BuildError, ModelError, Problem
-from hatch_epcontext.protocol import (
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.ipc.protocol import (
     PROTOBUF_LIMIT,
     Context,
     Coverage,
+    ModelSpec,
     NodeFacts,
     TargetSpec,
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.describe import COMPATIBILITY
 from hatch_epcontext.worker.session import provider_of
 
 
 def read_optimized(name: str, result: Path) -> Context:
-    """What the optimized graph ``result`` says of itself."""
+    """Return the facts of the optimized graph ``result``."""
     model = onnx.load(result, load_external_data=False)
     return Context(
         model=name,
@@ -32,46 +32,46 @@ def read_optimized(name: str, result: Path) -> Context:
     )
 
 
-def read_context(name: str, prepared: Path, result: Path, target: TargetSpec) -> Context:
-    """What the context model ``result`` of ``prepared`` says of itself.
+def read_context(spec: ModelSpec, prepared: Path, result: Path, target: TargetSpec) -> Context:
+    """Return the facts of the context model ``result``, which was compiled from ``prepared``.
 
-    Raises BuildError when it is not what was asked for.
+    Raises BuildError when it is not what the target asks for.
     """
     provider = provider_of(target)
     source = onnx.load(prepared, load_external_data=False)
     model = onnx.load(result, load_external_data=False)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
-    compatibility = metadata.get(COMPATIBILITY + provider.ep, "")
+    compatibility = graph.compatibility(model).get(provider.ep, "")
     contexts = graph.contexts(model.graph)
     problems = [
         *_wrong_contexts(contexts, result, provider),
         *_wrong_chip(compatibility, contexts, provider, target),
-        *_wrong_embedding(contexts, result, provider, target),
+        *_not_embeddable(contexts, provider, target),
+        *_too_large(result, spec, target),
     ]
     if problems:
         raise BuildError(*problems)
-    _check_data(model, result, provider)
-    left = [n for n in graph.compute_nodes(model.graph) if n.op_type != graph.CONTEXT_OP]
+    _check_data(model, result, spec, provider)
+    uncovered = [n for n in graph.compute_nodes(model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))
-    opened = _opened(source) if left else frozenset()
+    open_values = _open_values(source) if uncovered else frozenset()
     return Context(
-        model=name,
+        model=spec.name,
         model_file=result.name,
         inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
         outputs=tuple(map(graph.facts, model.graph.output)),
         coverage=Coverage(
             nodes=total,
-            compiled=max(total - len(left), 0),
+            compiled=max(total - len(uncovered), 0),
             partitions=len(contexts),
-            left=tuple(_left(node, opened) for node in left),
+            uncovered=tuple(_node_facts(node, open_values) for node in uncovered),
         ),
         compatibility=compatibility,
         ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),
     )
 
 
-def _opened(prepared: onnx.ModelProto) -> frozenset[str]:
-    """The values whose shapes are known only when the model runs, although its inputs are fixed."""
+def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
+    """Return the values with shapes that are known only at run time, although the inputs are fixed."""
     inferred = onnx.shape_inference.infer_shapes(prepared, data_prop=True).graph
     values = (*inferred.input, *inferred.value_info, *inferred.output)
     return frozenset(
@@ -81,12 +81,12 @@ def _opened(prepared: onnx.ModelProto) -> frozenset[str]:
     )
 
 
-def _left(node: onnx.NodeProto, opened: frozenset[str]) -> NodeFacts:
+def _node_facts(node: onnx.NodeProto, open_values: frozenset[str]) -> NodeFacts:
     op = graph.operator(node)
-    if still := sorted(opened.intersection(node.input)):
-        return NodeFacts(node.name, op, f"the shape of {still[0]!r} depends on the data")
-    if still := sorted(opened.intersection(node.output)):
-        return NodeFacts(node.name, op, f"the shape of its output {still[0]!r} depends on the data")
+    if names := sorted(open_values.intersection(node.input)):
+        return NodeFacts(node.name, op, f"the shape of {names[0]!r} depends on the data")
+    if names := sorted(open_values.intersection(node.output)):
+        return NodeFacts(node.name, op, f"the shape of its output {names[0]!r} depends on the data")
     return NodeFacts(node.name, op)
 
 
@@ -94,68 +94,88 @@ def _wrong_contexts(
     contexts: list[onnx.NodeProto], result: Path, provider: Provider
 ) -> Iterator[Problem]:
     if not contexts:
-        yield Problem("", f"{provider.ep} wrote a model without a single EPContext node.")
+        yield Problem(
+            Kind.NOTHING_COMPILED, "", f"{provider.ep} wrote a model without an EPContext node."
+        )
     for node in contexts:
         if (source := graph.text(node, "source")) != provider.ep:
             yield Problem(
-                "", f"the EPContext node {node.name} was made by {source!r}, not by {provider.ep}."
+                Kind.WRONG_RESULT,
+                "",
+                f"the EPContext node {node.name} was written by {source!r}, not by {provider.ep}.",
             )
         if graph.is_embedded(node) or not graph.is_main(node):
             continue
         sidecar = graph.text(node, "ep_cache_context")
         if not graph.stays_inside(result.parent, sidecar):
             yield Problem(
-                "", f"the EPContext node {node.name} names a file elsewhere: {sidecar!r}."
+                Kind.WRONG_RESULT,
+                "",
+                f"the EPContext node {node.name} names a file outside the artifact: {sidecar!r}.",
             )
         elif not (result.parent / sidecar).is_file():
             yield Problem(
-                "", f"the EPContext node {node.name} names {sidecar!r}, which is not there."
+                Kind.WRONG_RESULT,
+                "",
+                f"the EPContext node {node.name} names {sidecar!r}, which is missing.",
             )
 
 
 def _wrong_chip(
     compatibility: str, contexts: list[onnx.NodeProto], provider: Provider, target: TargetSpec
 ) -> Iterator[Problem]:
-    asked = {**target.device_filter, **target.provider_options}
+    options = {**target.settings.device_filter, **target.settings.provider_options}
     versions = (graph.text(node, "ep_sdk_version") for node in contexts)
-    for wrong in provider.disagreements(compatibility, versions, asked):
+    for difference in provider.disagreements(compatibility, versions, options):
         yield Problem(
+            Kind.WRONG_RESULT,
             f"target {target.name}",
-            f"{provider.ep} did not compile for what was asked: {wrong}.",
-            f"It says of the result: {compatibility}",
+            f"{provider.ep} did not compile for the target's options: {difference}.",
+            f"The compatibility string of the result is {compatibility}",
         )
 
 
-def _check_data(model: onnx.ModelProto, result: Path, provider: Provider) -> None:
+def _check_data(model: onnx.ModelProto, result: Path, spec: ModelSpec, provider: Provider) -> None:
     try:
         graph.external_data(model, result.parent, result.name)
     except ModelError as error:
         raise BuildError(
             *(
                 Problem(
-                    problem.where,
-                    f"{provider.ep} left tensors where the source model has them: {problem.what}",
-                    "Set external-initializers = true, which gives them a file of their own.",
+                    Kind.WRONG_RESULT,
+                    problem.location,
+                    f"{provider.ep} left tensors in the source model's external data: "
+                    f"{problem.message}",
+                    "Give them a file of their own.",
+                    settings=(Setting(spec.key / "external-initializers", True),),
                 )
                 for problem in error.problems
             )
         ) from error
 
 
-def _wrong_embedding(
-    contexts: list[onnx.NodeProto], result: Path, provider: Provider, target: TargetSpec
+def _not_embeddable(
+    contexts: list[onnx.NodeProto], provider: Provider, target: TargetSpec
 ) -> Iterator[Problem]:
-    if target.embed and provider.embeds_one and len(contexts) > 1:
+    if target.settings.embed and provider.embeds_one and len(contexts) > 1:
         yield Problem(
+            Kind.NOT_EMBEDDABLE,
             "",
-            f"the model became {len(contexts)} contexts, and {provider.ep} loads only one where they "
-            "are embedded.",
-            "Leave embed out: their blobs are then in a file beside the context model.",
+            f"the model became {len(contexts)} contexts, and {provider.ep} loads only one that is "
+            "embedded.",
+            "Remove `embed`: the blobs are then in a file beside the context model.",
         )
-    if result.stat().st_size > PROTOBUF_LIMIT:
-        yield Problem(
-            "",
-            f"{result.name} has {result.stat().st_size / 2**30:.1f} GiB, and no ONNX file can be larger "
-            "than 2 GiB.",
-            "Leave embed out." if target.embed else "Set external-initializers = true.",
-        )
+
+
+def _too_large(result: Path, spec: ModelSpec, target: TargetSpec) -> Iterator[Problem]:
+    size = result.stat().st_size
+    if size <= PROTOBUF_LIMIT:
+        return
+    embed = target.settings.embed
+    yield Problem(
+        Kind.TOO_LARGE,
+        "",
+        f"{result.name} has {size / 2**30:.1f} GiB, but an ONNX file cannot be larger than 2 GiB.",
+        "Remove `embed`." if embed else "Give large weights a file of their own.",
+        settings=() if embed else (Setting(spec.key / "external-initializers", True),),
+    )

@@ -1,4 +1,4 @@
-"""What the CPU EP answers for the source model: the measure of everything that is made of it."""
+"""The outputs of the source model on the CPU EP, with which everything is compared."""
 
 from __future__ import annotations
 
@@ -6,26 +6,19 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.errors import BuildError, ModelError, Problem
-from hatch_epcontext.protocol import Agreement, ModelSpec
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.ipc.protocol import Agreement, ModelSpec
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.tensors import (
-    Array,
-    Arrays,
-    compare,
-    refuse_not_finite,
-    run,
-    within,
-)
+from hatch_epcontext.worker.tensors import Array, Arrays, compare, refuse_not_finite, run, within
 
 
 def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
-    """The outputs of the source model on the CPU, with its constants fed as what they are.
+    """Return the outputs of the source model on the CPU, with its constants fed as inputs.
 
-    Raises ModelError when the source itself cannot be run.
+    Raises ModelError when the source model cannot be run.
     """
     source = onnx.load(spec.path, load_external_data=False)
     frozen = {
@@ -37,20 +30,23 @@ def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
         return run(open_session(Path(spec.path), cpu_options()), {**feeds, **frozen})
     except Exception as error:
         raise ModelError(
-            Problem(
+            Problem.at(
                 spec.key,
+                Kind.SOURCE_FAILED,
                 f"the source model itself cannot be run on the CPU: {error}",
-                "Give it inputs that it takes, or compare with nothing: tolerance = false.",
+                "Give inputs that the model takes, or switch off the comparison.",
+                Setting(spec.key / "validate" / "inputs"),
+                Setting(spec.key / "validate" / "tolerance", False),
             )
         ) from error
 
 
 def check_outputs(
-    outputs: Arrays, expected: Arrays, tolerance: Tolerance, spec: ModelSpec, whose: str
+    outputs: Arrays, expected: Arrays, tolerance: Tolerance, spec: ModelSpec, reference_name: str
 ) -> tuple[Agreement, ...]:
-    """How near ``outputs`` are to those that are ``expected`` of ``whose``.
+    """Compare ``outputs`` with ``expected``, which messages call ``reference_name`` ("the CPU's").
 
-    Raises BuildError when one has NaN or Inf where the other has not, or leaves the tolerance.
+    Raises BuildError when an output has NaN or Inf where ``expected`` has none, or leaves the tolerance.
     """
     refuse_not_finite(outputs, expected)
     agreements = []
@@ -63,12 +59,13 @@ def check_outputs(
         if not within(output, expected[name], agreement, tolerance):
             problems.append(
                 Problem(
+                    Kind.OUTPUT_DIFFERS,
                     "",
-                    f"the output {name!r} disagrees with {whose}: the largest difference is "
-                    f"{agreement.max_abs:.3g}, {_cosine(agreement)} "
-                    f"(allowed: atol {tolerance.atol:g}, rtol {tolerance.rtol:g}, cosine at least "
-                    f"{tolerance.cosine:g}).",
-                    f"If that is good enough, say so in {spec.key}.tolerance.",
+                    f"the output {name!r} differs from {reference_name}: the largest difference is "
+                    f"{agreement.max_abs:.3g} with {_cosine(agreement)} (allowed: atol "
+                    f"{tolerance.atol:g}, rtol {tolerance.rtol:g}, cosine {tolerance.cosine:g}).",
+                    "Find the cause, or allow more if the difference is acceptable.",
+                    settings=(Setting(spec.key / "validate" / "tolerance"),),
                 )
             )
     if problems:
@@ -78,5 +75,5 @@ def check_outputs(
 
 def _cosine(agreement: Agreement) -> str:
     if agreement.cosine is None:
-        return "and it is all but zero"
-    return f"the cosine similarity {agreement.cosine:.5f}"
+        return "no cosine, because the output is almost zero"
+    return f"a cosine of {agreement.cosine:.5f}"

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: registering an EP, picking its devices, opening models."""
+"""ONNX Runtime sessions: register an EP, choose its devices, open models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import onnxruntime as ort
 
-from hatch_epcontext.errors import Problem
+from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.ipc.protocol import TargetSpec
 from hatch_epcontext.loader import USER_CACHE
-from hatch_epcontext.protocol import TargetSpec
 from hatch_epcontext.providers import PROVIDERS, Product, Provider
-from hatch_epcontext.worker.libraries import AbsentError, register, unloadable
+from hatch_epcontext.worker.libraries import UnavailableError, register, unloadable
 
 LEVELS = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -24,9 +25,9 @@ LEVELS = {
 
 
 def provider_of(target: TargetSpec) -> Provider:
-    """What is known of the target's provider."""
-    known = PROVIDERS[target.provider]
-    return dataclasses.replace(known, ep=target.ep, plugin=target.plugin)
+    """Return the target's provider, with the target's own EP and library."""
+    known = PROVIDERS[target.settings.provider]
+    return dataclasses.replace(known, ep=target.settings.ep, plugin=target.plugin)
 
 
 def options(
@@ -34,32 +35,33 @@ def options(
     provider_options: Mapping[str, str],
     session_options: Mapping[str, str] | None = None,
 ) -> ort.SessionOptions:
-    """Session options with the target's EP added; both kinds of options are those of the moment.
+    """Return session options with the target's EP added, and with ``provider_options``.
 
-    Raises AbsentError when the EP has no library, no driver or no device here.
+    ``session_options`` are added to the target's. Raises UnavailableError when the EP has no library,
+    no driver or no device on this machine.
     """
-    provider = provider_of(target)
+    provider, settings = provider_of(target), target.settings
     result = ort.SessionOptions()
-    for key, value in {**target.session_options, **(session_options or {})}.items():
+    for key, value in {**settings.session_options, **(session_options or {})}.items():
         result.add_session_config_entry(key, value)
     if provider.plugin is None:
         add_built_in(result, provider, provider_options)
         return result
-    register(provider.plugin, provider.ep, virtual=target.virtual_devices)
-    devices = _devices(provider, target)
-    if target.policy is None:
+    register(provider.plugin, provider.ep, virtual=settings.virtual_devices)
+    devices = _devices(provider, settings)
+    if settings.policy is None:
         result.add_provider_for_devices(devices, dict(provider_options))
         return result
-    # A policy takes no options; this is where ONNX Runtime itself keeps those of an EP.
+    # A policy takes no options; ONNX Runtime itself keeps those of an EP under these keys.
     for key, value in provider_options.items():
         result.add_session_config_entry(f"ep.{provider.ep.lower()}.{key}", value)
-    policy = target.policy.replace("-", "_").upper()
+    policy = settings.policy.replace("-", "_").upper()
     result.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.__members__[policy])
     return result
 
 
 def cpu_options() -> ort.SessionOptions:
-    """Session options for the CPU EP alone."""
+    """Return session options for the CPU EP alone."""
     result = ort.SessionOptions()
     result.add_provider("CPUExecutionProvider", {})
     return result
@@ -68,18 +70,18 @@ def cpu_options() -> ort.SessionOptions:
 def context_options(
     target: TargetSpec, product: Product, *, sharing: bool = False
 ) -> ort.SessionOptions:
-    """Session options to open an artifact with, as the loader does."""
+    """Return session options to open an artifact with, as the loader does."""
     shared = {"ep.share_ep_contexts": "1"} if sharing else {}
-    load_options = {name: _in_own_folder(value) for name, value in target.load_options.items()}
+    load_options = {name: _with_own_cache(value) for name, value in target.load_options.items()}
     result = options(target, load_options, shared)
     if product == "context":
-        # What would have to be compiled now was not compiled then.
+        # Nothing may be compiled now: it must be in the artifact.
         result.add_session_config_entry("session.disable_model_compile", "1")
     return result
 
 
-def _in_own_folder(value: str) -> str:
-    # Where the loader has the user's cache folder, a worker has the folder that it runs in.
+def _with_own_cache(value: str) -> str:
+    # The loader takes the user's cache folder, and a worker its own working directory.
     if USER_CACHE not in value:
         return value
     path = value.replace(USER_CACHE, str(Path.cwd() / "user-cache"))
@@ -88,15 +90,15 @@ def _in_own_folder(value: str) -> str:
 
 
 def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> ort.InferenceSession:
-    """A session that stays with its EP: by default one that fails is replaced by the CPU's."""
+    """Open a session without fallback: by default the CPU EP replaces an EP that fails."""
     return ort.InferenceSession(model, session_options, enable_fallback=0)
 
 
-def use_bytes_of(path: Path, session_options: ort.SessionOptions) -> None:
-    """Say in ``session_options`` where the bytes come from with which a session will be opened.
+def set_model_path(path: Path, session_options: ort.SessionOptions) -> None:
+    """Set in ``session_options`` the file of a model that a session will open from bytes.
 
-    They do not say it themselves, and what lies beside the file has to be found. The second option alone
-    would have sidecars looked for there as well, by a name that is taken for a folder.
+    The bytes have no path, but the sidecars and the external data beside the file must be found. The
+    second option alone would apply to sidecars too, and a file name would be taken for a folder.
     """
     session_options.add_session_config_entry("ep.context_file_path", str(path))
     session_options.add_session_config_entry(
@@ -107,71 +109,76 @@ def use_bytes_of(path: Path, session_options: ort.SessionOptions) -> None:
 def add_built_in(
     result: ort.SessionOptions, provider: Provider, provider_options: Mapping[str, str]
 ) -> None:
-    """Add an EP that is a part of ONNX Runtime; raises AbsentError when it is not, or does not load."""
-    there = ort.get_available_providers()
-    if provider.ep not in there:
-        raise AbsentError(
+    """Add an EP that is a part of ONNX Runtime.
+
+    Raises UnavailableError when this ONNX Runtime does not have it, or its library does not load.
+    """
+    available = ort.get_available_providers()
+    if provider.ep not in available:
+        raise UnavailableError(
             Problem(
+                Kind.MISSING_EP,
                 "",
                 f"this ONNX Runtime ({ort.__version__}) has no {provider.ep}.\n"
-                f"It has {', '.join(there)}.",
-                f"Install {' or '.join(provider.flavours)} in its place.",
+                f"It has {', '.join(available)}.",
+                f"Install {' or '.join(provider.distributions)} instead of it.",
             )
         )
     if provider.ep == "CPUExecutionProvider":
         result.add_provider(provider.ep, dict(provider_options))
         return
-    # Those that were installed by pip are on no path on which the system's loader looks.
+    # Libraries that pip installed are not on the search path of the system's loader.
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     try:
         result.add_provider(provider.ep, dict(provider_options))
     except Exception as error:
-        # ONNX Runtime only logs why.
+        # ONNX Runtime writes the reason only to its log.
         stem = provider.ep.removesuffix("ExecutionProvider").lower()
         library = Path(ort.__file__).parent / "capi" / f"libonnxruntime_providers_{stem}.so"
-        raise AbsentError(unloadable(provider.ep, str(error), library)) from error
+        raise UnavailableError(unloadable(provider.ep, str(error), library)) from error
 
 
-def _devices(provider: Provider, target: TargetSpec) -> list[Any]:
-    """The EP's devices that the target wants; of an EP that cross-compiles, or else any other.
+def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
+    """Return the EP's devices that fit the settings; any of its devices if an EP cross-compiles.
 
-    Only those of exactly this EP: those of two EPs may not be mixed, and some EPs have namesakes.
+    Only devices of exactly this EP: those of two EPs cannot be mixed, and several EPs can share a name.
     """
     offered = [each for each in ort.get_ep_devices() if each.ep_name == provider.ep]
     kinds = offered
-    if target.device != "any":
-        kinds = [each for each in offered if each.device.type.name.lower() == target.device]
+    if settings.device != "any":
+        kinds = [each for each in offered if each.device.type.name.lower() == settings.device]
         if provider.cross_compiles:
             kinds = kinds or offered
-    chosen = [each for each in kinds if matches(each, target.device_filter)]
+    chosen = [each for each in kinds if matches(each, settings.device_filter)]
     if chosen:
-        # Devices that fit are interchangeable, unless ONNX Runtime is to choose among them.
-        return chosen if target.policy else chosen[:1]
-    wanted: list[str] = [target.device] if target.device != "any" else []
-    wanted += [f"{name} = {value!r}" for name, value in target.device_filter.items()]
-    raise AbsentError(
+        # Devices that fit are interchangeable, unless a policy chooses among them.
+        return chosen if settings.policy else chosen[:1]
+    wanted: list[str] = [settings.device] if settings.device != "any" else []
+    wanted += [f"{name} = {value!r}" for name, value in settings.device_filter.items()]
+    raise UnavailableError(
         Problem(
+            Kind.NO_DEVICE,
             "",
             "\n".join(
                 [
-                    f"{provider.ep} finds no device here"
+                    f"{provider.ep} finds no device"
                     + (f" that is {', '.join(wanted)}." if wanted and offered else "."),
                     *([f"It needs {provider.needs}."] if provider.needs and not offered else []),
                     "ONNX Runtime has:",
-                    *(f"  {described(each)}" for each in ort.get_ep_devices()),
+                    *(f"  {describe_device(each)}" for each in ort.get_ep_devices()),
                     *(f"  {line}" for line in incompatibilities(provider.ep)),
                 ]
             ),
-            "Choose one with device and device-filter."
+            "Choose one with `device` and `device-filter`."
             if offered
-            else "Build where there is one, or choose other targets with HATCH_EPCONTEXT_TARGETS.",
+            else "Build on a machine that has one, or leave the target out.",
         )
     )
 
 
 def matches(device: Any, wanted: Mapping[str, str]) -> bool:
-    """Whether an EP's device is what a ``device-filter`` asks for; letters' case does not count."""
+    """Whether an EP's device has the properties of a ``device-filter``; case does not matter."""
     facts = {
         **dict(device.device.metadata),
         **dict(device.ep_metadata),
@@ -183,18 +190,18 @@ def matches(device: Any, wanted: Mapping[str, str]) -> bool:
     return all(facts.get(name, "").casefold() == value.casefold() for name, value in wanted.items())
 
 
-def described(device: Any) -> str:
-    """A device of an EP in words: the EP, the kind of device, its vendor, and what tells it apart."""
+def describe_device(device: Any) -> str:
+    """Describe a device of an EP: the EP, the kind of device, its vendor, and what distinguishes it."""
     facts = {**dict(device.device.metadata), **dict(device.ep_metadata)}
-    # What tells devices apart: not where the library lies, nor what the hardware can do (in capitals).
+    # The same for all devices: the library's path and version. In capitals: the hardware's features.
     same = ("library_path", "version")
-    told = [f"{n} = {v!r}" for n, v in facts.items() if n.islower() and n not in same]
+    shown = [f"{n} = {v!r}" for n, v in facts.items() if n.islower() and n not in same]
     kind = device.device.type.name.lower()
-    return ", ".join([f"{device.ep_name} on {kind} ({device.device.vendor or 'unknown'})", *told])
+    return ", ".join([f"{device.ep_name} on {kind} ({device.device.vendor or 'unknown'})", *shown])
 
 
 def incompatibilities(ep: str) -> Iterator[str]:
-    """What the EP itself says of each piece of hardware that it does not take."""
+    """Yield the EP's own reasons for each piece of hardware that it does not support."""
     try:
         from onnxruntime.capi._pybind_state import (
             get_hardware_device_ep_incompatibility_details,
@@ -206,7 +213,7 @@ def incompatibilities(ep: str) -> Iterator[str]:
         try:
             details = get_hardware_device_ep_incompatibility_details(ep, hardware)
         except Exception as error:
-            yield f"{ep} says nothing of why: {error}"
+            yield f"{ep} gives no reason: {error}"
             return
         if details["reasons_bitmask"] or details["notes"]:
             kind = hardware.type.name.lower()

@@ -1,4 +1,4 @@
-"""Models that share weights: compiled in one process, with one sidecar for all of them."""
+"""Compile models that share weights: in one process, with one sidecar for all of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.errors import BuildError, Problem
-from hatch_epcontext.protocol import CompileRequest, Context
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.ipc.protocol import CompileRequest, Context
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.compile import compile_context
+from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.session import provider_of
 
-PREFIX = "ep.context_node_name_prefix"
+_PREFIX = "ep.context_node_name_prefix"
 
 
 def compile_group(request: CompileRequest) -> tuple[Context, ...]:
@@ -21,31 +21,32 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
 
     Raises BuildError when one cannot be compiled, or when they do not share a sidecar.
     """
-    folder = Path(request.folder)
-    provider = provider_of(request.target)
+    folder, target = Path(request.folder), request.target
+    provider = provider_of(target)
     results = [folder / provider.result_file(spec.name) for spec in request.models]
     for spec, path, result in zip(request.models, request.prepared, results, strict=True):
         sharing = {
             "ep.share_ep_contexts": "1",
-            # Their partitions lie in one sidecar, where names must differ.
-            PREFIX: f"{request.target.session_options.get(PREFIX, '')}{spec.name}_",
+            # Their partitions are in one sidecar, where names must differ.
+            _PREFIX: f"{target.settings.session_options.get(_PREFIX, '')}{spec.name}_",
         }
         if result == results[-1]:
             sharing["ep.stop_share_ep_contexts"] = "1"
-        compile_context(Path(path), result, request.target, sharing)
-    even_out(results)
+        compile_context(Path(path), result, target, sharing)
+    equalize_spill_fill(results)
     contexts = tuple(
-        read_context(spec.name, Path(path), result, request.target)
+        read_context(spec, Path(path), result, target)
         for spec, path, result in zip(request.models, request.prepared, results, strict=True)
     )
-    named = {result.name: _sidecars(result) for result in results}
-    if len(set().union(*named.values())) != 1:
-        told = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in named.items())
+    sidecars = {result.name: _sidecars(result) for result in results}
+    if len(set().union(*sidecars.values())) != 1:
+        named = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in sidecars.items())
         raise BuildError(
             Problem(
+                Kind.NOT_SHARED,
                 "",
-                f"the models do not share one sidecar: {told}.",
-                "See that they have the same weights, and that the EP can share them.",
+                f"the models do not share one sidecar: {named}.",
+                "Check that they have the same weights, and that the EP can share them.",
             )
         )
     return contexts
@@ -60,10 +61,10 @@ def _sidecars(result: Path) -> set[str]:
     }
 
 
-def even_out(results: list[Path]) -> None:
-    """Give every context the largest ``max_size`` of all, which is that of QNN's spill-fill buffer.
+def equalize_spill_fill(results: list[Path]) -> None:
+    """Give every context the largest ``max_size`` of all: the size of QNN's spill-fill buffer.
 
-    The member that is opened first allocates the buffer for all of them, whichever it is.
+    The first member that is opened allocates the buffer for all, and it can be any of them.
     """
     models = {result: onnx.load(result, load_external_data=False) for result in results}
     nodes = [node for model in models.values() for node in graph.contexts(model.graph)]

@@ -1,4 +1,4 @@
-"""Arrays of every ONNX dtype: made up, fed to a session, and compared."""
+"""Arrays of every ONNX dtype: their NumPy dtypes, and how they are fed to a session and compared."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from hatch_epcontext.errors import BuildError, Problem
-from hatch_epcontext.protocol import Agreement
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.ipc.protocol import Agreement
 from hatch_epcontext.providers import Tolerance
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]
 
-NOISE = 0.01
-"""The part of ``atol`` that an output may be off on the average, whatever its direction: with the
+_NOISE = 0.01
+"""The part of ``atol`` by which an output may be wrong on average, whatever its direction: with the
 0.05 of an EP that computes in float16, that is the rounding of a value near 1."""
 
 _STRING = np.dtype(object)
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """The NumPy dtype of a `TensorFacts` dtype, ml_dtypes' for those that NumPy lacks.
+    """Return the NumPy dtype of a `TensorFacts` dtype, from ml_dtypes where NumPy has none.
 
-    Raises TypeError when there is none.
+    Raises TypeError when neither has one.
     """
     if name == "string":
         return _STRING
@@ -40,12 +40,12 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
 
 def is_float(dtype: np.dtype[np.generic]) -> bool:
     """Whether ``dtype`` is a floating-point type, ml_dtypes' included."""
-    # Its integers of four bits and fewer are of the kind "V" as well.
+    # In ml_dtypes, integers of four bits and fewer have the kind "V" too.
     return dtype.kind == "f" or (dtype.kind == "V" and "int" not in dtype.name)
 
 
 def run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, Array]:
-    """The outputs of ``session`` by name, of every dtype that ONNX Runtime runs."""
+    """Return the outputs of ``session`` by name, of every dtype that ONNX Runtime runs."""
     names = [output.name for output in session.get_outputs()]
     natural = all(array.dtype.kind != "V" for array in feeds.values())
     if natural and not any(_is_exotic(output.type) for output in session.get_outputs()):
@@ -56,7 +56,7 @@ def run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, Array]:
 
 
 def _is_exotic(type_: str) -> bool:
-    """Whether ONNX Runtime gives a tensor of ``type_``, such as "tensor(bfloat16)", no NumPy array."""
+    """Whether ONNX Runtime cannot return a tensor of ``type_`` as a NumPy array ("tensor(bfloat16)")."""
     return "bfloat16" in type_ or "float8" in type_ or "int4" in type_
 
 
@@ -76,14 +76,14 @@ def _to_array(value: ort.OrtValue) -> Array:
     dtype = np.dtype(getattr(ml_dtypes, name.replace("float8", "float8_")))
     count = int(np.prod(value.shape()))
     raw = ctypes.string_at(value.data_ptr(), count * dtype.itemsize)
-    made: Array = np.frombuffer(raw, dtype).reshape(value.shape())
-    return made
+    result: Array = np.frombuffer(raw, dtype).reshape(value.shape())
+    return result
 
 
 def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
     """Raise BuildError for NaN and Inf, unless ``reference`` has them in the same place.
 
-    With a reference, outputs that it does not have are left out.
+    With a reference, outputs that it does not have are ignored.
     """
     problems = []
     for name, output in outputs.items():
@@ -93,23 +93,25 @@ def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
         if name in reference and reference[name].shape == output.shape:
             bad &= np.isfinite(reference[name].astype(np.float64))
         if bad.any():
-            where = " where the CPU has none." if name in reference else "."
-            what = f"the output {name!r} has NaN or Inf in {int(bad.sum())} of {bad.size} places{where}"
-            problems.append(Problem("", what))
+            end = " where the CPU has none." if name in reference else "."
+            count = f"{int(bad.sum())} of {bad.size} places"
+            message = f"the output {name!r} has NaN or Inf in {count}{end}"
+            problems.append(Problem(Kind.NOT_FINITE, "", message))
     if problems:
         raise BuildError(*problems)
 
 
 def compare(name: str, output: Array, reference: Array, tolerance: Tolerance) -> Agreement:
-    """How near ``output`` is to ``reference``; places where either is not finite are left out.
+    """Compare ``output`` with ``reference``; places where either is not finite are ignored.
 
-    Strings and booleans are equal or not. Raises BuildError when they differ in shape.
+    Strings and booleans are equal or not. Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
             Problem(
+                Kind.OUTPUT_SHAPE,
                 "",
-                f"the output {name!r} has the shape {list(output.shape)}, and "
+                f"the output {name!r} has the shape {list(output.shape)}, but "
                 f"{list(reference.shape)} on the CPU.",
             )
         )
@@ -117,16 +119,16 @@ def compare(name: str, output: Array, reference: Array, tolerance: Tolerance) ->
     if not a.size:
         return Agreement(name, 0.0, 1.0)
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    # Without a direction there is nothing to compare: all zeros agree with all zeros only.
+    # All zeros have no direction: they agree with all zeros only.
     cosine = float(a @ b) / norms if norms else float(np.array_equal(a, b))
     error = np.abs(a - b)
-    rounding = float(np.sqrt((error**2).mean())) <= NOISE * _atol(b, tolerance)
-    told = None if rounding and cosine < tolerance.cosine else min(cosine, 1.0)
-    return Agreement(name, float(error.max()), told)
+    rounding = float(np.sqrt((error**2).mean())) <= _NOISE * _atol(b, tolerance)
+    only_rounding = rounding and cosine < tolerance.cosine
+    return Agreement(name, float(error.max()), None if only_rounding else min(cosine, 1.0))
 
 
 def within(output: Array, reference: Array, agreement: Agreement, tolerance: Tolerance) -> bool:
-    """Whether ``output`` is as near to ``reference`` as ``tolerance`` wants."""
+    """Whether ``output`` differs from ``reference`` by no more than ``tolerance`` allows."""
     a, b = _numbers(output, reference)
     if not a.size:
         return True
@@ -141,7 +143,7 @@ def _atol(reference: NDArray[np.float64], tolerance: Tolerance) -> float:
 
 def _numbers(output: Array, reference: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     if reference.dtype == _STRING:
-        # As numbers, equal strings are 1 and 1, and different ones 0 and 1.
+        # As numbers, equal strings become 1 and 1, and different ones 0 and 1.
         ones = np.ones(reference.size)
         return (output.ravel() == reference.ravel()).astype(np.float64), ones
     a = np.asarray(output, dtype=np.float64).ravel()

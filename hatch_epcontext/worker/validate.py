@@ -1,4 +1,4 @@
-"""An artifact is loaded where nothing of its making is near, run, and compared with the CPU EP."""
+"""Open an artifact, moved away from where it was compiled, run it, and compare it with the CPU EP."""
 
 from __future__ import annotations
 
@@ -7,87 +7,91 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, ModelError, Problem
-from hatch_epcontext.protocol import ValidateReply, ValidateRequest
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.ipc.protocol import ValidateReply, ValidateRequest
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.fix import feeds_for, fix
 from hatch_epcontext.worker.inputs import dummy_inputs, expected_outputs
-from hatch_epcontext.worker.libraries import AbsentError
-from hatch_epcontext.worker.prepare import feeds_for, fix
+from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.reference import check_outputs, reference
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
     open_session,
     provider_of,
-    use_bytes_of,
+    set_model_path,
 )
 from hatch_epcontext.worker.tensors import Array, refuse_not_finite, run
 
 
-def validate(request: ValidateRequest) -> ValidateReply:
-    """Prove the request's context by running it, loaded from disk and from memory.
+def handle(request: ValidateRequest) -> ValidateReply:
+    """Validate the request's context: open it from disk and from memory, run it, and compare.
 
-    Raises BuildError when it does not load as something precompiled, fails, gives NaN or Inf where the
-    CPU EP does not, or leaves the tolerance; ModelError when the dummy inputs do not fit.
+    Raises BuildError when it cannot be opened without compiling, fails, has NaN or Inf where the CPU
+    EP has none, or leaves the tolerance; ModelError when the dummy inputs do not fit.
     """
     spec = request.model
     feeds = _feeds(request)
     expected = {} if request.tolerance is None else reference(spec, feeds)
-    # What was opened first has to outlive the others.
+    # The sessions of a group that are opened first must outlive the later ones.
     _others = [
         open_session(Path(request.folder) / other.model_file, _options(request))
         for other in request.sharing
         if other != request.context
     ]
-    absent = _absent(request)
-    make = cpu_options if absent else partial(_options, request)
-    # Opened and not run: what runs is the same, and simulators are slow.
-    from_memory = _from_memory(request, make())
-    session = open_session(_file(request), make())
-    if not absent:
+    unavailable = _unavailable(request)
+    make_options = cpu_options if unavailable else partial(_options, request)
+    # Opened and not run: the session from disk runs the same, and simulators are slow.
+    from_memory = _open_from_memory(request, make_options())
+    session = open_session(_file(request), make_options())
+    if unavailable is None:
         _check_assignment(request, from_memory, "memory")
         _check_assignment(request, session, "disk")
     outputs = run(session, feeds)
     if request.tolerance is None:
         refuse_not_finite(outputs, {})
-        return ValidateReply((), absent)
+        return ValidateReply((), unavailable)
     if recorded := expected_outputs(request.context.outputs, spec):
-        check_outputs(outputs, recorded, request.tolerance, spec, "what was recorded")
+        check_outputs(outputs, recorded, request.tolerance, spec, "the recorded output")
     agreements = check_outputs(outputs, expected, request.tolerance, spec, "the CPU's")
-    return ValidateReply(agreements, absent)
+    return ValidateReply(agreements, unavailable)
 
 
 def _feeds(request: ValidateRequest) -> dict[str, Array]:
     spec = request.model
-    taken = {tensor.name for tensor in request.context.inputs}
     if not request.has_source:
         return dummy_inputs(request.context.inputs, spec)
     source = graph.read(Path(spec.path), spec.key)
     fix(source, spec)
     feeds = feeds_for(source, spec)
-    if more := sorted(feeds.keys() - taken):
+    if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
+        inputs = "the inputs" if len(more) > 1 else "the input"
         raise ModelError(
-            Problem(
+            Problem.at(
                 spec.key,
-                f"the source takes {', '.join(map(repr, more))}, and what was compiled of it does not.",
-                "Say in constants to which values they were frozen.",
+                Kind.MISMATCH,
+                f"the source model has {inputs} {', '.join(map(repr, more))}, and the compiled model "
+                "does not.",
+                "Give the values to which they were frozen.",
+                Setting(spec.key / "constants"),
             )
         )
     return feeds
 
 
-def _absent(request: ValidateRequest) -> str:
-    """Why the EP of an optimized graph is not here; the graph is ONNX, so the CPU can stand in for it.
+def _unavailable(request: ValidateRequest) -> str | None:
+    """Return the reason why an optimized graph cannot run on its EP; None if it can.
 
-    A context was compiled by its EP, so that one has to be here.
+    The graph is plain ONNX, so the CPU EP can run it instead. A context always needs its own EP,
+    which compiled it and so must be available.
     """
     if request.product != "optimized":
-        return ""
+        return None
     try:
         _options(request)
-    except AbsentError as error:
-        return error.problems[0].what.splitlines()[0].rstrip(".")
-    return ""
+    except UnavailableError as error:
+        return error.problems[0].message.splitlines()[0].rstrip(".")
+    return None
 
 
 def _options(request: ValidateRequest) -> ort.SessionOptions:
@@ -100,22 +104,30 @@ def _file(request: ValidateRequest) -> Path:
     return Path(request.folder) / request.context.model_file
 
 
-def _from_memory(
+def _open_from_memory(
     request: ValidateRequest, session_options: ort.SessionOptions
 ) -> ort.InferenceSession:
     path = _file(request)
-    use_bytes_of(path, session_options)
+    set_model_path(path, session_options)
     return open_session(path.read_bytes(), session_options)
 
 
-def _check_assignment(request: ValidateRequest, session: ort.InferenceSession, how: str) -> None:
+def _check_assignment(
+    request: ValidateRequest, session: ort.InferenceSession, loaded_from: str
+) -> None:
     provider = provider_of(request.target)
-    # Older releases cannot say which EP got which node.
+    # Older releases of ONNX Runtime do not report which EP got which node.
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
     if assignment is None:
         return
-    took = {subgraph.ep_name for subgraph in assignment()}
-    # Of an optimized graph nothing may be left to run.
-    if provider.ep not in took and (took or request.product == "context"):
-        what = f"the {request.product} graph was loaded from {how}, and no node of it went to "
-        raise BuildError(Problem("", f"{what}{provider.ep}."))
+    assigned = {subgraph.ep_name for subgraph in assignment()}
+    # An optimized graph may have no nodes left.
+    if provider.ep not in assigned and (assigned or request.product == "context"):
+        raise BuildError(
+            Problem(
+                Kind.WRONG_ASSIGNMENT,
+                "",
+                f"the {request.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
+                f"no node of it to {provider.ep}.",
+            )
+        )

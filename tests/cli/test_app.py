@@ -11,7 +11,6 @@ from click.shell_completion import ShellComplete
 
 import hatch_epcontext
 from hatch_epcontext import cli as package
-from hatch_epcontext import schema
 from hatch_epcontext.cli.app import app
 from tests.cli.conftest import Cli
 

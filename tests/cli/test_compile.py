@@ -159,7 +159,7 @@ def test_a_provider_without_packages_for_this_system(cli: Cli, source: Path, out
 @needs("onnxruntime_ep_openvino")
 def test_a_device_that_is_not_there(cli: Cli, source: Path, out: Path) -> None:
     told = cli("compile", source, "-o", out, "-p", "openvino", "-d", "npu", code=1).stderr
-    assert "OpenVINOExecutionProvider finds no device here" in told
+    assert "OpenVINOExecutionProvider finds no device" in told
     assert "HATCH_EPCONTEXT" not in told
     assert not out.exists()
 

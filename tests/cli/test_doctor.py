@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hatch_epcontext import requirements, survey
+from hatch_epcontext.build import requirements
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.providers import PROVIDERS
 from tests.cli.conftest import Cli
@@ -42,8 +42,8 @@ def test_every_provider_is_told_with_its_devices_or_why_it_has_none(found: dict[
     assert all(each["devices"] or each["why"] for each in found["providers"])
     assert state(found, "cpu")["devices"] == ["CPUExecutionProvider loads"]
     assert state(found, "vitisai")["why"] == "onnxruntime-vitisai is not installed."
-    assert (found["flavours"], found["problems"]) == (
-        {"onnxruntime": found["flavours"]["onnxruntime"]},
+    assert (found["distributions"], found["problems"]) == (
+        {"onnxruntime": found["distributions"]["onnxruntime"]},
         [],
     )
     assert found["tools"].keys() == {"onnx", "onnxslim", "numpy"}

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def run(*command: str | Path, cwd: Path, env: Mapping[str, str], fails: bool = False) -> str:
-    """What ``command`` printed, stdout and stderr together; it has to succeed, or else to fail."""
+    """The output of ``command``, stdout and stderr together; it must succeed, or with ``fails`` fail."""
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -43,15 +43,15 @@ def run(*command: str | Path, cwd: Path, env: Mapping[str, str], fails: bool = F
 
 
 def tool(name: str) -> Path:
-    """A command that was installed beside this Python."""
+    """A command that is installed with this Python."""
     found = shutil.which(name, path=sysconfig.get_path("scripts"))
-    assert found is not None, f"{name} is missing: pip install -e '.[test]'"
+    assert found is not None, f"{name} is missing: install the dependency group test"
     return Path(found)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, and what its processes see."""
+    """A virtual environment, and the variables of its processes."""
 
     folder: Path
     env: Mapping[str, str]
@@ -77,7 +77,7 @@ class Environment:
         )
 
     def python(self, *arguments: str | Path, fails: bool = False) -> str:
-        # From a folder where nothing lies beside the script.
+        # Run in a folder without other modules.
         return run(
             self.executable("python"), *arguments, cwd=self.folder, env=self.env, fails=fails
         )
@@ -85,7 +85,7 @@ class Environment:
 
 @pytest.fixture(scope="session")
 def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel of this checkout, as users get it from an index."""
+    """A folder with the wheel of this checkout, in place of a package index."""
     folder = tmp_path_factory.mktemp("wheelhouse")
     run(
         sys.executable, "-m", "build", "-n", "-w", "-o", folder, REPOSITORY,
@@ -96,20 +96,20 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def env(wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of front ends: they find this checkout's wheel, and share one cache."""
-    mine = {
+    """The variables of front ends: they find this checkout's wheel, and share one cache."""
+    own = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("HATCH_", "PYTHON", "VIRTUAL_ENV"))
     }
-    links = [*mine.get("PIP_FIND_LINKS", "").split(), wheelhouse.as_uri()]
-    return mine | {
+    links = [*own.get("PIP_FIND_LINKS", "").split(), wheelhouse.as_uri()]
+    return own | {
         "PIP_FIND_LINKS": " ".join(links),
         "UV_FIND_LINKS": str(wheelhouse),
-        # Hatch keeps environments between builds: not those of another checkout.
+        # Hatch keeps environments between builds, also of another checkout.
         "HATCH_DATA_DIR": str(tmp_path_factory.mktemp("hatch")),
         "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        # Each run makes the same version anew, and uv would take its own copy.
+        # Each test run builds the same version, and uv would install its own older copy.
         "UV_CACHE_DIR": str(tmp_path_factory.mktemp("uv")),
     }
 

@@ -1,4 +1,4 @@
-"""The main job from end to end: the example project through every front end, and its app."""
+"""The main job from end to end: the example project with every front end, and its app."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def with_uv(project: Path, out: Path, env: Env) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, env: Env) -> Path:
-    """The example's wheel, made by ``python -m build`` from its sdist."""
+    """The wheel of the example, built by ``python -m build`` from its sdist."""
     folder = tmp_path_factory.mktemp("example")
     project = copy_example(folder / "digits-app")
-    told = with_build(project, folder / "dist", env)
+    text = with_build(project, folder / "dist", env)
     compiled = (
         "digits -> snapdragon (qnn): 10/10 nodes in 1 context, for soc_model 60, htp_arch 73, "
     )
-    assert f"{compiled}ran and agrees" in told
-    assert "digits -> cpu (cpu): optimized graph, ran and agrees with the CPU" in told
+    assert f"{compiled}ran and agrees" in text
+    assert "digits -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
     return folder / "dist" / WHEEL
 
 
@@ -79,7 +79,7 @@ def app(built: Path, env: Env, tmp_path_factory: pytest.TempPathFactory) -> Envi
 
 @pytest.fixture(scope="module")
 def plain_app(built: Path, env: Env, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """A fresh environment with the app alone, as on a machine without an NPU."""
+    """A fresh environment with only the app, as on a machine without an NPU."""
     installed = make_environment(tmp_path_factory.mktemp("plain") / "venv", env)
     installed.install(built)
     return installed
@@ -91,23 +91,27 @@ def test_the_wheel_has_the_artifacts_and_the_sdist_the_model(built: Path) -> Non
         manifest = json.loads(archive.read("digits_app/epcontext/epcontext.json"))
     assert names >= SHIPPED
     (npu, cpu) = manifest["models"]["digits"]["targets"]
-    assert (npu["product"], npu["ep"], npu["device"]) == ("context", "QNNExecutionProvider", "npu")
+    assert (npu["product"], npu["settings"]["ep"], npu["settings"]["device"]) == (
+        "context",
+        "QNNExecutionProvider",
+        "npu",
+    )
     assert npu["compatibility_string"].split(":")[4:6] == ["73", "60"]
-    assert npu["coverage"] == {"nodes": 10, "compiled": 10, "partitions": 1, "left": []}
-    assert npu["validation"]["how"] == "run"
+    assert npu["coverage"] == {"nodes": 10, "compiled": 10, "partitions": 1, "uncovered": []}
+    assert npu["validation"]["status"] == "ran"
     assert cpu["product"] == "optimized"
     assert cpu["coverage"] is None
     assert (built.parent / "digits_app-1.0.0.tar.gz").is_file()
 
 
 @pytest.mark.parametrize("front_end", [with_build, with_hatch, with_pip, with_uv])
-def test_every_front_end_makes_the_same_wheel_from_the_cache(
+def test_every_front_end_builds_the_same_wheel_from_the_cache(
     front_end: FrontEnd, built: Path, example: Path, env: Env, tmp_path: Path
 ) -> None:
-    told = front_end(example, tmp_path / "out", env)
+    text = front_end(example, tmp_path / "out", env)
     assert (tmp_path / "out" / WHEEL).read_bytes() == built.read_bytes()
     if front_end is not with_uv:
-        assert told.count("from the cache") == 2
+        assert text.count("from the cache") == 2
     assert not (example / "digits_app" / "epcontext").exists()
 
 
@@ -124,49 +128,49 @@ def test_the_compiled_context_reads_digits(app: Environment, tmp_path: Path) -> 
         "import sys\n"
         "import numpy as np\n"
         "from digits_app.epcontext import load, target_of\n"
-        "def answers(session):\n"
+        "def outputs(session):\n"
         "    images = np.load(sys.argv[1])['images']\n"
         "    return np.concatenate([session.run(None, {'image': i[None]})[0] for i in images])\n"
         "compiled, source = load('digits', device='any'), load('digits', target='source')\n"
         "print(target_of(compiled), target_of(source), compiled.get_providers()[0])\n"
-        "np.savez(sys.argv[2], compiled=answers(compiled), source=answers(source))\n",
+        "np.savez(sys.argv[2], compiled=outputs(compiled), source=outputs(source))\n",
         encoding="utf-8",
     )
-    told = app.python(script, tmp_path / "held_out.npz", tmp_path / "answers.npz")
-    assert "snapdragon source QNNExecutionProvider" in told
-    answers = np.load(tmp_path / "answers.npz")
-    compiled, source = answers["compiled"], answers["source"]
+    text = app.python(script, tmp_path / "held_out.npz", tmp_path / "outputs.npz")
+    assert "snapdragon source QNNExecutionProvider" in text
+    outputs = np.load(tmp_path / "outputs.npz")
+    compiled, source = outputs["compiled"], outputs["source"]
     assert len(labels) == 450
     assert (compiled.argmax(1) == labels).mean() >= 0.97
     assert (compiled.argmax(1) == source.argmax(1)).all()
-    # Near, and not the same: the NPU computes in float16.
+    # Close, but not equal: the NPU computes in float16.
     assert 0 < np.abs(compiled - source).max() < 0.05
 
 
-def test_a_simulated_npu_is_not_taken_for_one(app: Environment) -> None:
+def test_a_simulated_npu_does_not_count_as_an_npu(app: Environment) -> None:
     sample = REPOSITORY / "example_project" / "samples" / "7.png"
     command = app.executable("digits-app")
-    told = run(command, sample, "--explain", cwd=app.folder, env=app.env)
-    assert told.startswith("7 (")
-    assert "on cpu)" in told.splitlines()[0]
-    assert "snapdragon: skipped, QNNExecutionProvider finds no npu here, only cpu" in told
-    told = run(command, sample, "--device", "any", cwd=app.folder, env=app.env)
-    assert "on snapdragon)" in told
-    told = run(command, sample, "--device", "npu", cwd=app.folder, env=app.env, fails=True)
-    assert "digits-app: the model 'digits' cannot be opened here:" in told
-    assert "Traceback" not in told
+    text = run(command, sample, "--explain", cwd=app.folder, env=app.env)
+    assert text.startswith("7 (")
+    assert "on cpu)" in text.splitlines()[0]
+    assert "snapdragon: skipped, QNNExecutionProvider finds no npu, only cpu" in text
+    text = run(command, sample, "--device", "any", cwd=app.folder, env=app.env)
+    assert "on snapdragon)" in text
+    text = run(command, sample, "--device", "npu", cwd=app.folder, env=app.env, fails=True)
+    assert "digits-app: the model 'digits' cannot be opened on this machine:" in text
+    assert "Traceback" not in text
 
 
-def test_without_the_eps_package_the_app_falls_back_and_says_why(plain_app: Environment) -> None:
+def test_without_the_eps_package_the_app_falls_back_and_explains_it(plain_app: Environment) -> None:
     sample = REPOSITORY / "example_project" / "samples" / "3.png"
     command = plain_app.executable("digits-app")
-    told = run(command, sample, "--explain", cwd=plain_app.folder, env=plain_app.env)
-    assert told.startswith("3 (")
-    assert "snapdragon: skipped, onnxruntime-qnn is not installed" in told
-    assert "cpu: opened, CPUExecutionProvider on cpu" in told
+    text = run(command, sample, "--explain", cwd=plain_app.folder, env=plain_app.env)
+    assert text.startswith("3 (")
+    assert "snapdragon: skipped, onnxruntime-qnn is not installed" in text
+    assert "cpu: opened, CPUExecutionProvider on cpu" in text
 
 
-def test_an_editable_install_runs_the_source(example: Path, fresh: Environment) -> None:
+def test_an_editable_install_opens_the_source_model(example: Path, fresh: Environment) -> None:
     fresh.install("-e", example)
-    told = fresh.python("-c", "from digits_app.epcontext import *; print(*explain('digits'))")
-    assert "source: opened, CPUExecutionProvider on cpu" in told
+    text = fresh.python("-c", "from digits_app.epcontext import *; print(*explain('digits'))")
+    assert "source: opened, CPUExecutionProvider on cpu" in text

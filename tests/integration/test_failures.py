@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: one clear message, and nothing half done."""
+"""What a user sees when a build fails: one clear message, and no half-written file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ models = ["models/a.onnx"]
 
 CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
-DYING = "import os, signal\nprint('compiling', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+CRASHING = (
+    "import os, signal\nprint('compiling', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+)
 
 
-class Workshop:
-    """A project to be built without isolation, and what its builds leave behind."""
+class Project:
+    """A project that is built without isolation, and the files that its builds leave."""
 
     def __init__(self, root: Path, env: dict[str, str]) -> None:
         self.root = root
@@ -45,39 +47,41 @@ class Workshop:
         return {p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file()}
 
     def failure(self, python: Path = Path(sys.executable)) -> str:
-        """What is printed by a build that has to fail and to leave nothing."""
+        """The output of a build that must fail and leave nothing."""
         before = self.files()
         command = ("-m", "hatchling", "build", "-t", "wheel")
-        told = run(python, *command, cwd=self.root, env=self.env, fails=True)
-        assert "Traceback (most recent call last)" not in told.split("the worker's log:")[0]
+        text = run(python, *command, cwd=self.root, env=self.env, fails=True)
+        assert "Traceback (most recent call last)" not in text.split("the worker's log:")[0]
         assert self.files() == before
-        # What became of the jobs is kept, and nothing that they made.
+        # The report stays in the cache, and no artifact.
         kept = [path for path in self.cache.rglob("*") if path.is_file()]
         assert not [path for path in kept if path.parent != self.cache / "reports"]
         assert not list(self.temporary.glob("hatch-epcontext-*"))
-        return told
+        return text
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, env: dict[str, str]) -> Workshop:
+def project(tmp_path: Path, env: dict[str, str]) -> Project:
     root = tmp_path / "project"
     (root / "my_app").mkdir(parents=True)
     (root / "my_app" / "__init__.py").touch()
     save(network(), root / "models" / "a.onnx")
-    return Workshop(root, env)
+    return Project(root, env)
 
 
-def test_a_broken_configuration(workshop: Workshop) -> None:
-    workshop.configure(CPU + 'jbs = 2\nfallback = "yes"\n')
-    told = workshop.failure()
-    assert told.startswith("epcontext: the configuration is not right (2 problems):\n")
-    assert 'tool.epcontext.fallback\n    must be "source" or "none", and is "yes".' in told
-    assert 'tool.epcontext.jbs\n    is not a known key.\n    Did you mean "jobs"?' in told
+def test_a_broken_configuration(project: Project) -> None:
+    project.configure(CPU + 'modls = 2\nfallback = "yes"\n')
+    text = project.failure()
+    assert text.startswith("epcontext: invalid configuration (2 problems):\n")
+    assert 'tool.epcontext.fallback: EPC003\n    must be "source" or "none", not "yes".' in text
+    assert (
+        'tool.epcontext.modls: EPC001\n    is not a known key.\n    Did you mean "models"?' in text
+    )
 
 
-def test_a_missing_model(workshop: Workshop) -> None:
-    workshop.configure('provider = "cpu"\nmodels = ["models/b.onnx"]\n')
-    assert 'there is no model at "models/b.onnx"' in workshop.failure()
+def test_a_missing_model(project: Project) -> None:
+    project.configure('provider = "cpu"\nmodels = ["models/b.onnx"]\n')
+    assert 'there is no model at "models/b.onnx"' in project.failure()
 
 
 @pytest.mark.parametrize(
@@ -89,95 +93,96 @@ def test_a_missing_model(workshop: Workshop) -> None:
     ],
     ids=["text", "lfs", "cut"],
 )  # fmt: skip
-def test_a_corrupt_model(workshop: Workshop, content: bytes, what: str) -> None:
-    workshop.configure(CPU)
-    (workshop.root / "models" / "a.onnx").write_bytes(content)
-    assert what in workshop.failure()
+def test_a_corrupt_model(project: Project, content: bytes, what: str) -> None:
+    project.configure(CPU)
+    (project.root / "models" / "a.onnx").write_bytes(content)
+    assert what in project.failure()
 
 
 @needs_qnn
-def test_an_open_dimension(workshop: Workshop) -> None:
-    workshop.configure(QNN)
-    told = workshop.failure()
-    assert "the input 'x' has an open dimension (batch x 1 x 8 x 8)" in told
-    assert "dims = { batch = 1 }" in told
+def test_an_open_dimension(project: Project) -> None:
+    project.configure(QNN)
+    text = project.failure()
+    assert "the input 'x' has an open dimension (batch x 1 x 8 x 8)" in text
+    assert "dims = { batch = 1 }" in text
 
 
 @needs_qnn
-def test_an_impossible_chip(workshop: Workshop) -> None:
-    workshop.configure(QNN.replace("htp_arch = 73", "htp_arch = 999"))
+def test_an_impossible_chip(project: Project) -> None:
+    project.configure(QNN.replace("htp_arch = 73", "htp_arch = 999"))
     assert (
-        "tool.epcontext.provider-options.htp_arch\n    must be one of 0, 68" in workshop.failure()
+        "tool.epcontext.provider-options.htp_arch: EPC014\n    must be one of 0, 68"
+        in project.failure()
     )
 
 
 @needs_qnn
-def test_a_chip_that_the_ep_does_not_know(workshop: Workshop) -> None:
-    workshop.configure(
+def test_a_chip_that_the_ep_does_not_know(project: Project) -> None:
+    project.configure(
         'provider = "qnn"\nprovider-options = { soc_model = 9999 }\n'
         'models = [{ path = "models/a.onnx", dims = { batch = 1 } }]\n'
     )
-    told = workshop.failure()
-    assert "a -> qnn\n    QNNExecutionProvider compiled no node of the model." in told
-    assert "QNN_DEVICE_ERROR_INVALID_CONFIG" in told
+    text = project.failure()
+    assert "a -> qnn: EPC301\n    QNNExecutionProvider compiled no node of the model." in text
+    assert "QNN_DEVICE_ERROR_INVALID_CONFIG" in text
 
 
 def test_a_provider_that_is_not_installed(
-    workshop: Workshop, fresh: Environment, wheelhouse: Path
+    project: Project, fresh: Environment, wheelhouse: Path
 ) -> None:
     fresh.install(next(wheelhouse.glob("*.whl")))
-    workshop.configure(CPU)
+    project.configure(CPU)
     python = fresh.executable("python")
-    told = workshop.failure(python)
-    assert "lacks what this takes: onnxruntime>=1.23 (is not installed)" in told
-    assert '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=2.0"' in told
-    assert "Or build with isolation, which installs it by itself." in told
+    text = project.failure(python)
+    assert "4 build requirements are missing: onnxruntime>=1.23 (not installed)" in text
+    assert '-m pip install "onnxruntime>=1.23" "onnx>=1.19" "onnxslim>=0.1.80" "numpy>=2.0"' in text
+    assert "Or build with isolation: then the front end installs them." in text
 
 
-def test_a_worker_that_dies(workshop: Workshop) -> None:
-    instead = workshop.root.parent / "instead"
-    instead.mkdir()
-    (instead / "onnx.py").write_text(DYING, encoding="utf-8")
-    workshop.env["PYTHONPATH"] = str(instead)
-    workshop.configure(CPU)
-    told = workshop.failure()
-    assert "reading the models\n    the worker crashed with SIGSEGV." in told
-    assert "    | compiling" in told
+def test_a_worker_that_crashes(project: Project) -> None:
+    fake = project.root.parent / "fake"
+    fake.mkdir()
+    (fake / "onnx.py").write_text(CRASHING, encoding="utf-8")
+    project.env["PYTHONPATH"] = str(fake)
+    project.configure(CPU)
+    text = project.failure()
+    assert "reading the models: EPC308\n    the worker crashed with SIGSEGV." in text
+    assert "    | compiling" in text
 
 
-def test_a_worker_that_takes_too_long(workshop: Workshop) -> None:
-    instead = workshop.root.parent / "instead"
-    instead.mkdir()
-    (instead / "onnx.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
-    workshop.env["PYTHONPATH"] = str(instead)
-    workshop.configure(CPU + "timeout = 2\n")
-    assert "it took longer than 2 seconds" in workshop.failure()
+def test_a_worker_that_takes_too_long(project: Project) -> None:
+    fake = project.root.parent / "fake"
+    fake.mkdir()
+    (fake / "onnx.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    project.env["PYTHONPATH"] = str(fake)
+    project.configure(CPU + "[tool.epcontext.build]\ntimeout = 2\n")
+    assert "the worker was stopped after 2 seconds" in project.failure()
 
 
-def test_a_folder_that_is_taken(workshop: Workshop) -> None:
-    workshop.configure(CPU + 'output = "my_app"\n')
-    assert 'the wheel has files of the project\'s own in "my_app"' in workshop.failure()
+def test_an_output_folder_with_other_files(project: Project) -> None:
+    project.configure(CPU + 'output = "my_app"\n')
+    assert 'the project has files of its own in "my_app"' in project.failure()
 
 
 def test_front_ends_show_the_message_without_a_traceback(
-    workshop: Workshop, env: dict[str, str]
+    project: Project, env: dict[str, str]
 ) -> None:
-    workshop.configure(CPU + "jbs = 2\n")
+    project.configure(CPU + "jbs = 2\n")
     for command in (
         (sys.executable, "-m", "build", "-w", "."),
         (sys.executable, "-m", "pip", "wheel", "--no-deps", "."),
         (tool("uv"), "build", "--wheel"),
         (tool("hatch"), "build", "-t", "wheel"),
     ):
-        told = run(*command, cwd=workshop.root, env=workshop.env, fails=True)
-        assert "tool.epcontext.jbs" in told
-        assert "Traceback" not in told
+        text = run(*command, cwd=project.root, env=project.env, fails=True)
+        assert "tool.epcontext.jbs" in text
+        assert "Traceback" not in text
 
 
-def test_a_cache_folder_that_cannot_be_written_is_no_failure(workshop: Workshop) -> None:
-    workshop.cache.write_text("in the way", encoding="utf-8")
-    workshop.configure(CPU)
+def test_a_cache_that_cannot_be_written_is_no_failure(project: Project) -> None:
+    project.cache.write_text("a file", encoding="utf-8")
+    project.configure(CPU)
     command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel")
-    told = run(*command, cwd=workshop.root, env=workshop.env)
-    assert told.count("cannot be written") == 1
-    assert "my_app-1.0-py3-none-any.whl" in told
+    text = run(*command, cwd=project.root, env=project.env)
+    assert text.count("cannot be written") == 1
+    assert "my_app-1.0-py3-none-any.whl" in text

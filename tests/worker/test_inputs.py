@@ -7,13 +7,13 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from hatch_epcontext.errors import ModelError
-from hatch_epcontext.protocol import ModelSpec, TensorFacts
+from hatch_epcontext.errors import Key, Kind, ModelError
+from hatch_epcontext.ipc.protocol import ModelSpec, TensorFacts
 from hatch_epcontext.worker.inputs import dummy_inputs
 
 
 def spec(inputs: object) -> ModelSpec:
-    return ModelSpec("a", "a.onnx", "models[0]", inputs=str(inputs))
+    return ModelSpec("a", "a.onnx", Key(("models", 0)), inputs=str(inputs))
 
 
 X = TensorFacts("x", "float32", (2, "n"))
@@ -24,7 +24,7 @@ I = TensorFacts("i", "int64", (3,))  # noqa: E741
     "dtype",
     "float64 float32 float16 bfloat16 float8_e4m3fn int8 uint64 int4 bool".split(),  # noqa: SIM905
 )
-def test_made_up_inputs_have_the_shape_and_dtype(dtype: str) -> None:
+def test_synthetic_inputs_have_the_shape_and_dtype(dtype: str) -> None:
     tensor = TensorFacts("x", dtype, (2, 3))
     for kind in ("ones", "zeros", "random"):
         array = dummy_inputs([tensor], spec(kind))["x"]
@@ -45,29 +45,32 @@ def test_random_integers_are_small_enough_to_be_indices() -> None:
     assert set(array.tolist()) == {0, 1}
 
 
-def test_an_open_dimension_counts_as_one() -> None:
+def test_an_open_dimension_has_the_size_one() -> None:
     assert dummy_inputs([X], spec("ones"))["x"].shape == (2, 1)
 
 
-def test_indices_stay_within_what_they_index() -> None:
+def test_random_indices_are_within_their_bounds() -> None:
     array = dummy_inputs([I], spec("random"), {"i": 1})["i"]
     assert array.tolist() == [0, 0, 0]
 
 
-def test_strings_are_words() -> None:
+def test_random_strings_are_words() -> None:
     words = dummy_inputs([TensorFacts("s", "string", (20,))], spec("random"))["s"]
     assert set(words.tolist()) == {"alpha", "beta"}
 
 
-def test_what_cannot_be_made_up_has_to_be_given() -> None:
-    with pytest.raises(ModelError, match=r"models\[0\]\.inputs\n.*which cannot be made up"):
+def test_a_dtype_that_cannot_be_generated_is_an_error() -> None:
+    with pytest.raises(ModelError, match="which cannot be generated") as raised:
         dummy_inputs([TensorFacts("x", "sequence_type", (1,))], spec("random"))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.INVALID_INPUTS
+    assert problem.location == "tool.epcontext.models[0].validate.inputs"
 
 
 @pytest.mark.parametrize("size", [10**17, 10**15])
-def test_what_is_too_large_is_told(size: int) -> None:
+def test_an_input_that_is_too_large_is_an_error(size: int) -> None:
     with pytest.raises(
-        ModelError, match=f"the input 'x' \\({size} x 8\\) is too large to be made up"
+        ModelError, match=f"the input 'x' \\({size} x 8\\) is too large to be generated"
     ):
         dummy_inputs([TensorFacts("x", "float32", (size, 8))], spec("random"))
 
@@ -92,7 +95,7 @@ def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arrays", "what"),
+    ("arrays", "message"),
     [
         ({"i": np.arange(3)}, "has no array for the input 'x'"),
         ({"x": np.zeros((2, 2)), "i": np.arange(3)}, r"has float64 \[2, 2\] for the input 'x'"),
@@ -100,16 +103,16 @@ def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None
         ({"x": np.zeros(2, np.float32), "i": np.arange(3)}, "takes float32 2 x n"),
     ],
 )
-def test_arrays_that_do_not_fit_are_told(
-    tmp_path: Path, arrays: dict[str, np.ndarray], what: str
+def test_arrays_that_do_not_fit_are_an_error(
+    tmp_path: Path, arrays: dict[str, np.ndarray], message: str
 ) -> None:
     path = tmp_path / "inputs.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=what):
+    with pytest.raises(ModelError, match=message):
         dummy_inputs([X, I], spec(path))
 
 
-def test_a_file_that_is_no_npz_is_told(tmp_path: Path) -> None:
+def test_an_invalid_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "inputs.npz"
     np.savez_compressed(path, x=np.zeros((2, 7), np.float32))
     whole = path.read_bytes()

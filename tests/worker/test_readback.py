@@ -1,4 +1,4 @@
-"""What a real EP wrote is read back, and not taken on trust."""
+"""Read back context models, most of them compiled with a real EP."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import onnx
 import pytest
 from onnx import helper
 
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.ipc.protocol import ModelSpec
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import readback
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, save, with_weights_left_over
-from tests.worker.test_compile import X_ELITE, compiled, target
+from tests.worker.test_compile import MODEL, X_ELITE, compiled, target
 
 
 def context_node(**attributes: str | int) -> onnx.NodeProto:
@@ -25,24 +26,25 @@ def context_node(**attributes: str | int) -> onnx.NodeProto:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "what"),
+    ("nodes", "kind", "message"),
     [
-        ([], "without a single EPContext node"),
-        ([context_node(source="OtherEP")], "was made by 'OtherEP', not by QNN"),
+        ([], Kind.NOTHING_COMPILED, "without an EPContext node"),
+        ([context_node(source="OtherEP")], Kind.WRONG_RESULT, "was written by 'OtherEP', not by QNN"),
         ([context_node(source="QNNExecutionProvider", embed_mode=0, ep_cache_context="no.bin")],
-         "names 'no.bin', which is not there"),
+         Kind.WRONG_RESULT, "names 'no.bin', which is missing"),
         ([context_node(source="QNNExecutionProvider", embed_mode=0, ep_cache_context="../x.bin")],
-         "names a file elsewhere: '../x.bin'"),
+         Kind.WRONG_RESULT, "names a file outside the artifact: '../x.bin'"),
     ],
 )  # fmt: skip
-def test_what_an_ep_wrote_is_not_taken_on_trust(
-    tmp_path: Path, nodes: list[onnx.NodeProto], what: str
+def test_wrong_contexts_are_an_error(
+    tmp_path: Path, nodes: list[onnx.NodeProto], kind: Kind, message: str
 ) -> None:
-    found = readback._wrong_contexts(nodes, tmp_path / "a_ctx.onnx", PROVIDERS["qnn"])
-    assert what in next(found).what
+    problem = next(readback._wrong_contexts(nodes, tmp_path / "a_ctx.onnx", PROVIDERS["qnn"]))
+    assert problem.kind is kind
+    assert message in problem.message
 
 
-def test_embedded_and_secondary_contexts_name_no_file(tmp_path: Path) -> None:
+def test_embedded_and_secondary_contexts_need_no_sidecar(tmp_path: Path) -> None:
     nodes = [
         context_node(source="QNNExecutionProvider", ep_cache_context="blob"),
         context_node(source="QNNExecutionProvider", embed_mode=0, main_context=0),
@@ -52,7 +54,7 @@ def test_embedded_and_secondary_contexts_name_no_file(tmp_path: Path) -> None:
 
 
 @needs_qnn
-def test_an_ep_that_loads_one_embedded_context_is_not_given_two(
+def test_two_embedded_contexts_are_an_error_for_an_ep_that_loads_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(interrupted(), tmp_path / "a.onnx")
@@ -64,28 +66,31 @@ def test_an_ep_that_loads_one_embedded_context_is_not_given_two(
 
 
 @needs_qnn
-def test_what_came_out_too_large_to_embed_is_refused(
+def test_a_context_model_that_is_too_large_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(network(1), tmp_path / "a.onnx")
     monkeypatch.setattr(readback, "PROTOBUF_LIMIT", 10_000)
-    with pytest.raises(BuildError, match="no ONNX file can be larger than 2 GiB") as raised:
+    with pytest.raises(BuildError, match="an ONNX file cannot be larger than 2 GiB") as raised:
         compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
-    assert raised.value.problems[0].fix == "Leave embed out."
+    assert raised.value.problems[0].hint == "Remove `embed`."
 
 
 @needs_qnn
-def test_a_context_that_still_needs_the_sources_data_is_refused(tmp_path: Path) -> None:
+def test_a_context_that_needs_the_sources_external_data_is_an_error(tmp_path: Path) -> None:
     made = with_weights_left_over()
     path = save(made, tmp_path / "a.onnx")
     reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
     result = folder / reply.contexts[0].model_file
     context = onnx.load(result)
-    (left,) = [tensor for tensor in context.graph.initializer if tensor.name == "kernel"]
-    onnx.external_data_helper.set_external_data(left, "a.data", offset=0, length=1600)
-    left.ClearField("raw_data")
+    (kernel,) = [tensor for tensor in context.graph.initializer if tensor.name == "kernel"]
+    onnx.external_data_helper.set_external_data(kernel, "a.data", offset=0, length=1600)
+    kernel.ClearField("raw_data")
     onnx.save(context, result)
+    spec = ModelSpec("a", str(path), MODEL)
     with pytest.raises(
-        BuildError, match=r"left tensors where the source model has them: .*a\.data"
-    ):
-        readback.read_context("a", path, result, target("qnn", X_ELITE))
+        BuildError, match=r"left tensors in the source model's external data: .*a\.data"
+    ) as raised:
+        readback.read_context(spec, path, result, target("qnn", X_ELITE))
+    (setting,) = raised.value.problems[0].settings
+    assert str(setting) == "tool.epcontext.models[0].external-initializers = true"

@@ -1,10 +1,10 @@
-"""Devices and libraries of real EPs. What is registered stays for as long as a process lives, so most of
-this is asked of workers.
+"""Devices and libraries of real EPs.
+
+A registered library stays in its process until that ends, so most tests use worker processes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +15,20 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from hatch_epcontext.errors import BuildError
-from hatch_epcontext.process import Workers
-from hatch_epcontext.protocol import CompileReply, CompileRequest, ModelSpec, TargetSpec
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest, ModelSpec, TargetSpec
 from hatch_epcontext.providers import Plugin
-from hatch_epcontext.worker.libraries import AbsentError
+from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.session import matches, options
 from tests.conftest import needs, needs_qnn
 from tests.models import model, network, save, value, weights
-from tests.worker.test_compile import X_ELITE, target
+from tests.worker.test_compile import MODEL, X_ELITE, target
 
 newer_runtime = pytest.mark.skipif(
     tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24),
-    reason="ONNX Runtime 1.23 does not get all devices of plugin EPs",
+    reason="ONNX Runtime 1.23 does not list all devices of plugin EPs",
 )
 needs_rtx = needs("onnxruntime_ep_nv_tensorrt_rtx")
 needs_openvino = needs("onnxruntime_ep_openvino")
@@ -37,7 +37,7 @@ needs_nxrt = needs("nxrt_ep_cpu")
 
 
 def product() -> onnx.ModelProto:
-    """A matrix product and no more."""
+    """A single matrix product."""
     return model(
         [helper.make_node("MatMul", ["x", "w"], ["y"], "product")],
         [value("x", [1, 4])],
@@ -50,111 +50,120 @@ def compile_in_a_worker(to: TargetSpec, tmp_path: Path) -> CompileReply:
     path = save(product(), tmp_path / "models" / "a.onnx")
     folder = tmp_path / "compiled"
     folder.mkdir()
-    request = CompileRequest((ModelSpec("a", str(path), "m"),), (str(path),), to, str(folder))
-    reply: CompileReply = Workers(120).call(request, tmp_path / "worker", where="a -> t")
-    return reply
+    request = CompileRequest((ModelSpec("a", str(path), MODEL),), (str(path),), to, str(folder))
+    return Workers(120).call(request, tmp_path / "worker", location="a -> t")
 
 
-def refusal(to: TargetSpec, tmp_path: Path) -> str:
-    """What is told when a worker cannot compile for ``to``; nothing is left behind."""
+def problem(to: TargetSpec, tmp_path: Path) -> Problem:
+    """The problem of a worker that cannot compile for ``to``; it leaves no files."""
     with pytest.raises(BuildError) as raised:
         compile_in_a_worker(to, tmp_path)
     assert not list((tmp_path / "compiled").iterdir())
-    (problem,) = raised.value.problems
-    assert problem.where == "a -> t"
-    return f"{problem.what}\n{problem.fix}"
+    (found,) = raised.value.problems
+    assert found.location == "a -> t"
+    return found
+
+
+def message(to: TargetSpec, tmp_path: Path) -> str:
+    """The message and the hint of the problem of a worker that cannot compile for ``to``."""
+    found = problem(to, tmp_path)
+    return f"{found.message}\n{found.hint}"
 
 
 def plugin_target(
-    ep: str, module: str = "", path: str = "", registration_name: str = ""
+    ep: str, module: str = "", path: str = "", registration_name: str = "", **settings: Any
 ) -> TargetSpec:
     plugin = Plugin(module, module or "its library", registration_name or ep, path)
-    return dataclasses.replace(target("plugin"), ep=ep, plugin=plugin)
+    return target("plugin", plugin=plugin, ep=ep, **settings)
 
 
 @needs_rtx
 @pytest.mark.skipif(
     Path("/proc/driver/nvidia").exists(), reason="this machine has the driver of an NVIDIA GPU"
 )
-def test_a_driver_that_is_not_there_is_told_with_what_brings_it(tmp_path: Path) -> None:
-    told = refusal(target("tensorrt-rtx"), tmp_path)
-    assert "the library of NvTensorRTRTXExecutionProvider cannot be loaded" in told
-    assert "libcuda.so.1" in told
-    assert "Install the driver of an NVIDIA GPU (" in told
+def test_a_missing_driver_is_named(tmp_path: Path) -> None:
+    found = problem(target("tensorrt-rtx"), tmp_path)
+    assert found.kind is Kind.UNLOADABLE_LIBRARY
+    assert "the library of NvTensorRTRTXExecutionProvider cannot be loaded" in found.message
+    assert "libcuda.so.1" in found.message
+    assert "Install the driver of an NVIDIA GPU (" in str(found.hint)
 
 
 @newer_runtime
 @needs_openvino
-def test_a_virtual_device_is_compiled_for_or_its_compiler_is_missed(tmp_path: Path) -> None:
-    to = dataclasses.replace(
-        target("openvino"),
+def test_the_missing_compiler_of_a_virtual_device_is_named(tmp_path: Path) -> None:
+    to = target(
+        "openvino",
         virtual_devices=True,
         device="npu",
         device_filter={"npu_platform": "4000", "vendor": "intel"},
     )
-    told = refusal(to, tmp_path)
-    # The package for Linux lacks it.
-    assert "because libopenvino_intel_npu_compiler_loader.so is not on this machine" in told
-    assert "the driver of an Intel NPU" in told
+    text = message(to, tmp_path)
+    # The package for Linux does not contain it.
+    assert "because libopenvino_intel_npu_compiler_loader.so is missing" in text
+    assert "the driver of an Intel NPU" in text
 
 
 @newer_runtime
 @needs_openvino
-def test_where_nothing_matches_every_device_is_told(tmp_path: Path) -> None:
-    to = dataclasses.replace(
-        target("openvino"), virtual_devices=True, device="npu", device_filter={"npu_platform": "1"}
-    )
-    told = refusal(to, tmp_path)
-    assert "OpenVINOExecutionProvider finds no device here that is npu, npu_platform = '1'." in told
-    assert "CPUExecutionProvider on cpu" in told
+def test_without_a_matching_device_all_devices_are_listed(tmp_path: Path) -> None:
+    to = target("openvino", virtual_devices=True, device="npu", device_filter={"npu_platform": "1"})
+    text = message(to, tmp_path)
+    assert "OpenVINOExecutionProvider finds no device that is npu, npu_platform = '1'." in text
+    assert "CPUExecutionProvider on cpu" in text
     for platform in ("4000", "5010", "5020", "6010"):
-        assert f"npu_platform = '{platform}'" in told
-    assert "device-filter" in told
+        assert f"npu_platform = '{platform}'" in text
+    assert "device-filter" in text
 
 
 @needs_webgpu
 @pytest.mark.skipif(Path("/dev/dri").exists(), reason="this machine may have a GPU for WebGPU")
-def test_an_optimized_graph_of_its_own_needs_the_ep(tmp_path: Path) -> None:
-    told = refusal(target("webgpu", optimization="all"), tmp_path)
-    assert "WebGpuExecutionProvider finds no device here" in told
-    assert "It needs a GPU" in told
+def test_a_fully_optimized_graph_needs_the_ep(tmp_path: Path) -> None:
+    found = problem(target("webgpu", optimization="all"), tmp_path)
+    assert found.kind is Kind.NO_DEVICE
+    assert "WebGpuExecutionProvider finds no device" in found.message
+    assert "It needs a GPU" in found.message
 
 
-def test_an_ep_of_another_distribution(tmp_path: Path) -> None:
-    told = refusal(target("migraphx", optimization="all"), tmp_path)
-    assert "has no MIGraphXExecutionProvider.\nIt has " in told
-    assert "Install onnxruntime-migraphx in its place." in told
-
-
-@newer_runtime
-@needs_nxrt
-def test_an_ep_that_returns_no_contexts_is_told_as_that(tmp_path: Path) -> None:
-    told = refusal(plugin_target("cpu_ep", "nxrt_ep_cpu"), tmp_path)
-    assert "cpu_ep compiled the model, and returns no EP contexts" in told
+def test_an_ep_of_another_distribution_is_an_error(tmp_path: Path) -> None:
+    found = problem(target("migraphx", optimization="all"), tmp_path)
+    assert found.kind is Kind.MISSING_EP
+    assert "has no MIGraphXExecutionProvider.\nIt has " in found.message
+    assert found.hint == "Install onnxruntime-migraphx instead of it."
 
 
 @newer_runtime
 @needs_nxrt
-def test_an_ep_of_another_name_than_was_said(tmp_path: Path) -> None:
-    told = refusal(plugin_target("nxrt", "nxrt_ep_cpu", registration_name="nxrt_ep"), tmp_path)
-    assert "nxrt_ep_cpu was registered as 'nxrt_ep' and brought cpu_ep, not nxrt." in told
-    assert "Set ep-name to what it brings" in told
+def test_an_ep_that_returns_no_contexts_is_an_error(tmp_path: Path) -> None:
+    text = message(plugin_target("cpu_ep", "nxrt_ep_cpu"), tmp_path)
+    assert "cpu_ep compiled the model, but returns no EP contexts" in text
+
+
+@newer_runtime
+@needs_nxrt
+def test_a_library_with_an_ep_of_another_name_is_an_error(tmp_path: Path) -> None:
+    text = message(plugin_target("nxrt", "nxrt_ep_cpu", registration_name="nxrt_ep"), tmp_path)
+    assert "nxrt_ep_cpu was registered as 'nxrt_ep' and offers cpu_ep, not nxrt." in text
+    assert "Set `ep-name` to the name that it offers" in text
 
 
 @needs_qnn
-def test_an_ep_that_is_called_what_it_is_registered_as(tmp_path: Path) -> None:
+def test_an_ep_that_is_named_after_its_registration(tmp_path: Path) -> None:
     to = plugin_target("QNNExecutionProvider", "onnxruntime_qnn", registration_name="other")
-    told = refusal(to, tmp_path)
-    assert "registered as 'other' and brought other, not QNNExecutionProvider" in told
-    assert "set registration-name" in told
+    text = message(to, tmp_path)
+    assert "registered as 'other' and offers other, not QNNExecutionProvider" in text
+    assert "set `registration-name`" in text
 
 
 @needs_qnn
-def test_any_plugin_can_be_compiled_with(tmp_path: Path) -> None:
+def test_any_plugin_ep_can_compile(tmp_path: Path) -> None:
     import onnxruntime_qnn
 
-    to = plugin_target("QNNExecutionProvider", path=onnxruntime_qnn.get_library_path())
-    to = dataclasses.replace(to, provider_options={"backend_type": "htp", **X_ELITE})
+    to = plugin_target(
+        "QNNExecutionProvider",
+        path=onnxruntime_qnn.get_library_path(),
+        provider_options={"backend_type": "htp", **X_ELITE},
+    )
     (context,) = compile_in_a_worker(to, tmp_path).contexts
     assert context.coverage is not None
     assert context.coverage.share == 1
@@ -162,46 +171,48 @@ def test_any_plugin_can_be_compiled_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "what"),
+    ("module", "expected"),
     [
         ("no_such_ep", "the package of X cannot be imported: No module named 'no_such_ep'."),
-        ("json", "json is no package of a plugin EP: "),
+        ("json", "json is not the package of a plugin EP: "),
     ],
 )
-def test_a_package_that_is_none(tmp_path: Path, module: str, what: str) -> None:
-    assert what in refusal(plugin_target("X", module), tmp_path)
+def test_a_module_that_is_no_plugin_ep_is_an_error(
+    tmp_path: Path, module: str, expected: str
+) -> None:
+    assert expected in message(plugin_target("X", module), tmp_path)
 
 
-def test_a_library_that_is_no_library(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_an_error(tmp_path: Path) -> None:
     text = tmp_path / "plugin.so"
     text.write_text("not a library", encoding="utf-8")
-    told = refusal(plugin_target("X", path=str(text)), tmp_path)
-    assert "the library of X cannot be loaded" in told
-    assert "See that it is one" in told
+    found = problem(plugin_target("X", path=str(text)), tmp_path)
+    assert "the library of X cannot be loaded" in found.message
+    assert "Check that the file is a library" in str(found.hint)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds a library as Linux has them")
-def test_a_library_that_is_of_no_ep(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="uses a library in Linux's format")
+def test_a_library_without_an_ep_is_an_error(tmp_path: Path) -> None:
     import _ssl
 
-    told = refusal(plugin_target("X", path=_ssl.__file__), tmp_path)
-    assert "is a library, and not that of an EP" in told
+    text = message(plugin_target("X", path=_ssl.__file__), tmp_path)
+    assert "is a library, but not that of an EP" in text
 
 
 @needs_qnn
 @pytest.mark.parametrize("policy", ["prefer-npu", "max-performance", "min-overall-power"])
-def test_onnx_runtimes_policies_choose_the_ep_with_its_options(tmp_path: Path, policy: str) -> None:
-    to = dataclasses.replace(target("qnn", X_ELITE), policy=policy)
+def test_a_policy_keeps_the_provider_options(tmp_path: Path, policy: str) -> None:
+    to = target("qnn", X_ELITE, policy=policy)
     (context,) = compile_in_a_worker(to, tmp_path).contexts
     assert ":73:60:" in context.compatibility
 
 
 @needs_qnn
 def test_an_ep_that_cross_compiles_takes_any_of_its_devices() -> None:
-    to = dataclasses.replace(target("qnn", X_ELITE), device="npu")
-    options(to, to.provider_options)
-    with pytest.raises(AbsentError, match="vendor = 'nobody'"):
-        options(dataclasses.replace(to, device_filter={"vendor": "nobody"}), {})
+    to = target("qnn", X_ELITE, device="npu")
+    options(to, to.settings.provider_options)
+    with pytest.raises(UnavailableError, match="vendor = 'nobody'"):
+        options(target("qnn", X_ELITE, device="npu", device_filter={"vendor": "nobody"}), {})
 
 
 @pytest.mark.parametrize(
@@ -218,7 +229,7 @@ def test_an_ep_that_cross_compiles_takes_any_of_its_devices() -> None:
         ({"no_such_thing": "1"}, False),
     ],
 )
-def test_what_a_filter_takes(wanted: dict[str, str], fits: bool) -> None:
+def test_a_device_filter_compares_all_properties(wanted: dict[str, str], fits: bool) -> None:
     hardware: Any = SimpleNamespace(
         type=SimpleNamespace(name="NPU"),
         vendor="Intel",
@@ -232,15 +243,16 @@ def test_what_a_filter_takes(wanted: dict[str, str], fits: bool) -> None:
 
 @needs_qnn
 @pytest.mark.parametrize("embed", [False, True])
-def test_a_session_writes_contexts_for_eps_that_do_so_themselves(
+def test_a_session_writes_the_context_model_of_an_ep_without_model_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embed: bool
 ) -> None:
-    from hatch_epcontext.worker import compile as compile_module
+    from hatch_epcontext.worker import compiler
 
-    # QNN also can, with ONNX Runtime's keys where TensorRT has its own.
+    # QNN can do it too, with ONNX Runtime's keys instead of TensorRT's own.
     result = tmp_path / "a_ctx.onnx"
-    to = dataclasses.replace(
-        target("qnn", X_ELITE),
+    to = target(
+        "qnn",
+        X_ELITE,
         session_options={
             "ep.context_enable": "1",
             "ep.context_file_path": str(result),
@@ -248,8 +260,8 @@ def test_a_session_writes_contexts_for_eps_that_do_so_themselves(
         },
     )
     prepared = save(network(1), tmp_path / "a.onnx")
-    compile_module._with_session(prepared, options(to, to.provider_options), to)
-    context = read_context("a", prepared, result, to)
+    compiler._with_session(prepared, options(to, to.settings.provider_options), to)
+    context = read_context(ModelSpec("a", str(prepared), MODEL), prepared, result, to)
     assert context.coverage is not None
     assert context.coverage.share == 1
     assert len(list(tmp_path.glob("a_ctx*"))) == (1 if embed else 2)

@@ -8,35 +8,38 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from hatch_epcontext.errors import BuildError
-from hatch_epcontext.protocol import CompileRequest, ModelSpec
+from hatch_epcontext.errors import BuildError, Key, Kind
+from hatch_epcontext.ipc.protocol import CompileRequest, ModelSpec
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.compile import compile_context, compile_job
-from hatch_epcontext.worker.sharing import compile_group, even_out
+from hatch_epcontext.worker.compile import handle
+from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.sharing import compile_group, equalize_spill_fill
 from tests.conftest import needs_qnn
 from tests.models import save, transformer, value
 from tests.worker.test_compile import X_ELITE, target
 
 
 def request_for(tmp_path: Path, **models: onnx.ModelProto) -> CompileRequest:
-    """A request to compile the models together, or the only one alone."""
+    """A request to compile the models together; a single one is compiled alone."""
     folder = tmp_path / "-".join(models)
     folder.mkdir()
     paths = [save(made, tmp_path / "models" / f"{name}.onnx") for name, made in models.items()]
-    specs = tuple(ModelSpec(path.stem, str(path), "m") for path in paths)
+    specs = tuple(
+        ModelSpec(path.stem, str(path), Key(("models", index))) for index, path in enumerate(paths)
+    )
     return CompileRequest(specs, tuple(map(str, paths)), target("qnn", X_ELITE), str(folder))
 
 
 def blob_of(request: CompileRequest) -> int:
-    """Bytes of the only sidecar."""
+    """The size of the only sidecar in bytes."""
     (blob,) = Path(request.folder).glob("*.bin")
     return blob.stat().st_size
 
 
 @needs_qnn
-def test_two_lengths_of_one_network_share_a_blob_of_the_size_of_one(tmp_path: Path) -> None:
+def test_two_lengths_of_one_network_share_a_sidecar_of_the_size_of_one(tmp_path: Path) -> None:
     together = request_for(tmp_path, prefill=transformer(64), decode=transformer(1))
-    prefill, decode = compile_job(together).contexts
+    prefill, decode = handle(together).contexts
     assert (prefill.model_file, decode.model_file) == ("prefill_ctx.onnx", "decode_ctx.onnx")
     assert prefill.inputs[0].shape == (1, 64, 256)
     assert decode.inputs[0].shape == (1, 1, 256)
@@ -47,26 +50,27 @@ def test_two_lengths_of_one_network_share_a_blob_of_the_size_of_one(tmp_path: Pa
         (node,) = model.graph.node
         assert graph.attribute(node, "ep_cache_context", b"") == b"prefill_ctx_qnn.bin"
     alone = request_for(tmp_path, alone=transformer(64))
-    compile_job(alone)
+    handle(alone)
     one, both = blob_of(alone), blob_of(together)
     assert one < both < 1.2 * one
 
 
 @needs_qnn
-def test_contexts_of_which_each_has_a_sidecar_of_its_own_are_refused(
+def test_contexts_with_a_sidecar_each_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hatch_epcontext.worker import sharing
 
-    # An EP that knows nothing of sharing.
+    # An EP without weight sharing.
     monkeypatch.setattr(
         sharing, "compile_context", lambda path, result, to, _: compile_context(path, result, to)
     )
     request = request_for(tmp_path, prefill=transformer(64), decode=transformer(1))
     with pytest.raises(
         BuildError, match=r"do not share one sidecar: prefill_ctx\.onnx: prefill_ctx"
-    ):
+    ) as raised:
         compile_group(request)
+    assert raised.value.problems[0].kind is Kind.NOT_SHARED
 
 
 def context_of(size: int | None, data: str = "shared.bin") -> onnx.ModelProto:
@@ -82,19 +86,19 @@ def context_of(size: int | None, data: str = "shared.bin") -> onnx.ModelProto:
 
 
 def test_every_member_gets_the_largest_spill_fill_buffer(tmp_path: Path) -> None:
-    """Which is what the reference tool is for, and it writes every member's own size back."""
+    # ONNX Runtime's reference tool is meant to do this too, but writes each member's own size back.
     sizes = {"a": 10, "b": 4096, "c": 0, "d": None}
     paths = [save(context_of(size), tmp_path / f"{name}.onnx") for name, size in sizes.items()]
-    even_out(paths)
+    equalize_spill_fill(paths)
     nodes = [onnx.load(path).graph.node[0] for path in paths]
     assert [graph.attribute(node, "max_size", -1) for node in nodes] == [4096, 4096, 4096, -1]
     assert {graph.attribute(node, "ep_cache_context", b"") for node in nodes} == {b"shared.bin"}
 
 
-def test_what_is_even_is_left_alone(tmp_path: Path) -> None:
+def test_equal_buffers_leave_the_files_unchanged(tmp_path: Path) -> None:
     paths = [save(context_of(0), tmp_path / f"{name}.onnx") for name in "ab"]
     before = [path.stat().st_mtime_ns for path in paths]
-    even_out(paths)
+    equalize_spill_fill(paths)
     assert [path.stat().st_mtime_ns for path in paths] == before
 
 

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.tensors import (
     Array,
@@ -38,7 +38,7 @@ HALF = Tolerance(1e-2, 5e-2, 0.99)
         (TensorProto.STRING, np.array(["a", "b"], object)),
     ],
 )
-def test_every_dtype_goes_in_and_comes_out(dtype: int, array: Array) -> None:
+def test_every_dtype_can_be_fed_and_returned(dtype: int, array: Array) -> None:
     graph = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["y"])],
         "g",
@@ -66,20 +66,20 @@ def agrees(output: list[float], reference: list[float]) -> bool:
     return within(a, b, compare("y", a, b, HALF), HALF)
 
 
-def test_near_is_near_in_value_and_in_direction() -> None:
+def test_outputs_agree_in_value_and_in_direction() -> None:
     assert agrees([1.0, 2.0], [1.02, 2.0])
     assert not agrees([1.0, 2.5], [1.0, 2.0])
-    assert not agrees([0.04, 0.0], [0.0, 0.04]), "small, and at a right angle"
+    assert not agrees([0.04, 0.0], [0.0, 0.04]), "small, but at a right angle"
 
 
-def test_what_is_all_but_zero_has_no_direction() -> None:
+def test_an_output_near_zero_has_no_direction() -> None:
     a, b = np.array([0.0003, 0.0]), np.array([0.0, 0.0003])
     assert compare("y", a, b, HALF).cosine is None
     assert agrees([0.0003, 0.0], [0.0, 0.0003])
-    assert not agrees([0.0, 0.0], [0.002, 0.001]), "nothing came out where something should"
+    assert not agrees([0.0, 0.0], [0.002, 0.001]), "zeros where the reference has none"
 
 
-def test_the_absolute_part_grows_with_the_output() -> None:
+def test_the_absolute_tolerance_grows_with_the_output() -> None:
     assert agrees([100.0, 2.0], [100.0, 0.0])
     assert not agrees([1.0, 0.5], [1.0, 0.0])
 
@@ -89,7 +89,7 @@ def test_all_zeros_agree_with_all_zeros() -> None:
     assert agrees([], [])
 
 
-def test_places_where_neither_is_finite_do_not_count() -> None:
+def test_places_where_neither_is_finite_are_ignored() -> None:
     assert agrees([np.nan, 1.0], [np.nan, 1.0])
     assert agrees([np.inf], [np.inf])
 
@@ -100,15 +100,17 @@ def test_strings_are_equal_or_not() -> None:
     assert not within(a, b, compare("y", a, b, HALF), HALF)
 
 
-def test_another_shape_is_refused() -> None:
-    with pytest.raises(BuildError, match=r"has the shape \[2\], and \[1, 2\] on the CPU"):
+def test_another_shape_is_an_error() -> None:
+    with pytest.raises(BuildError, match=r"has the shape \[2\], but \[1, 2\] on the CPU") as raised:
         compare("y", np.zeros(2), np.zeros((1, 2)), HALF)
+    assert raised.value.problems[0].kind is Kind.OUTPUT_SHAPE
 
 
-def test_nan_is_found_in_every_float() -> None:
+def test_nan_is_found_in_every_float_dtype() -> None:
     for dtype in (np.float16, np.float64, ml_dtypes.bfloat16):
         bad = np.array([np.nan, 1], dtype)
-        with pytest.raises(BuildError, match="has NaN or Inf in 1 of 2 places"):
+        with pytest.raises(BuildError, match="has NaN or Inf in 1 of 2 places") as raised:
             refuse_not_finite({"y": bad}, {})
+        assert raised.value.problems[0].kind is Kind.NOT_FINITE
         refuse_not_finite({"y": bad}, {"y": bad})
     refuse_not_finite({"i": np.array([1]), "s": np.array(["nan"], object)}, {})

@@ -10,16 +10,16 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from hatch_epcontext.errors import BuildError, ModelError
-from hatch_epcontext.protocol import MeasureRequest, ModelSpec, ValidateRequest
+from hatch_epcontext.errors import BuildError, Kind, ModelError
+from hatch_epcontext.ipc.protocol import MeasureRequest, ModelSpec, ValidateRequest
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.compile import compile_job
-from hatch_epcontext.worker.measure import measure
+from hatch_epcontext.worker import compile as compile_worker
+from hatch_epcontext.worker import measure as measure_worker
 from hatch_epcontext.worker.session import context_options
-from hatch_epcontext.worker.validate import validate
+from hatch_epcontext.worker.validate import handle
 from tests.conftest import needs_qnn
 from tests.models import interrupted, model, network, save, value, with_weights_left_over
-from tests.worker.test_compile import X_ELITE, compile_request, target
+from tests.worker.test_compile import MODEL, X_ELITE, compile_request, target
 
 STRICT = Tolerance(1e-3, 1e-4, 0.9999)
 HALF = Tolerance(1e-2, 5e-2, 0.99)
@@ -34,18 +34,18 @@ def built(
     inputs: str = "random",
     embed: bool = False,
 ) -> ValidateRequest:
-    """A request to validate what was compiled from ``made``."""
+    """Compile ``made``; returns a request to validate its artifact."""
     path = save(made, tmp_path / "models" / "a.onnx")
     dims = {"batch": 2} if "batch" in str(made.graph.input) else {}
-    spec = ModelSpec("a", str(path), "models[0]", dims, {}, constants or {}, inputs)
+    spec = ModelSpec("a", str(path), MODEL, dims, {}, constants or {}, inputs)
     to = target(provider, X_ELITE if provider == "qnn" else {}, embed=embed)
     request = compile_request(spec, to, tmp_path)
-    reply = compile_job(request)
+    reply = compile_worker.handle(request)
     return ValidateRequest(spec, to, reply.product, reply.contexts[0], request.folder, HALF)
 
 
 def square_root() -> onnx.ModelProto:
-    """NaN for whatever is below 0."""
+    """A square root, which is NaN below 0."""
     return model(
         [helper.make_node("Sqrt", ["x"], ["y"])],
         [value("x", ["batch", 50])],
@@ -55,11 +55,11 @@ def square_root() -> onnx.ModelProto:
 
 @needs_qnn
 def test_a_context_is_run_and_compared(tmp_path: Path) -> None:
-    (agreement,) = validate(built(network(), "qnn", tmp_path)).agreements
+    (agreement,) = handle(built(network(), "qnn", tmp_path)).agreements
     assert agreement.output == "y"
     assert agreement.cosine is not None
     assert agreement.cosine > 0.999
-    # The NPU computes in float16: exactly the CPU's numbers would mean that the CPU made them.
+    # The NPU computes in float16: with exactly the CPU's numbers, the CPU must have computed them.
     assert 0 < agreement.max_abs < 0.1
 
 
@@ -70,64 +70,74 @@ def test_several_partitions_are_counted_and_run(tmp_path: Path, embed: bool) -> 
     coverage = request.context.coverage
     assert coverage is not None
     assert (coverage.nodes, coverage.compiled, coverage.partitions) == (5, 4, 2)
-    assert [node.op for node in coverage.left] == ["Hardmax"]
-    assert validate(request).agreements[0].max_abs < 0.05
+    assert [node.op for node in coverage.uncovered] == ["Hardmax"]
+    assert handle(request).agreements[0].max_abs < 0.05
 
 
 @needs_qnn
-def test_a_source_model_in_a_contexts_place_is_found_out(tmp_path: Path) -> None:
+def test_a_source_model_instead_of_a_context_is_an_error(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
     save(network(2), Path(request.folder) / request.context.model_file)
     with pytest.raises(Exception, match=r"(?i)compil"):
-        validate(request)
+        handle(request)
 
 
 @needs_qnn
-def test_a_model_for_the_cpu_in_a_contexts_place_is_found_out(tmp_path: Path) -> None:
+def test_a_model_that_runs_on_the_cpu_instead_of_a_context_is_an_error(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
-    # With an open dimension the NPU takes nothing, and all of it would quietly run on the CPU.
+    # With an open dimension the NPU takes no node, and all nodes would run on the CPU in silence.
     save(network("batch"), Path(request.folder) / request.context.model_file)
-    with pytest.raises(BuildError, match="no node of it went to QNNExecutionProvider"):
-        validate(request)
+    with pytest.raises(
+        BuildError, match="assigned no node of it to QNNExecutionProvider"
+    ) as raised:
+        handle(request)
+    assert raised.value.problems[0].kind is Kind.WRONG_ASSIGNMENT
 
 
 @needs_qnn
-def test_a_missing_sidecar_is_found_out(tmp_path: Path) -> None:
+def test_a_missing_sidecar_is_an_error(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
     (Path(request.folder) / "a_ctx_qnn.bin").unlink()
     with pytest.raises(Exception, match="does not exist"):
-        validate(request)
+        handle(request)
 
 
 @needs_qnn
-def test_a_contexts_numbers_are_compared_with_the_sources(tmp_path: Path) -> None:
+def test_outputs_that_differ_from_the_sources_are_an_error(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
     other = network()
     other.graph.initializer[2].raw_data = other.graph.initializer[2].raw_data[::-1]
     save(other, Path(request.model.path))
-    with pytest.raises(BuildError, match=r"disagrees with the CPU's: the largest difference is"):
-        validate(request)
+    with pytest.raises(
+        BuildError, match=r"differs from the CPU's: the largest difference is"
+    ) as raised:
+        handle(request)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.OUTPUT_DIFFERS
+    assert problem.message.endswith("(allowed: atol 0.05, rtol 0.01, cosine 0.99).")
+    (setting,) = problem.settings
+    assert str(setting) == "tool.epcontext.models[0].validate.tolerance"
 
 
-def test_an_optimized_graph_agrees_to_the_last_bits(tmp_path: Path) -> None:
+def test_an_optimized_graph_agrees_almost_exactly(tmp_path: Path) -> None:
     request = dataclasses.replace(built(network(), "cpu", tmp_path), tolerance=STRICT)
-    (agreement,) = validate(request).agreements
+    (agreement,) = handle(request).agreements
     assert agreement.max_abs < 1e-5
 
 
-def test_without_a_tolerance_it_is_run_and_not_compared(tmp_path: Path) -> None:
+def test_without_a_tolerance_nothing_is_compared(tmp_path: Path) -> None:
     request = dataclasses.replace(built(network(), "cpu", tmp_path), tolerance=None)
-    assert validate(request).agreements == ()
+    assert handle(request).agreements == ()
 
 
-def test_nan_is_refused_unless_the_cpu_has_it_in_the_same_place(tmp_path: Path) -> None:
+def test_nan_is_an_error_unless_the_cpu_has_it_in_the_same_place(tmp_path: Path) -> None:
     request = built(square_root(), "cpu", tmp_path)
-    assert validate(request).agreements[0].cosine == pytest.approx(1)
+    assert handle(request).agreements[0].cosine == pytest.approx(1)
     with pytest.raises(BuildError, match=r"has NaN or Inf in \d+ of 100 places\."):
-        validate(dataclasses.replace(request, tolerance=None))
+        handle(dataclasses.replace(request, tolerance=None))
 
 
-def test_nan_where_the_cpu_has_none_is_refused(tmp_path: Path) -> None:
+def test_nan_where_the_cpu_has_none_is_an_error(tmp_path: Path) -> None:
     request = built(square_root(), "cpu", tmp_path)
     absolute = model(
         [helper.make_node("Abs", ["x"], ["y"])],
@@ -136,10 +146,10 @@ def test_nan_where_the_cpu_has_none_is_refused(tmp_path: Path) -> None:
     )
     save(absolute, Path(request.model.path))
     with pytest.raises(BuildError, match="where the CPU has none"):
-        validate(request)
+        handle(request)
 
 
-def test_frozen_inputs_are_fed_to_the_source(tmp_path: Path) -> None:
+def test_constants_are_fed_to_the_source(tmp_path: Path) -> None:
     made = model(
         [helper.make_node("Mul", ["x", "scale"], ["y"])],
         [value("x", ["batch", 3]), value("scale", [1])],
@@ -147,37 +157,45 @@ def test_frozen_inputs_are_fed_to_the_source(tmp_path: Path) -> None:
     )
     request = built(made, "cpu", tmp_path, constants={"scale": 3}, inputs="ones")
     assert [each.name for each in request.context.inputs] == ["x"]
-    assert validate(request).agreements[0].max_abs == 0
+    assert handle(request).agreements[0].max_abs == 0
 
 
-def test_what_onnxs_test_data_recorded_counts_too(tmp_path: Path) -> None:
+def test_outputs_are_compared_with_recorded_outputs_too(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     x = np.full((2, 50), 4, np.float32)
     onnx.save_tensor(numpy_helper.from_array(x, "x"), data / "input_0.pb")
     onnx.save_tensor(numpy_helper.from_array(np.sqrt(x), "y"), data / "output_0.pb")
     request = built(square_root(), "cpu", tmp_path, inputs=str(data))
-    assert validate(request).agreements[0].max_abs == 0
+    assert handle(request).agreements[0].max_abs == 0
     onnx.save_tensor(numpy_helper.from_array(x, "y"), data / "output_0.pb")
-    with pytest.raises(BuildError, match="disagrees with what was recorded"):
-        validate(request)
+    with pytest.raises(BuildError, match="differs from the recorded output"):
+        handle(request)
 
 
-def test_a_source_that_cannot_be_run_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_run_is_a_model_error(tmp_path: Path) -> None:
     request = built(network(), "cpu", tmp_path)
     other = network()
     other.graph.initializer[2].dims[0] = 128
     other.graph.initializer[2].dims[1] = 20
     save(other, Path(request.model.path))
-    with pytest.raises(ModelError, match="the source model itself cannot be run on the CPU"):
-        validate(request)
+    with pytest.raises(
+        ModelError, match="the source model itself cannot be run on the CPU"
+    ) as raised:
+        handle(request)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.SOURCE_FAILED
+    assert [str(setting) for setting in problem.settings] == [
+        "tool.epcontext.models[0].validate.inputs",
+        "tool.epcontext.models[0].validate.tolerance = false",
+    ]
 
 
 @needs_qnn
-def test_loading_is_measured_side_by_side(tmp_path: Path) -> None:
+def test_loading_the_source_and_the_context_is_measured(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
-    (prepared,) = (tmp_path / "prepared").glob("folded-*/a.onnx")
-    times = measure(
+    (prepared,) = (tmp_path / "prepared").glob("simplified-*/a.onnx")
+    times = measure_worker.handle(
         MeasureRequest(
             str(prepared), request.target, request.product, request.context, request.folder
         )
@@ -190,47 +208,51 @@ def test_loading_is_measured_side_by_side(tmp_path: Path) -> None:
     "dtype", ["FLOAT16", "BFLOAT16", "DOUBLE", "INT8", "UINT16", "INT64", "BOOL", "STRING"]
 )
 @pytest.mark.parametrize("inputs", ["random", "ones", "zeros"])
-def test_models_of_every_dtype_go_all_the_way(tmp_path: Path, dtype: str, inputs: str) -> None:
+def test_models_of_every_dtype_are_compiled_and_validated(
+    tmp_path: Path, dtype: str, inputs: str
+) -> None:
     elem_type = onnx.TensorProto.DataType.Value(dtype)
     made = model(
         [helper.make_node("Identity", ["x"], ["y"])],
         [value("x", [3, 4], elem_type)],
         [value("y", [3, 4], elem_type)],
     )
-    (agreement,) = validate(built(made, "cpu", tmp_path, inputs=inputs)).agreements
+    (agreement,) = handle(built(made, "cpu", tmp_path, inputs=inputs)).agreements
     assert agreement.max_abs == 0
 
 
 @needs_qnn
 @pytest.mark.parametrize("embed", [False, True])
-def test_what_is_left_outside_lies_in_a_file_of_its_own(tmp_path: Path, embed: bool) -> None:
+def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
+    tmp_path: Path, embed: bool
+) -> None:
     path = save(with_weights_left_over(), tmp_path / "models" / "a.onnx")
-    spec = ModelSpec("a", str(path), "m")
-    to = dataclasses.replace(target("qnn", X_ELITE, embed=embed), external_initializers=100)
+    spec = ModelSpec("a", str(path), MODEL)
+    to = target("qnn", X_ELITE, embed=embed, external_initializers=100)
     request = compile_request(spec, to, tmp_path)
-    reply = compile_job(request)
+    reply = compile_worker.handle(request)
     names = {file.name for file in Path(request.folder).iterdir()}
     assert names == {"a_ctx.onnx", "a_ctx.data"} | (set() if embed else {"a_ctx_qnn.bin"})
     moved = shutil.move(request.folder, tmp_path / "elsewhere")
-    asked = ValidateRequest(spec, to, reply.product, reply.contexts[0], str(moved), HALF)
-    assert [agreement.output for agreement in validate(asked).agreements] == ["y", "z"]
+    validation = ValidateRequest(spec, to, reply.product, reply.contexts[0], str(moved), HALF)
+    assert [agreement.output for agreement in handle(validation).agreements] == ["y", "z"]
     (Path(moved) / "a_ctx.data").unlink()
     with pytest.raises(Exception, match=r"a_ctx\.data"):
-        validate(asked)
+        handle(validation)
 
 
-def test_an_optimized_graph_may_have_its_weights_outside(tmp_path: Path) -> None:
+def test_an_optimized_graph_can_have_external_initializers(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "models" / "a.onnx")
-    to = dataclasses.replace(target("cpu"), external_initializers=1000)
-    request = compile_request(ModelSpec("a", str(path), "m"), to, tmp_path)
-    compile_job(request)
+    to = target("cpu", external_initializers=1000)
+    request = compile_request(ModelSpec("a", str(path), MODEL), to, tmp_path)
+    compile_worker.handle(request)
     data = Path(request.folder) / "a_optimized.data"
-    # The matrix, and not the small ones.
+    # The matrix, but not the small tensors.
     assert data.stat().st_size == 256 * 10 * 4
 
 
 @needs_qnn
-def test_a_folder_in_the_users_cache_is_one_of_the_workers_here(
+def test_a_worker_has_a_user_cache_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,267 @@
+"""What programs import: everything in ``__all__``, and nothing else of the package.
+
+All functions run ONNX Runtime and EPs in worker processes, and so import neither onnxruntime nor onnx.
+They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a location, a message and a
+hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it stands for.
+
+These environment variables count, as in a build: ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS``
+and ``_TIMEOUT``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from hatch_epcontext.build.artifact import Result, Validation, ValidationStatus
+from hatch_epcontext.build.plan import Plan
+from hatch_epcontext.build.report import JobReport, ModelReport, Report
+from hatch_epcontext.build.run import build, open_cache
+from hatch_epcontext.config.settings import Optimization, ValidationMode
+from hatch_epcontext.errors import (
+    BuildError,
+    ConfigError,
+    EpcontextError,
+    InspectionError,
+    Kind,
+    MissingError,
+    ModelError,
+    OutputError,
+    Problem,
+    RequirementError,
+)
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.providers import Device, OptionValue
+from hatch_epcontext.tools import compile as compile_tool
+from hatch_epcontext.tools import compile_bytes
+from hatch_epcontext.tools import validate as validate_tool
+from hatch_epcontext.tools.compile import CompileResult
+from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.validate import ValidatedContext
+
+__all__ = [
+    "BuildError",
+    "CompileResult",
+    "ConfigError",
+    "EpcontextError",
+    "InspectionError",
+    "JobReport",
+    "Kind",
+    "MissingError",
+    "ModelError",
+    "ModelReport",
+    "OutputError",
+    "Problem",
+    "Report",
+    "RequirementError",
+    "ValidatedContext",
+    "Validation",
+    "ValidationStatus",
+    "compile_models",
+    "compile_to_bytes",
+    "validate_context",
+]
+
+
+def compile_models(
+    models: Path | Sequence[Path] | Mapping[str, Path],
+    output: Path,
+    provider: str,
+    *,
+    provider_options: Mapping[str, OptionValue] | None = None,
+    session_options: Mapping[str, OptionValue] | None = None,
+    device: Device | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    optimization: Optimization | None = None,
+    embed: bool | None = None,
+    share_weights: bool = False,
+    validate: ValidationMode | Mapping[str, Any] = "auto",
+    settings: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    cache_dir: Path | None = None,
+    log: Callable[[str], None] | None = None,
+) -> CompileResult:
+    """Compile ONNX models for one execution provider, validate the results, and write them.
+
+    The same as ``epcontext compile``: nothing is written unless all models succeed.
+
+    ``models``: one file, several, or files by name. The default name is the file's stem.
+    ``output``: a folder; or for one model the context model's own file, which ends with ``.onnx``.
+    ``provider``: a name of ``docs/providers.md``, or ONNX Runtime's name of the EP.
+    ``provider_options``, ``session_options``: checked by name and value.
+    ``device``: the device to compile for; the default is the provider's.
+    ``dims``: sizes of open dimensions, by the dimension's name.
+    ``shapes``: whole shapes, by input: a sequence of sizes, such as ``(1, 3, 224, 224)``.
+    ``constants``: values to which inputs are frozen, by input: a number, true or false, a string, or a
+    nested list of them; the dtype is the input's.
+    ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
+    ``embed``: whether the compiled blob is inside the context model; the default is a sidecar beside it.
+    ``share_weights``: compile all models together, with one sidecar.
+    ``validate``: the mode, or a table with ``mode``, ``inputs`` and ``tolerance``. An ``inputs`` file is
+    an ``.npz`` with an array for each input, of its dtype and shape.
+    ``settings``: any other keys of a target, a model or the build, as in TOML, such as
+    ``{"min-coverage": 0.9, "build.timeout": 600}`` (seconds).
+    ``overwrite``: replace existing files.
+    ``cache_dir``: the folder of the cache; the default is the user's cache folder.
+    ``log``: gets a line for each finished model or group, and warnings.
+
+    A key of ``dims``, ``shapes`` or ``constants`` counts for all models, and with a model's name before
+    it (``"decoder:length"``) for that model alone.
+
+    Raises ConfigError for invalid arguments, RequirementError when a package is missing or the provider
+    is not available here, BuildError when a model is invalid, is not compiled or fails its validation,
+    and OutputError when a file exists already, or is the source's own.
+
+    >>> result = compile_models(
+    ...     Path("digits.onnx"),
+    ...     Path("out"),
+    ...     "qnn",
+    ...     provider_options={"soc_model": 60, "htp_arch": 73},
+    ...     dims={"batch": 1},
+    ... )  # doctest: +SKIP
+    >>> [file.name for file in result.files]  # doctest: +SKIP
+    ['digits_ctx_qnn.bin', 'digits_ctx.onnx']
+    >>> result.report.jobs[0].models[0].validation.status  # doctest: +SKIP
+    <ValidationStatus.RAN: 'ran'>
+    """
+    if isinstance(models, Mapping):
+        named = dict(models)
+    else:
+        paths = [models] if isinstance(models, Path) else list(models)
+        named = name_models(paths, output if compile_tool.is_file(output, paths) else None)
+    job_settings = JobSettings(
+        provider_options=provider_options or {},
+        session_options=session_options or {},
+        device=device,
+        optimization=optimization,
+        embed=embed,
+        share_weights=share_weights,
+        dims=dims or {},
+        shapes=shapes or {},
+        constants=constants or {},
+        validate=validate,
+        settings=settings or {},
+        cache_dir=cache_dir,
+    )
+    config = configure(named, provider, job_settings)
+
+    def run(planned: Plan, staging: Path) -> Result:
+        return build(planned, staging, open_cache(config, staging, line), line)
+
+    def line(text: str) -> None:
+        if log is not None:
+            log(text)
+
+    return compile_tool.compile_models(config, output, run, overwrite=overwrite)
+
+
+def validate_context(
+    context: Path,
+    *,
+    source: Path | None = None,
+    provider: str | None = None,
+    provider_options: Mapping[str, OptionValue] | None = None,
+    session_options: Mapping[str, OptionValue] | None = None,
+    device: Device | None = None,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    inputs: str | Path = "random",
+    tolerance: Mapping[str, float] | Literal[False] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    structure_only: bool = False,
+    log: Callable[[str], None] | None = None,
+) -> ValidatedContext:
+    """Validate a context model, or an optimized graph, that any tool made.
+
+    The same as ``epcontext validate``. All files that the model names must be in its folder. Unless
+    ``structure_only`` is set, a copy of them in another folder must open without compiling, and run.
+
+    ``source``: the source model; outputs are then compared with those of the source on the CPU. The
+    source gets the fixed shapes of the context model, and ``dims``, ``shapes`` and ``constants``.
+    ``provider``: the provider; a context names its own, and only an optimized graph needs it.
+    ``provider_options``, ``session_options``, ``device``: for loading. Options that name a chip must fit
+    the context.
+    ``inputs``: ``"random"`` (seeded), ``"ones"``, ``"zeros"``, an ``.npz`` with an array for each input
+    (of its dtype and shape), or a folder with ``input_*.pb``.
+    ``tolerance``: limits that differ from the provider's: ``rtol``, ``atol``, ``cosine``; False to compare
+    nothing.
+    ``settings``: any other keys of a target, a model or the build, as in TOML.
+    ``log``: gets the steps of the worker, and each line that it prints.
+
+    Returns the facts of the model, and its validation, whose ``agreements`` are empty without a source.
+    Raises InspectionError when the file is not a context model, a file is missing, or another provider or
+    chip is meant; ConfigError for invalid arguments; RequirementError when a package is missing; and
+    BuildError when the model cannot be run here, or fails.
+
+    >>> validated = validate_context(
+    ...     Path("out/digits_ctx.onnx"), source=Path("digits.onnx")
+    ... )  # doctest: +SKIP
+    >>> validated.validation.agreements  # doctest: +SKIP
+    (Agreement(output='probs', max_abs=0.0007, cosine=0.99999),)
+    """
+    table: dict[str, Any] = {"inputs": inputs}
+    if tolerance is not None:
+        table["tolerance"] = tolerance
+    job_settings = JobSettings(
+        provider_options=provider_options or {},
+        session_options=session_options or {},
+        device=device,
+        dims=dims or {},
+        shapes=shapes or {},
+        constants=constants or {},
+        validate=table,
+        settings=settings or {},
+    )
+    return validate_tool.validate_context(
+        context,
+        provider,
+        source,
+        job_settings,
+        lambda timeout: Workers(timeout, log),
+        structure_only=structure_only,
+    )
+
+
+def compile_to_bytes(
+    model: bytes,
+    provider: str,
+    provider_options: Mapping[str, OptionValue] | None = None,
+    *,
+    data: Mapping[str, bytes] | None = None,
+    device: Device | None = None,
+    optimization: Optimization = "basic",
+    timeout: float = 1800.0,
+) -> bytes:
+    """Compile an ONNX model from memory to memory: a context model with the compiled blob inside.
+
+    For apps that compile on the user's machine. The model is neither prepared nor validated.
+
+    ``model``: the contents of an ONNX file. Its shapes must be fixed if the EP needs that.
+    ``provider``: the name of a provider that compiles contexts.
+    ``provider_options``: checked by name and value.
+    ``data``: the contents of the files of its external data, by the location that the model has for each.
+    ``device``: the device to compile for; the default is the provider's.
+    ``optimization``: ONNX Runtime's graph optimization before partitioning.
+    ``timeout``: seconds for the worker.
+
+    Returns the contents of the context model. Raises ConfigError when the provider does not exist, does
+    not compile contexts or does not have these options, RequirementError when ONNX Runtime or onnx is
+    not installed, and BuildError when the EP is unavailable, compiles nothing or takes too long.
+
+    >>> context = compile_to_bytes(
+    ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60}
+    ... )  # doctest: +SKIP
+    """
+    return compile_bytes.compile_to_bytes(
+        model,
+        provider,
+        provider_options,
+        data=data,
+        device=device,
+        optimization=optimization,
+        timeout=timeout,
+    )

@@ -1,0 +1,1 @@
+"""`Config` -> artifacts: plan, fingerprint, cache, jobs, and the report of what happened."""

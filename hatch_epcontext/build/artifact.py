@@ -1,0 +1,171 @@
+"""A job's result: files in a folder with a record, and how each of its models was validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hatch_epcontext.build.plan import Job
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.errors import Problem
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.ipc.protocol import Agreement, Context, ModelFacts, Simplifier
+from hatch_epcontext.providers import Product
+
+GENERATOR = "hatch-epcontext"
+"""The name that manifests and reports give as their generator, followed by the version."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How a model was prepared: the simplifier, the nodes before and after, and what failed before."""
+
+    simplifier: Simplifier
+    nodes_before: int
+    nodes: int
+    control_flow: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds; the times to load are None where they were not measured, with the reason."""
+
+    prepare: float
+    compile: float
+    load_source: float | None = None
+    load_context: float | None = None
+    not_measured: str | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster the context opens than the source, if both were measured."""
+        if self.load_source and self.load_context:
+            return self.load_source / self.load_context
+        return None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a job compiled. ``preparations`` and ``contexts``: one for each of the job's models, in
+    order; ``files``: by name in the artifact's folder; ``versions``: of the packages that compiled it.
+    """
+
+    product: Product
+    preparations: tuple[Preparation, ...]
+    contexts: tuple[Context, ...]
+    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str]
+    times: Times
+
+
+class ValidationStatus(Enum):
+    """How a context was validated."""
+
+    RAN = "ran"
+    """It was loaded and run on its EP."""
+    RAN_ON_CPU = "ran-on-cpu"
+    """It is an optimized graph, and was run on the CPU EP instead of its own."""
+    RAN_ALONE = "ran-alone"
+    """It shares weights: its files were checked, and the same model was run compiled alone."""
+    STRUCTURE = "structure"
+    """Only its files were checked."""
+    NOT_VALIDATED = "not-validated"
+    """Validation is switched off."""
+
+    @property
+    def label(self) -> str:
+        """The status for a table."""
+        return {
+            ValidationStatus.RAN: "ran",
+            ValidationStatus.RAN_ON_CPU: "ran on the CPU only",
+            ValidationStatus.RAN_ALONE: "ran alone",
+            ValidationStatus.STRUCTURE: "NOT run",
+            ValidationStatus.NOT_VALIDATED: "NOT validated",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How a context was validated; ``agreements`` is empty unless outputs were compared.
+
+    ``reason``: why it was not run as the app will run it.
+    """
+
+    status: ValidationStatus
+    agreements: tuple[Agreement, ...] = ()
+    reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The status for a table, and whether outputs were compared."""
+        if self.status is ValidationStatus.RAN:
+            return "ran and agrees" if self.agreements else "ran, not compared"
+        return self.status.label
+
+    @property
+    def cosine(self) -> float | None:
+        """The smallest of the outputs' cosine similarities, if there is one."""
+        return min((a.cosine for a in self.agreements if a.cosine is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A job's result on disk."""
+
+    folder: Path
+    record: Record
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.size for file in self.record.files.values())
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source model as this build found it."""
+
+    model: Model
+    facts: ModelFacts
+    sha256: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the model's file and its external data."""
+        folder = self.model.path.parent
+        names = (self.model.path.name, *self.facts.external_data)
+        return sum((folder / name).stat().st_size for name in names)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished job: its artifact, and the validation of each of its models by name.
+
+    ``saved``: bytes by which the artifact is smaller than its models compiled alone.
+    """
+
+    job: Job
+    artifact: Artifact
+    validations: Mapping[str, Validation]
+    cached: bool
+    saved: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed job, and its problems."""
+
+    job: Job
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a plan, with models and jobs in the plan's order."""
+
+    sources: tuple[Source, ...]
+    built: tuple[Built, ...]
+    failures: tuple[Failure, ...] = ()

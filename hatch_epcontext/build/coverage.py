@@ -1,0 +1,58 @@
+"""How much of a graph was compiled: in words, and whether it is enough."""
+
+from __future__ import annotations
+
+from hatch_epcontext.config.settings import Target
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
+from hatch_epcontext.ipc.protocol import Coverage, NodeFacts
+from hatch_epcontext.text import count
+
+MOST_NODES = 10
+"""The number of uncovered nodes that a message names."""
+
+
+def describe_coverage(coverage: Coverage | None) -> str:
+    """The coverage for a summary; an optimized graph has none."""
+    if coverage is None:
+        return "optimized graph"
+    contexts = count(coverage.partitions, "context")
+    return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
+
+
+def check_coverage(coverage: Coverage | None, target: Target, location: str) -> None:
+    """Raise BuildError, at ``location``, when less was compiled than ``target`` requires.
+
+    An optimized graph has no coverage.
+    """
+    if coverage is None or coverage.share >= target.min_coverage:
+        return
+    named = [_describe_node(node) for node in coverage.uncovered[:MOST_NODES]]
+    more = len(coverage.uncovered) - len(named)
+    raise BuildError(
+        Problem(
+            Kind.LOW_COVERAGE,
+            location,
+            f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
+            f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
+            f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
+            f"{_hint(coverage, target)} Or accept it:",
+            settings=(Setting(target.key / "min-coverage"),),
+        )
+    )
+
+
+def _hint(coverage: Coverage, target: Target) -> str:
+    if any(node.reason for node in coverage.uncovered):
+        return (
+            "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "
+            "before them, or freeze more inputs with constants."
+        )
+    return (
+        f"{target.provider.ep} does not have these operators, or only with other types or "
+        "attributes: change the model there."
+    )
+
+
+def _describe_node(node: NodeFacts) -> str:
+    reason = f" ({node.reason})" if node.reason else ""
+    return f"{node.op} {node.name}".rstrip() + reason

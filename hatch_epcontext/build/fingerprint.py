@@ -1,0 +1,59 @@
+"""What identifies a job's result: contents, settings and versions; no paths, no times."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hatch_epcontext.build.plan import Job, model_spec
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.files import file_sha256
+
+FORMAT = 4
+"""Raised when workers compile or validate the same request in another way."""
+
+
+def model_sha256(path: Path, external_data: Iterable[str]) -> str:
+    """The hex sha256 of a model: of its file, or of its file and all files of its external data."""
+    names = sorted(external_data)
+    own = file_sha256(path)
+    if not names:
+        return own
+    return value_sha256({"model": own, "data": {n: file_sha256(path.parent / n) for n in names}})
+
+
+def fingerprint(job: Job, sha256: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    """The hex sha256 that identifies the result of ``job``.
+
+    ``sha256``: of each model's contents, by its name; ``versions``: of ONNX Runtime and the EP's
+    package. Without versions it identifies the settings: what they compile with any versions.
+    """
+    return value_sha256(
+        {
+            "format": FORMAT,
+            "models": [(sha256[model.name], _model_settings(model)) for model in job.models],
+            "target": dataclasses.asdict(job.target.settings),
+            "versions": versions,
+        }
+    )
+
+
+_NOT_COMPILED = frozenset({"path", "key", "inputs"})
+"""Fields of a model that do not change what is compiled. All others count, also future ones."""
+
+
+def _model_settings(model: Model) -> dict[str, Any]:
+    spec = dataclasses.asdict(model_spec(model))
+    settings = {name: value for name, value in spec.items() if name not in _NOT_COMPILED}
+    # Without a comparison, preparation may accept the result of another simplifier.
+    return {**settings, "compared": model.validate.tolerance is not False}
+
+
+def value_sha256(value: Any) -> str:
+    """The hex sha256 of plain values; the order of keys does not count."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,138 @@
+"""Config -> Plan: the jobs, their build requirements, and the place of each result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hatch_epcontext.build.requirements import requirements
+from hatch_epcontext.config.settings import Config, Model, Target
+from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.ipc.protocol import ModelSpec, TargetSpec
+
+
+@dataclass(frozen=True)
+class Job:
+    """Models that are compiled together for one target; several only when they share weights.
+
+    ``group``: the name of their weight-sharing group.
+    """
+
+    models: tuple[Model, ...]
+    target: Target
+    group: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the group or of the only model."""
+        return self.group or self.models[0].name
+
+    @property
+    def location(self) -> str:
+        """The job in a message: ``"digits -> x-elite"``."""
+        members = f" ({' + '.join(model.name for model in self.models)})" if self.group else ""
+        return f"{self.name}{members} -> {self.target.name}"
+
+    @property
+    def alone(self) -> tuple[Job, ...]:
+        """A job for each of the models, without sharing."""
+        return tuple(Job((model,), self.target) for model in self.models)
+
+    @property
+    def folder(self) -> str:
+        """The artifact's folder below the output folder."""
+        return f"{self.name}/{self.target.name}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a build, and the distributions that they need, as requirement strings."""
+
+    config: Config
+    jobs: tuple[Job, ...]
+    requirements: tuple[str, ...]
+
+
+def plan(config: Config) -> Plan:
+    """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
+    return Plan(config, _jobs(config), requirements(config.targets))
+
+
+def _jobs(config: Config) -> tuple[Job, ...]:
+    jobs: list[Job] = []
+    problems: list[Problem] = []
+    for model in config.models:
+        for target in model.targets:
+            members = _members(config, model, target)
+            if len(members) < 2:
+                jobs.append(Job((model,), target))
+            elif members[0][0] is model:
+                problems += _check_group(members)
+                jobs.append(Job(tuple(m for m, _ in members), target, model.share_weights))
+    if problems:
+        raise ConfigError(*problems)
+    return tuple(jobs)
+
+
+def _members(config: Config, model: Model, target: Target) -> list[tuple[Model, Target]]:
+    """The models of a model's group, with their forms of ``target``; only some EPs share weights."""
+    if model.share_weights is None or not target.provider.shares_weights:
+        return []
+    return [
+        (other, its)
+        for other in config.models
+        if other.share_weights == model.share_weights
+        for its in other.targets
+        if its.name == target.name
+    ]
+
+
+def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
+    (_, first), *others = members
+    for model, target in members:
+        if target.settings.embed:
+            yield Problem.at(
+                model.key / "share-weights",
+                Kind.CONFLICTING_KEYS,
+                f"shares one sidecar on the target {target.name}, and embed = true puts it inside "
+                "each context model.",
+                "Remove embed, or the group.",
+            )
+    for model, target in others:
+        if dataclasses.replace(target, key=first.key) != first:
+            yield Problem.at(
+                model.key / "share-weights",
+                Kind.INVALID_SHARING,
+                "the models of a group are compiled together, and this model has other settings for "
+                f"the target {target.name} than {members[0][0].name}.",
+                "Move what they narrow to the target, or give both the same settings.",
+            )
+
+
+def model_spec(model: Model) -> ModelSpec:
+    """A model as requests carry it."""
+    return ModelSpec(
+        model.name,
+        str(model.path),
+        model.key,
+        model.dims,
+        model.shapes,
+        model.constants,
+        model.validate.inputs,
+    )
+
+
+def model_spec_for(model: Model, target: Target) -> ModelSpec:
+    """A model as requests carry it that run it on ``target``.
+
+    Where the target's profiles leave shapes open, the inputs have the shapes that the first profile is
+    optimized for.
+    """
+    fed = {name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()}
+    return dataclasses.replace(model_spec(model), shapes={**fed, **model.shapes})
+
+
+def target_spec(target: Target) -> TargetSpec:
+    """A target as requests carry it."""
+    return TargetSpec(target.name, target.settings, target.provider.plugin, target.load_options)

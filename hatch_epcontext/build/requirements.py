@@ -1,0 +1,235 @@
+"""Build requirements of the targets: the ONNX Runtime distribution, other packages, what is installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hatch_epcontext.config.settings import Target
+from hatch_epcontext.errors import (
+    ConfigError,
+    Key,
+    Kind,
+    MissingError,
+    Problem,
+    RequirementError,
+)
+from hatch_epcontext.providers import DISTRIBUTIONS
+from hatch_epcontext.text import count, listing
+
+ONNX_RUNTIME = ">=1.23"
+"""Older releases have no ModelCompiler that fails when nothing was compiled."""
+
+TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
+"""What a worker imports besides ONNX Runtime."""
+
+INSPECTION = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *TOOLS)
+"""The requirements to read models without compiling any."""
+
+_IN_TURN = (
+    "Build some targets with HATCH_EPCONTEXT_TARGETS=<names>, which fills the cache, and then all "
+    "with HATCH_EPCONTEXT_FROM_CACHE=<names>."
+)
+
+
+def relevant_distributions(target: Target) -> frozenset[str]:
+    """The distributions whose versions can change what is compiled for ``target``."""
+    wanted = target.requirements or target.provider.requirements
+    named: set[str] = {canonicalize_name(Requirement(r).name) for r in wanted}
+    plugin = target.provider.plugin
+    if plugin is not None and plugin.module:
+        named |= _owners(plugin.module.split(".")[0])
+    return frozenset({*named, *DISTRIBUTIONS})
+
+
+def _owners(package: str) -> set[str]:
+    """The installed distributions that have files in the import package ``package``."""
+    # `packages_distributions` sees all of them only from Python 3.11 on.
+    return {
+        canonicalize_name(each.name)
+        for each in metadata.distributions()
+        if any(file.parts[0] == package for file in each.files or ())
+    }
+
+
+def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[str, str]:
+    """The versions, out of ``installed_versions``, of all that ``target`` is compiled with."""
+    named = relevant_distributions(target)
+    versions = {
+        name: installed_versions[name] for name in sorted(named & installed_versions.keys())
+    }
+    for name in sorted(named - installed_versions.keys() - frozenset(DISTRIBUTIONS)):
+        if version := installed(name):
+            versions[name] = version
+    return versions
+
+
+def _most_demanding(targets: Iterable[Target]) -> list[Target]:
+    """One target of each name, in the form that needs the most.
+
+    Models narrow targets, and a target's requirements are those of all its models.
+    """
+    chosen: dict[str, Target] = {}
+    for target in targets:
+        if target.name not in chosen or (target.needs_ep and not chosen[target.name].needs_ep):
+            chosen[target.name] = target
+    return list(chosen.values())
+
+
+def _distribution(targets: Iterable[Target]) -> str:
+    """The ONNX Runtime distribution with which all targets can be built."""
+    targets = list(targets)
+    possible = [name for name in DISTRIBUTIONS if _fits(name, targets)]
+    if not possible:
+        needs = ", ".join(
+            f"{t.name}: {' or '.join(t.provider.distributions)}" for t in targets if t.needs_ep
+        )
+        message = f"no single ONNX Runtime distribution fits all targets ({needs})."
+        raise ConfigError(
+            Problem.at(Key() / "targets", Kind.CONFLICTING_REQUIREMENTS, message, _IN_TURN)
+        )
+    # Without isolation one may be installed already, and two exclude each other.
+    if present := [name for name in possible if installed(name)]:
+        return present[0]
+
+    def penalty(name: str) -> int:
+        # Without its own distribution an optimized graph can be made, but not run on its EP.
+        wanted = (t.provider.distributions for t in targets if not _unavailable(t))
+        return sum(d.index(name) if name in d else len(DISTRIBUTIONS) for d in wanted)
+
+    return min(possible, key=penalty)
+
+
+def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
+    """What a front end installs for all targets, with exactly one ONNX Runtime distribution.
+
+    ``targets`` may have several forms of one target. Raises ConfigError when they cannot be built in
+    one environment.
+    """
+    # What cannot be installed on this machine is left out, and reported when it is to be compiled:
+    # an editable install of the source models needs none of it.
+    targets = [
+        t
+        for t in _most_demanding(targets)
+        if not t.from_cache and not (t.needs_ep and _unavailable(t))
+    ]
+    distribution = _distribution(targets)
+    wanted = [
+        requirement
+        for t in targets
+        if not _unavailable(t)
+        for requirement in t.requirements or t.provider.requirements
+    ]
+    named = {canonicalize_name(Requirement(r).name) for r in wanted}
+    own = named.intersection(DISTRIBUTIONS)
+    together = own if len(own) == 1 and _fits(max(own), targets) else own | {distribution}
+    for group in (
+        frozenset(DISTRIBUTIONS),
+        *(group for t in targets for group in t.provider.conflicts),
+    ):
+        if len(clash := sorted((named | together) & group)) > 1:
+            message = f"{listing(clash)} cannot be installed together: they overwrite each other."
+            raise ConfigError(Problem.at(Key(), Kind.CONFLICTING_REQUIREMENTS, message, _IN_TURN))
+    base = [] if together & named else [distribution + ONNX_RUNTIME]
+    return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
+
+
+def _fits(distribution: str, targets: Iterable[Target]) -> bool:
+    return all(distribution in t.provider.distributions for t in targets if t.needs_ep)
+
+
+def _unavailable(target: Target) -> str | None:
+    """The reason why the packages of ``target`` cannot be installed on this machine, if there is one."""
+    if target.requirements is not None:
+        return None
+    python = (sys.version_info.major, sys.version_info.minor)
+    return target.provider.unavailable(python, sys.platform)
+
+
+def _check_available(targets: Iterable[Target]) -> None:
+    problems = [
+        Problem(
+            Kind.UNAVAILABLE_PROVIDER,
+            f"target {target.name}",
+            f"the {target.provider.name} provider {reason}.",
+            "Build on another machine, or leave the target out.",
+        )
+        for target in targets
+        if target.needs_ep and (reason := _unavailable(target))
+    ]
+    if problems:
+        raise RequirementError(*problems)
+
+
+def check_environment(targets: Iterable[Target], requirements: Iterable[str]) -> Mapping[str, str]:
+    """The version of each installed distribution that ``requirements`` names.
+
+    For builds without isolation, in which no front end installs anything. Raises RequirementError when
+    a target cannot be built on this machine or two distributions conflict, and MissingError with the
+    pip command when something is missing or too old. Imports none of it.
+    """
+    targets = [target for target in _most_demanding(targets) if not target.from_cache]
+    _check_available(targets)
+    groups = {group for target in targets for group in target.provider.conflicts}
+    for names in (DISTRIBUTIONS, *map(sorted, groups)):
+        _check_conflicts([name for name in names if installed(name)])
+    present = [name for name in DISTRIBUTIONS if installed(name)]
+    fitting = {name for name in DISTRIBUTIONS if _fits(name, targets)}
+    versions: dict[str, str] = {}
+    missing = []
+    for requirement in map(Requirement, requirements):
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
+        name: str = canonicalize_name(requirement.name)
+        if name in DISTRIBUTIONS and fitting.intersection(present):
+            name = present[0]
+        version = installed(name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            missing.append((str(requirement), version))
+        else:
+            versions[name] = version
+    if missing:
+        found = "; ".join(
+            f"{requirement} ({'not installed' if version is None else f'{version} is installed'})"
+            for requirement, version in missing
+        )
+        quoted = " ".join(f'"{requirement}"' for requirement, _ in missing)
+        verb = "is" if len(missing) == 1 else "are"
+        raise MissingError(
+            Problem(
+                Kind.MISSING_REQUIREMENT,
+                "this environment",
+                f"{count(len(missing), 'build requirement')} {verb} missing: {found}.",
+                f"Run: {_python()} -m pip install {quoted}",
+            )
+        )
+    return versions
+
+
+def _check_conflicts(present: list[str]) -> None:
+    if len(present) > 1:
+        raise RequirementError(
+            Problem(
+                Kind.CONFLICTING_REQUIREMENTS,
+                "this environment",
+                f"{listing(present)} are both installed, and overwrite each other.",
+                f"Run: {_python()} -m pip uninstall {' '.join(present)}, "
+                "then install the one that you need.",
+            )
+        )
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> str:
+    return sys.executable or "python"

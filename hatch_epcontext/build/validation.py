@@ -1,0 +1,120 @@
+"""How the models of a job are validated: by running them, or the reason why not."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.build.plan import Job
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
+from hatch_epcontext.files import file_sha256, record_files
+from hatch_epcontext.ipc.protocol import ValidateReply
+
+
+def describe_validation(validation: Validation) -> str:
+    """The validation for a summary."""
+    reason = f" ({validation.reason})" if validation.reason else ""
+    if validation.status is ValidationStatus.NOT_VALIDATED:
+        return "NOT validated (validate = false)"
+    if validation.status is ValidationStatus.STRUCTURE:
+        return f"structure checked, NOT run{reason}"
+    ran = {
+        ValidationStatus.RAN: "ran",
+        ValidationStatus.RAN_ON_CPU: f"ran on the CPU only{reason}",
+        ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled alone it ran",
+    }[validation.status]
+    if not validation.agreements:
+        return f"{ran}, outputs finite, not compared"
+    largest = max(agreement.max_abs for agreement in validation.agreements)
+    cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
+    return f"{ran} and agrees with the CPU ({cosine}largest difference {largest:.2g})"
+
+
+def validation_key(job: Job, model: Model) -> str:
+    """What identifies the validation of a model, besides its artifact: inputs, tolerance, options."""
+    tolerance = model.tolerance_for(job.target.provider)
+    return value_sha256(
+        {
+            "format": FORMAT,
+            "model": model.name,
+            "inputs": _inputs_digest(model.validate.inputs),
+            "tolerance": asdict(tolerance) if tolerance else None,
+            "load_options": job.target.load_options,
+        }
+    )
+
+
+def _inputs_digest(inputs: str) -> str:
+    path = Path(inputs)
+    if path.is_file():
+        return file_sha256(path)
+    if path.is_dir():
+        return value_sha256({name: file.sha256 for name, file in record_files(path).items()})
+    return inputs
+
+
+def validation_without_run(job: Job, model: Model) -> Validation | None:
+    """The validation of a model that shall not be run, or cannot be run on this machine; else None."""
+    mode = model.validate.mode
+    if mode is False:
+        return Validation(ValidationStatus.NOT_VALIDATED)
+    if mode == "structure":
+        return Validation(ValidationStatus.STRUCTURE, reason='validate = "structure"')
+    if not (reason := reason_not_to_run(job)):
+        return None
+    if mode == "require" and not job.target.from_cache:
+        raise not_run_error(job, model, reason)
+    return Validation(ValidationStatus.STRUCTURE, reason=reason)
+
+
+def reason_not_to_run(job: Job) -> str | None:
+    """Why the job's result cannot be run on this machine, if that is known without asking the EP."""
+    provider = job.target.provider
+    if job.target.settings.virtual_devices:
+        return f"{provider.ep} compiled for a virtual device"
+    if provider.runs_on(sys.platform, platform.machine()):
+        return None
+    machine = f"({sys.platform}, {platform.machine()})"
+    return f"{provider.ep} cannot run its contexts on this machine {machine}"
+
+
+def validation_from_reply(artifact: Artifact, reply: ValidateReply) -> Validation:
+    """The validation of ``artifact`` by a worker."""
+    if reply.unavailable is None:
+        return Validation(ValidationStatus.RAN, reply.agreements)
+    optimized = artifact.record.product == "optimized"
+    status = ValidationStatus.RAN_ON_CPU if optimized else ValidationStatus.STRUCTURE
+    return Validation(status, reply.agreements, reply.unavailable)
+
+
+def validation_of_shared(job: Job, model: Model, alone: Validation) -> Validation:
+    """The validation of a context that shares weights, where such contexts cannot be opened.
+
+    ``alone`` is the validation of the same model compiled alone.
+    """
+    if alone.status is ValidationStatus.NOT_VALIDATED or not model.validate.mode:
+        return alone
+    reason = f"{job.target.provider.ep} cannot open contexts that share weights on this machine"
+    if model.validate.mode == "require":
+        raise not_run_error(job, model, reason)
+    if alone.status is not ValidationStatus.RAN:
+        return alone
+    return Validation(ValidationStatus.RAN_ALONE, alone.agreements, reason)
+
+
+def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
+    """The error for a model that must be run, and cannot be."""
+    return BuildError(
+        Problem(
+            Kind.NOT_RUN,
+            f"{job.location}: validation",
+            f'{reason.rstrip(".")}, and validate is "require".',
+            "Build on another machine, or check only what this one can:",
+            settings=(Setting(model.key / "validate", "auto"),),
+        )
+    )

@@ -1,0 +1,141 @@
+"""What commands that run jobs have in common: output, progress and reports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hatch_epcontext.build import html_report
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.build.cache import Store, default_root
+from hatch_epcontext.build.plan import Plan
+from hatch_epcontext.build.report import make_report
+from hatch_epcontext.build.run import IncompleteError, build, open_cache
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.serialize import to_json
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def warn(text: str) -> None:
+    """Print a warning."""
+    click.echo(f"epcontext: {text}", err=True)
+
+
+@dataclass(frozen=True)
+class Verbosity:
+    """How much a command prints while it runs.
+
+    ``verbose`` is how often ``--verbose`` was given.
+    """
+
+    quiet: bool
+    verbose: int
+
+    @classmethod
+    def beside_json(cls, quiet: bool, verbose: int, *, as_json: bool) -> Verbosity:
+        """The verbosity of a command that prints JSON with ``as_json``: quiet unless it is verbose."""
+        return cls(quiet or (as_json and not verbose), verbose)
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
+        """While it is entered, a progress bar on a terminal; elsewhere only a line for each step.
+
+        The value is the function to call with a line after each of the ``total`` steps.
+        """
+        console = Console(stderr=True)
+        if self.quiet or not console.is_terminal:
+            yield self._print
+            return
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bars:
+            task = bars.add_task(title, total=total)
+
+            def advance(line: str) -> None:
+                bars.advance(task)
+                self._print(line)
+
+            yield advance
+
+    def workers(self, timeout: float) -> Workers:
+        """Workers with this ``timeout`` in seconds, whose log is printed if the command is verbose."""
+        return Workers(timeout, self._print if self.verbose else None, verbose=self.verbose > 1)
+
+    def _print(self, line: str) -> None:
+        if not self.quiet:
+            # On a terminal rich replaces the stream, and keeps its bar below.
+            click.echo(line, err=True)
+
+
+cache_option = click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=f"{PREFIX}CACHE_DIR",
+    help="The folder of the cache. The default is the user's cache folder.",
+)
+
+
+def open_store(cache_dir: Path | None) -> Store:
+    """The store in ``cache_dir``, or in the user's cache folder."""
+    return Store((cache_dir or default_root()).expanduser().absolute())
+
+
+def verbosity_options(command: Command) -> Command:
+    """``--quiet`` and ``--verbose``."""
+    quiet = click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+    verbose = click.option(
+        "-v",
+        "--verbose",
+        count=True,
+        help="Print the steps of workers and their log; twice: ONNX Runtime's whole log.",
+    )
+    return verbose(quiet(command))
+
+
+def report_options(command: Command) -> Command:
+    """``--json`` and ``--report``."""
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+    report = click.option(
+        "--report",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="F.html",
+        help="Write an HTML report: sizes, coverage, validation, times, failures.",
+    )
+    return report(as_json(command))
+
+
+def run_plan(
+    planned: Plan, staging: Path, verbosity: Verbosity, title: str, *, as_json: bool
+) -> Result:
+    """Run all jobs, and report on them; raises as `build` does.
+
+    With ``as_json`` the report is printed. The HTML report is written if the plan's configuration has a
+    path for it.
+    """
+    config = planned.config
+    cache = open_cache(config, staging, warn)
+    workers = verbosity.workers(config.build.timeout)
+    try:
+        with verbosity.progress("building", len(planned.jobs)) as log:
+            result = build(planned, staging, cache, log, workers)
+    except IncompleteError as error:
+        _report(error.result, planned, title, as_json=as_json)
+        raise
+    _report(result, planned, title, as_json=as_json)
+    return result
+
+
+def _report(result: Result, planned: Plan, title: str, *, as_json: bool) -> None:
+    report = make_report(result)
+    if as_json:
+        click.echo(to_json(report), nl=False)
+    if planned.config.report is not None:
+        html_report.write(report, title, planned.config.report)

@@ -1,0 +1,147 @@
+"""Errors about a configuration that was made from flags: messages name the flags."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hatch_epcontext.errors import BuildError, EpcontextError, Key, KeyNames, Setting
+from hatch_epcontext.text import quoted_key, to_toml
+
+Parts = tuple["str | int", ...]
+
+_META = f"{__name__}.wording"
+
+_PAIRS = {
+    "provider-options": "--option",
+    "session-options": "--config",
+    "dims": "--dim",
+    "shapes": "--shape",
+    "constants": "--constant",
+}
+"""Tables that are written with a flag for each of their keys."""
+
+_VALUES = {"provider": "--provider", "device": "--device", "optimization": "--optimization"}
+"""Keys that are written with a flag and its value."""
+
+_SWITCHES = {"embed": "--embed", "share-weights": "--share-weights"}
+"""Keys that are written with a flag alone."""
+
+_OF_MODELS = ("dims", "shapes", "constants")
+"""Tables whose keys can have a model's name before them."""
+
+_INPUTS = ("validate", "inputs")
+
+
+@dataclass(frozen=True)
+class FlagNames(KeyNames):
+    """Names keys by the flags in which a user writes them.
+
+    ``models``: the command's models by name, in the order of the configuration.
+    """
+
+    models: Mapping[str, Path]
+
+    def key(self, key: Key) -> str:
+        """The flag for ``key``, after the file of the model that it belongs to."""
+        index, parts = _split(key)
+        if index is None:
+            return _flag(parts) if parts else "--provider"
+        path = str(list(self.models.values())[index])
+        return f"{path}: {_flag(parts)}" if parts else path
+
+    def setting(self, setting: Setting) -> str:
+        """The flags for ``setting``, with its value if it has one."""
+        index, parts = _split(setting.key)
+        name, value = parts[0] if parts else "provider", setting.value
+        if name in _PAIRS:
+            model = ""
+            if index is not None and name in _OF_MODELS and len(self.models) > 1:
+                model = f"{list(self.models)[index]}:"
+            return _pairs(_PAIRS[str(name)], model, parts[1:], value)
+        if name in _SWITCHES:
+            return f"--no-{name}" if value is False else _SWITCHES[str(name)]
+        if name in _VALUES or parts == _INPUTS:
+            flag = _flag(parts or (name,))
+            return flag if value is None else f"{flag} {shlex.quote(_text(value))}"
+        return _pairs("--set", "", (_dotted(parts),), value)
+
+
+def _split(key: Key) -> tuple[int | None, Parts]:
+    """The index of the key's model, if it has one, and the rest of the key inside its table."""
+    parts = key.parts
+    if parts[:1] == ("models",) and len(parts) > 1:
+        assert isinstance(parts[1], int)
+        return parts[1], parts[2:]
+    # There is only one target, and its keys are written without its name.
+    return None, parts[2:] if parts[:1] == ("targets",) else parts
+
+
+def _flag(parts: Parts) -> str:
+    name, *rest = parts
+    if parts == ("models",):
+        return "MODEL"
+    if parts == _INPUTS:
+        return "--inputs"
+    if name in _PAIRS:
+        return f"{_PAIRS[str(name)]} {_dotted(tuple(rest))}".rstrip()
+    flag = {**_VALUES, **_SWITCHES}.get(str(name))
+    return f"--set {_dotted(parts)}" if flag is None or rest else flag
+
+
+def _pairs(flag: str, model: str, rest: Parts, value: Any) -> str:
+    """``flag`` for each key of a table; ``rest`` is the key itself where ``value`` is not the table."""
+    if value is None:
+        return f"{flag} {model}{_dotted(rest)}".rstrip()
+    pairs = {rest[0]: value} if rest else value
+    text = _sizes if flag == "--shape" else _text
+    return " ".join(
+        f"{flag} {shlex.quote(f'{model}{key}={text(item)}')}" for key, item in pairs.items()
+    )
+
+
+def _sizes(shape: Any) -> str:
+    return ",".join(map(str, shape))
+
+
+def _text(value: Any) -> str:
+    """A value as flags take it: TOML, and strings without quotes."""
+    return value if isinstance(value, str) else to_toml(value)
+
+
+def _dotted(parts: Parts) -> str:
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{quoted_key(part)}" if text else quoted_key(part)
+    return text
+
+
+@dataclass(frozen=True)
+class _Wording:
+    names: KeyNames
+    headline: str
+
+
+def use_flag_names(models: Mapping[str, Path], headline: str) -> None:
+    """Make the errors of the running command name flags.
+
+    ``headline``: the headline of errors of models, for a command that makes no wheel.
+    """
+    click.get_current_context().meta[_META] = _Wording(FlagNames(models), headline)
+
+
+def error_text(error: EpcontextError, ctx: click.Context) -> str:
+    """The message for ``error``, worded as the command chose with `use_flag_names`."""
+    wording: _Wording | None = ctx.meta.get(_META)
+    if wording is None:
+        return str(error)
+    headline = wording.headline if isinstance(error, BuildError) else None
+    return error.text(wording.names, headline)

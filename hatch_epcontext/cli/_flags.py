@@ -1,0 +1,170 @@
+"""Flags for what a configuration contains: provider, options, shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from click.shell_completion import CompletionItem
+
+from hatch_epcontext.cli._flags_to_config import job_settings
+from hatch_epcontext.config.settings import SYNTHETIC, Optimization
+from hatch_epcontext.providers import PROVIDERS, Device
+from hatch_epcontext.text import show
+
+Command = Callable[..., Any]
+
+
+# Not subscripted: only newer releases of click have type parameters here.
+class _Pair(click.ParamType):  # type: ignore[type-arg]
+    """``key=value``, split at the first ``=``."""
+
+    name = "key=value"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = value.partition("=")
+        if not equals or not key:
+            self.fail(f"{show(value)} is not {self.name}.", param, ctx)
+        return key, text
+
+
+def _mapping(
+    ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]
+) -> dict[str, str]:
+    return dict(pairs)
+
+
+def _providers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in PROVIDERS if name.startswith(incomplete)]
+
+
+def provider_option(*, required: bool = True) -> Callable[[Command], Command]:
+    """``--provider``."""
+    return click.option(
+        "-p",
+        "--provider",
+        required=required,
+        metavar="P",
+        shell_complete=_providers,
+        help=f"The execution provider: {', '.join(PROVIDERS)}; or ONNX Runtime's name of the EP.",
+    )
+
+
+models_argument = click.argument(
+    "models",
+    nargs=-1,
+    required=True,
+    metavar="MODEL...",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+
+
+def _pairs(*names: str, help: str, metavar: str) -> Command:  # noqa: A002
+    return click.option(
+        *names,
+        type=_Pair(),
+        multiple=True,
+        metavar=metavar,
+        help=help,
+        callback=_mapping,
+    )
+
+
+_LOADING = (
+    _pairs(
+        "-O", "--option", "options", metavar="K=V",
+        help="A provider option; repeatable.",
+    ),
+    _pairs(
+        "-C", "--config", "configs", metavar="K=V",
+        help="An ONNX Runtime session option; repeatable.",
+    ),
+    click.option(
+        "-d", "--device", type=click.Choice(get_args(Device)),
+        help="The device to compile for and to run on. The default depends on the provider.",
+    ),
+)  # fmt: skip
+"""Flags about opening a session."""
+
+_INPUTS = (
+    _pairs(
+        "--dim", "dims", metavar="N=V",
+        help="The size of an open dimension, such as batch=1; repeatable.",
+    ),
+    _pairs(
+        "--shape", "shapes", metavar="X=1,3,224,224",
+        help="The whole shape of an input; repeatable.",
+    ),
+    _pairs(
+        "--constant", "constants", metavar="X=V",
+        help="An input that is frozen to a value, such as sr=16000; repeatable.",
+    ),
+    click.option(
+        "-i", "--inputs",
+        help=f"Dummy inputs: {', '.join(SYNTHETIC)}, an .npz, or a folder with input_*.pb. "
+        "The default is random.",
+    ),
+)  # fmt: skip
+"""Flags about a model's inputs."""
+
+_OPTIMIZATION = click.option(
+    "-l",
+    "--optimization",
+    type=click.Choice(get_args(Optimization)),
+    help="ONNX Runtime's graph optimization before partitioning. The default is basic.",
+)
+
+_SETTING = _pairs(
+    "--set",
+    "settings",
+    metavar="KEY=TOML",
+    help="Any other key of a target, a model or the build, such as min-coverage=0.9, "
+    "validate.tolerance={atol=0.1} or build.timeout=600; repeatable.",
+)
+
+_SETTINGS = (
+    "options",
+    "configs",
+    "device",
+    "dims",
+    "shapes",
+    "constants",
+    "inputs",
+    "optimization",
+    "settings",
+)
+"""The parameters of `job_settings`."""
+
+
+def loading_flags(command: Command) -> Command:
+    """The flags about opening and running models; the command gets their values as ``job``."""
+    return _with_options(_bundled(command), *_LOADING, *_INPUTS, _SETTING)
+
+
+def job_flags(command: Command) -> Command:
+    """The flags about compiling models; the command gets ``provider``, and the others as ``job``."""
+    flags = (provider_option(), *_LOADING, *_INPUTS, _OPTIMIZATION, _SETTING)
+    return _with_options(_bundled(command), *flags)
+
+
+def _bundled(command: Command) -> Command:
+    @functools.wraps(command)
+    def bundled(**values: Any) -> Any:
+        taken = {name: values.pop(name) for name in _SETTINGS if name in values}
+        return command(job=job_settings(**taken), **values)
+
+    return bundled
+
+
+def _with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """``command`` with these options, which its help shows in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,1 @@
+"""Checks of tables whose types are valid; each yields the problems that it finds."""

@@ -1,0 +1,44 @@
+"""Checks that tables of several kinds have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from hatch_epcontext.errors import Key, Kind, Problem
+from hatch_epcontext.text import show, toml_key
+
+
+def check_values(key: Key, table: Any) -> Iterator[Problem]:
+    """Each value of ``table``, which stands at ``key``, by the check that its key declares."""
+    for field in dataclasses.fields(table):
+        value, check = getattr(table, field.name), field.metadata["check"]
+        if value is not None and check is not None and (allowed := check(value)):
+            message = f"must be {allowed}, not {show(value)}."
+            yield Problem.at(key / toml_key(field.name), Kind.INVALID_VALUE, message)
+
+
+def check_name(key: Key, name: str) -> Iterator[Problem]:
+    """A model's or target's name, which becomes a folder in the wheel."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith("."):
+        yield Problem.at(
+            key,
+            Kind.INVALID_NAME,
+            f"{show(name)} cannot be the name of a folder in the wheel.",
+            "Use letters, digits, '.', '_' and '-', with a letter or digit first.",
+        )
+
+
+def check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Iterator[Problem]:
+    """Keys and names: no two may be the same, in any case, because they would share a folder."""
+    seen: dict[str, Key] = {}
+    for key, name in named:
+        if seen.setdefault(name.casefold(), key) != key:
+            yield Problem.at(
+                key,
+                Kind.DUPLICATE_NAME,
+                f"has the same name as another {what}: {show(name)}.",
+                f"Give each {what} its own name.",
+            )

@@ -1,0 +1,166 @@
+"""Checks of provider options and session options: ONNX Runtime and its EPs check neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.providers import OptionValue, Provider, render
+from hatch_epcontext.text import listing, show, suggestion
+
+SESSION_OPTIONS = frozenset(
+    """
+    ep.context_node_name_prefix ep.dynamic.workload_type ep.enable_weightless
+    memory.enable_memory_arena_shrinkage mlas.disable_kleidiai
+    mlas.enable_gemm_fastmath_arm64_bfloat16 mlas.use_lut_gemm
+    optimization.constant_folding_max_output_size_in_bytes
+    optimization.disable_specified_optimizers optimization.enable_cast_chain_elimination
+    optimization.enable_gelu_approximation session.allow_released_opsets_only
+    session.collect_node_memory_stats_to_file session.debug_layout_transformation
+    session.disable_aot_function_inlining session.disable_cpu_ep_fallback
+    session.disable_double_qdq_remover session.disable_prepacking
+    session.disable_qdq_constant_folding session.disable_quant_qdq session.dynamic_block_base
+    session.enable_cpu_mem_arena session.enable_dq_matmulnbits_fusion
+    session.enable_mem_pattern session.enable_profiling session.enable_quant_qdq_cleanup
+    session.execution_mode session.fail_on_suboptimal_compiled_model
+    session.force_spinning_stop session.graph_optimizations_loop_level
+    session.inter_op.allow_spinning session.inter_op_num_threads
+    session.intra_op.allow_spinning session.intra_op_num_threads
+    session.intra_op_thread_affinities session.layer_assignment_settings session.log_id
+    session.log_severity_level session.log_verbosity_level session.node_partition_config_file
+    session.prepack.enable_parallel session.qdq_matmulnbits_accuracy_level
+    session.qdq_matmulnbits_block_size session.resource_cuda_partitioning_settings
+    session.set_denormal_as_zero session.strict_shape_type_inference
+    session.use_deterministic_compute session.use_device_allocator_for_initializers
+    session.use_env_allocators session.use_per_session_threads
+    """.split()  # noqa: SIM905
+)
+"""Session options that a user may set (``onnxruntime_session_options_config_keys.h``, ONNX Runtime 1.31)."""
+
+RESERVED_SESSION_OPTIONS = {
+    "ep.context_enable": "compiling always sets it",
+    "ep.context_embed_mode": "use embed = true or false",
+    "ep.context_file_path": "the places of files in the wheel are fixed",
+    "ep.share_ep_contexts": "use share-weights",
+    "ep.stop_share_ep_contexts": "use share-weights",
+    "ep.context_model_external_initializers_file_name": "the places of files in the wheel are fixed",
+    "session.compile_only": "ONNX Runtime sets it itself",
+    "session.disable_model_compile": "the loader sets it for compiled models",
+    "session.graph_optimization_level": 'use optimization = "..."',
+    "session.optimized_model_filepath": "the places of files in the wheel are fixed",
+    "session.record_ep_graph_assignment_info": "validation sets it",
+}
+"""Session options that the build or the loader sets, each with the reason or the key to use."""
+
+
+def check_options(
+    key: Key,
+    options: Mapping[str, OptionValue],
+    load_options: Mapping[str, OptionValue],
+    provider: Provider,
+    target: Key,
+) -> Iterator[Problem]:
+    """The two tables of provider options in the table at ``key``, for the target at ``target``."""
+    if provider.any_options:
+        return
+    unchecked = Setting(target / "allow-unknown-options", True)
+    yield from _check_values(key / "provider-options", options, provider, unchecked)
+    yield from _check_values(key / "load-options", load_options, provider, unchecked)
+    for name, value in load_options.items():
+        if name in provider.options and provider.options[name].scope == "compile":
+            yield Problem.at(
+                key / "load-options" / name,
+                Kind.OPTION_SCOPE,
+                "counts only when the model is compiled.",
+                "Move it to provider-options.",
+                Setting(key / "provider-options" / name, value),
+            )
+    for group in provider.exclusive:
+        if len(both := sorted(group & options.keys())) > 1:
+            yield Problem.at(
+                key / "provider-options",
+                Kind.CONFLICTING_OPTIONS,
+                f"{listing(both)} exclude each other.",
+                "Keep one of them.",
+            )
+
+
+def _check_values(
+    key: Key, options: Mapping[str, OptionValue], provider: Provider, unchecked: Setting
+) -> Iterator[Problem]:
+    for name, value in options.items():
+        place = key / name
+        if name in provider.reserved:
+            message = f"is reserved: {provider.reserved[name]}."
+            yield Problem.at(place, Kind.RESERVED_OPTION, message)
+        elif name in provider.deprecated:
+            yield Problem.at(
+                place,
+                Kind.DEPRECATED_OPTION,
+                f"is deprecated, and {provider.ep} ignores it.",
+                f"Use {provider.deprecated[name]}.",
+            )
+        elif name not in provider.options:
+            yield _unknown(place, name, provider, unchecked)
+        elif provider.options[name].kind == "pointer":
+            yield Problem.at(
+                place,
+                Kind.INVALID_OPTION,
+                f"must be {provider.options[name].allowed}.",
+                f"The app can set it: load(..., provider_options={{{name!r}: ...}}).",
+            )
+        else:
+            try:
+                provider.options[name].render(value)
+            except ValueError as allowed:
+                message = f"must be {allowed}, not {show(value)}."
+                yield Problem.at(place, Kind.INVALID_OPTION, message, _NEWER, unchecked)
+
+
+_NEWER = "If the EP is newer than this package:"
+
+
+def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> Problem:
+    message = f"is not an option of the {provider.name} provider."
+    if not provider.options:
+        hint = f"The {provider.name} provider has no options."
+        return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint)
+    hint = f"{suggestion(name, sorted(provider.options))}\n{_NEWER}"
+    return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
+
+
+def check_session_options(key: Key, options: Mapping[str, OptionValue]) -> Iterator[Problem]:
+    """The table of session options at ``key``."""
+    for name, value in options.items():
+        if name in RESERVED_SESSION_OPTIONS:
+            message = f"is reserved: {RESERVED_SESSION_OPTIONS[name]}."
+            yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
+        elif name not in SESSION_OPTIONS:
+            near = suggestion(name, sorted(SESSION_OPTIONS)).split("Allowed:")[0]
+            yield Problem.at(
+                key / name,
+                Kind.UNKNOWN_SESSION_OPTION,
+                "is not a session option of ONNX Runtime.",
+                f"{near}ONNX Runtime would accept it in silence, and ignore it.",
+            )
+        elif isinstance(value, Mapping):
+            message = f"must not be a table: {show(value)}."
+            yield Problem.at(key / name, Kind.WRONG_TYPE, message)
+
+
+def render_options(
+    options: Mapping[str, OptionValue], provider: Provider | None = None, *, unchecked: bool = False
+) -> dict[str, str]:
+    """Options as the strings that ONNX Runtime takes.
+
+    Options that `check_options` refuses are left out, or with ``unchecked`` taken as they are.
+    """
+    rendered = {}
+    for name, value in options.items():
+        option = provider.options.get(name) if provider else None
+        try:
+            rendered[name] = option.render(value) if option else render(value)
+        except ValueError:
+            if unchecked:
+                rendered[name] = render(value)
+    return rendered

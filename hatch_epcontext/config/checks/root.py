@@ -1,0 +1,85 @@
+"""Checks of ``[tool.epcontext]`` without its targets and models, and of the hook's own table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hatch_epcontext.config.checks.common import check_values
+from hatch_epcontext.config.tables import RootTable, TargetTable
+from hatch_epcontext.errors import ROOT, Key, Kind, Problem, Setting
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.text import quoted_key, show, toml_key
+
+HOOK_KEYS = frozenset(
+    {
+        "dependencies",
+        "enable-by-default",
+        "require-runtime-dependencies",
+        "require-runtime-features",
+    }
+)
+"""The keys of a hook's table, which are Hatch's own."""
+
+
+def check_hook(table: Mapping[str, Any]) -> Iterator[Problem]:
+    """The hook's own table, which belongs to Hatch."""
+    for key in sorted(table.keys() - HOOK_KEYS):
+        yield Problem(
+            Kind.UNKNOWN_KEY,
+            f"tool.hatch.build.targets.wheel.hooks.epcontext.{quoted_key(key)}",
+            "is not one of Hatch's keys for a hook.",
+            f"The configuration belongs in [{ROOT}].",
+        )
+
+
+def check_root(table: RootTable) -> Iterator[Problem]:
+    """``[tool.epcontext]`` without its targets and models."""
+    root = Key()
+    yield from check_values(root / "build", table.build)
+    yield from check_values(root / "wheel", table.wheel)
+    if table.output is not None and not all(map(str.isidentifier, table.output.split("/"))):
+        yield Problem.at(
+            root / "output",
+            Kind.INVALID_VALUE,
+            f"must be a package's path in the wheel, not {show(table.output)}.",
+            'Write it like "my_app/epcontext": the app imports it as my_app.epcontext.',
+        )
+    if not table.models:
+        yield Problem.at(
+            root / "models",
+            Kind.MISSING_KEY,
+            "is required: the models to build.",
+            'For example ["models/name.onnx"].',
+        )
+    if table.provider is None and not table.targets:
+        yield Problem.at(
+            root,
+            Kind.UNKNOWN_TARGET,
+            "names no target.",
+            f'Add provider = "..." or a table [{ROOT}.targets.<name>]. '
+            f"Providers: {', '.join(PROVIDERS)}.",
+        )
+    if table.targets:
+        yield from _check_target_keys(table)
+
+
+def _check_target_keys(table: RootTable) -> Iterator[Problem]:
+    first = next(iter(table.targets))
+    for field in dataclasses.fields(TargetTable):
+        value = getattr(table, field.name)
+        empty = {} if field.default is dataclasses.MISSING else field.default
+        if value not in (None, empty):
+            name = toml_key(field.name)
+            yield Problem.at(
+                Key() / name,
+                Kind.NOT_APPLICABLE,
+                "belongs to a target, and this configuration has [targets].",
+                "Move it to the table of a target.",
+                Setting(Key() / "targets" / first / name, _plain(value)),
+            )
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | bool | int | float) else None

@@ -1,0 +1,205 @@
+"""Checks of ``[tool.epcontext.targets.<name>]``, and of the keys that a model's table has too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from hatch_epcontext.config.checks.common import check_name, check_values
+from hatch_epcontext.config.checks.options import check_options, check_session_options
+from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
+from hatch_epcontext.config.targets import NamedTarget
+from hatch_epcontext.errors import Key, Kind, Problem
+from hatch_epcontext.loader import SOURCE
+from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.text import listing, show, suggestion, toml_key
+
+
+def check_target(target: NamedTarget) -> Iterator[Problem]:
+    """A target's table."""
+    key, table, provider = target.key, target.table, target.provider
+    yield from check_name(key, target.name)
+    if target.name == SOURCE:
+        message = f'"{SOURCE}" is reserved for the source model.'
+        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
+    if provider is None:
+        hint = suggestion(table.provider, PROVIDERS)
+        where = key / "provider"
+        if table.provider:
+            message = f"{show(table.provider)} is not a known provider."
+            yield Problem.at(where, Kind.UNKNOWN_PROVIDER, message, hint)
+        else:
+            message = "is required: the execution provider."
+            yield Problem.at(where, Kind.MISSING_KEY, message, hint)
+        return
+    yield from _check_library(target, provider)
+    unchecked = table.allow_unknown_options
+    yield from check_narrowable(key, table, provider, key, unchecked=unchecked)
+    if table.embed is True and provider.product != "context":
+        message = f"the {provider.name} provider has no contexts to embed."
+        yield Problem.at(key / "embed", Kind.NOT_APPLICABLE, message)
+    if table.virtual_devices and not provider.virtual_devices:
+        message = f"the {provider.name} provider offers no virtual devices."
+        yield Problem.at(key / "virtual-devices", Kind.NOT_APPLICABLE, message)
+    for index, platform in enumerate(table.platforms):
+        if not re.fullmatch(r"[a-z0-9_]+", platform):
+            yield Problem.at(
+                key / "platforms" / index,
+                Kind.INVALID_VALUE,
+                f"must be the platform tag of a wheel, not {show(platform)}.",
+                'For example "win_arm64", "manylinux_2_34_aarch64" or "any".',
+            )
+    for index, requirement in enumerate(table.requirements or ()):
+        try:
+            Requirement(requirement)
+        except InvalidRequirement as error:
+            yield Problem.at(
+                key / "requirements" / index,
+                Kind.INVALID_VALUE,
+                f"{show(requirement)} is not a requirement: {str(error).splitlines()[0]}.",
+            )
+
+
+def _check_library(target: NamedTarget, provider: Provider) -> Iterator[Problem]:
+    key, table = target.key, target.table
+    if provider.name == "cpu" and table.library:
+        message = "the CPU execution provider has no library of its own."
+        yield Problem.at(key / "library", Kind.NOT_APPLICABLE, message)
+    if provider.needs_library:
+        if not table.library:
+            yield Problem.at(
+                key / "library",
+                Kind.MISSING_KEY,
+                "is required: the EP's plugin library.",
+                'A package with get_library_path(), such as "my_ep", or the path of the library.',
+            )
+        if not table.ep_name:
+            message = "is required: ONNX Runtime's name of the EP."
+            yield Problem.at(key / "ep-name", Kind.MISSING_KEY, message)
+        return
+    if table.ep_name is not None:
+        message = f"belongs to the provider plugin; {provider.name} is {provider.ep}."
+        yield Problem.at(key / "ep-name", Kind.NOT_APPLICABLE, message)
+    if table.registration_name is not None and not table.library:
+        message = "belongs to a library, and the target has none."
+        yield Problem.at(key / "registration-name", Kind.NOT_APPLICABLE, message)
+
+
+def check_narrowable(
+    key: Key, table: NarrowableTable, provider: Provider, target: Key, *, unchecked: bool
+) -> Iterator[Problem]:
+    """The keys that a target's and a model's table have in common, for the target at ``target``.
+
+    With ``unchecked`` provider options are not checked.
+    """
+    if not unchecked:
+        options, load_options = table.provider_options, table.load_options
+        yield from check_options(key, options, load_options, provider, target)
+    yield from check_session_options(key / "session-options", table.session_options)
+    yield from check_values(key, table)
+    if table.in_memory:
+        yield from _check_in_memory(key, table, provider)
+    if table.external_initializers_threshold is not None and table.external_initializers is False:
+        yield Problem.at(
+            key / "external-initializers-threshold",
+            Kind.CONFLICTING_KEYS,
+            "is the size of external initializers, and external-initializers is false.",
+        )
+    yield from _check_profiles(key, table, provider)
+    yield from _check_device(key, table, provider)
+
+
+def _check_in_memory(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
+    key /= "in-memory"
+    if provider.product != "context" or provider.own_context_options is not None:
+        message = f"the {provider.name} provider does not compile in memory."
+        yield Problem.at(key, Kind.NOT_APPLICABLE, message)
+    if table.embed is False:
+        message = "puts the blob inside the context model, and embed is false."
+        yield Problem.at(key, Kind.CONFLICTING_KEYS, message)
+    if table.external_initializers:
+        message = "writes no files, and external-initializers needs one."
+        yield Problem.at(key, Kind.CONFLICTING_KEYS, message)
+
+
+def _check_device(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
+    if table.device not in (None, "any", *provider.devices):
+        yield Problem.at(
+            key / "device",
+            Kind.NOT_APPLICABLE,
+            f"the {provider.name} provider does not run on {show(table.device)}.",
+            f"Allowed: {', '.join(dict.fromkeys((*provider.devices, 'any')))}.",
+        )
+    if provider.plugin is None:
+        for name in ("device_filter", "policy"):
+            if getattr(table, name):
+                yield Problem.at(
+                    key / toml_key(name),
+                    Kind.NOT_APPLICABLE,
+                    f"chooses among the devices of a plugin EP, and {provider.name} is a part of "
+                    "ONNX Runtime.",
+                    "Use its option device_id." if "device_id" in provider.options else None,
+                )
+    elif table.policy and table.device_filter:
+        yield Problem.at(
+            key / "policy",
+            Kind.CONFLICTING_KEYS,
+            "excludes device-filter: with a policy ONNX Runtime chooses the device.",
+            "Keep one of them.",
+        )
+
+
+def _check_profiles(key: Key, table: NarrowableTable, provider: Provider) -> Iterator[Problem]:
+    if not table.profiles:
+        return
+    key /= "profiles"
+    if provider.profiles is None:
+        yield Problem.at(
+            key,
+            Kind.NOT_APPLICABLE,
+            f"the {provider.name} provider has no optimization profiles.",
+            f"Providers with profiles: {', '.join(n for n, p in PROVIDERS.items() if p.profiles)}.",
+        )
+        return
+    if both := sorted(provider.profiles.names & table.provider_options.keys()):
+        message = f"has the same shapes as the provider option {both[0]}."
+        yield Problem.at(key, Kind.CONFLICTING_KEYS, message, "Keep one of them.")
+    inputs = table.profiles[0].keys()
+    for index, profile in enumerate(table.profiles):
+        if profile.keys() != inputs:
+            ours, first = (listing(names) if names else "no input" for names in (profile, inputs))
+            yield Problem.at(
+                key / index,
+                Kind.INVALID_PROFILE,
+                f"is for {ours}, and the first profile for {first}.",
+                "Name the same inputs in each profile.",
+            )
+        for name, shapes in profile.items():
+            yield from _check_shapes(key / index / name, name, shapes)
+
+
+def _check_shapes(key: Key, name: str, shapes: ProfileTable) -> Iterator[Problem]:
+    bounds = {"min": shapes.min, "opt": shapes.opt, "max": shapes.max}
+    if missing := [bound for bound, shape in bounds.items() if not shape]:
+        message = "is required: a shape, such as [1, 3, 224, 224]."
+        yield Problem.at(key / missing[0], Kind.MISSING_KEY, message)
+        return
+    if set(name) & set(",:"):
+        message = "the EP separates profiles with ',' and ':', which the input's name contains."
+        yield Problem.at(key, Kind.INVALID_PROFILE, message)
+    if len({len(shape) for shape in bounds.values()}) > 1:
+        message = "min, opt and max have different numbers of dimensions."
+        yield Problem.at(key, Kind.INVALID_PROFILE, message)
+        return
+    for low, best, high in zip(*bounds.values(), strict=True):
+        if not 0 <= low <= best <= high:
+            yield Problem.at(
+                key,
+                Kind.INVALID_PROFILE,
+                f"needs min <= opt <= max, and has {low}, {best}, {high}.",
+                f"It has min = {list(shapes.min)}, opt = {list(shapes.opt)}, "
+                f"max = {list(shapes.max)}.",
+            )
+            return

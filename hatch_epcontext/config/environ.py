@@ -1,0 +1,165 @@
+"""``HATCH_EPCONTEXT_*``: settings that win over TOML, for CI and one-off builds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from hatch_epcontext.config.settings import Editable, ValidationMode
+from hatch_epcontext.config.tables import BuildTable, WheelTable
+from hatch_epcontext.errors import Checked, Kind, Problem
+from hatch_epcontext.serialize import from_text
+from hatch_epcontext.text import show, suggestion
+
+PREFIX = "HATCH_EPCONTEXT_"
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The settings of the environment; None where a variable is not set.
+
+    ``build`` and ``wheel`` have the keys of these tables that the environment sets. ``overrides`` are
+    all settings as text.
+    """
+
+    skip: bool = False
+    targets: tuple[str, ...] | None = None
+    from_cache: tuple[str, ...] | None = None
+    cache_dir: Path | None = None
+    no_cache: bool = False
+    editable: Editable | None = None
+    validate: ValidationMode | None = None
+    report: Path | None = None
+    build: Mapping[str, Any] = field(default_factory=dict)
+    wheel: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable: an example of its value, its documentation, and how its text is read.
+
+    ``read`` raises ValueError with what is allowed. ``table`` is the table of `Environment` that gets
+    the value.
+    """
+
+    example: str
+    doc: str
+    read: Callable[[str], Any]
+    table: Literal["build", "wheel"] | None = None
+
+
+def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
+    """Return the settings in ``environ``, and yield what is invalid; an empty variable counts as unset."""
+    given = {
+        name.removeprefix(PREFIX): value.strip()
+        for name, value in sorted(environ.items())
+        if name.startswith(PREFIX) and value.strip()
+    }
+    settings: dict[str, Any] = {"build": {}, "wheel": {}}
+    for name, text in given.items():
+        location = PREFIX + name
+        if (variable := VARIABLES.get(name)) is None:
+            hint = suggestion(name, VARIABLES)
+            yield Problem(Kind.INVALID_VARIABLE, location, "is not a known variable.", hint)
+            continue
+        try:
+            value = variable.read(text)
+        except ValueError as allowed:
+            message = f"must be {allowed}, not {show(text)}."
+            yield Problem(Kind.INVALID_VARIABLE, location, message)
+            continue
+        (settings[variable.table] if variable.table else settings)[name.lower()] = value
+    overrides = tuple(f"{PREFIX}{name}={text}" for name, text in given.items())
+    return Environment(**settings, overrides=overrides)
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError("1 or 0")
+    return text.lower() in _TRUE
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _absolute_path(text: str) -> Path:
+    # Front ends build in folders of their own, which they remove afterwards.
+    if not Path(text).expanduser().is_absolute():
+        raise ValueError("an absolute path")
+    return _path(text)
+
+
+def _editable(text: str) -> str:
+    return _choice(text, get_args(Editable))
+
+
+def _validate(text: str) -> str | Literal[False]:
+    choices = [choice for choice in get_args(ValidationMode) if choice]
+    return False if text.lower() in _FALSE else _choice(text, (*choices, "false"))
+
+
+def _choice(text: str, choices: tuple[str, ...]) -> str:
+    if text not in choices:
+        raise ValueError(" or ".join(choices))
+    return text
+
+
+def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[str, Variable]:
+    """A variable for each key of ``table``, which is the table ``name`` of the configuration."""
+    hints = get_type_hints(table)
+    return {
+        key.name.upper(): Variable(
+            "VALUE",
+            f"Wins over `{name}.{key.name.replace('_', '-')}`.",
+            _reader(hints[key.name], key.metadata["check"]),
+            name,
+        )
+        for key in dataclasses.fields(table)
+    }
+
+
+def _reader(type_: Any, check: Callable[[Any], str | None] | None) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = from_text(text, type_)
+        if check is not None and (allowed := check(value)):
+            raise ValueError(allowed)
+        return value
+
+    return read
+
+
+VARIABLES: Mapping[str, Variable] = {
+    "SKIP": Variable("1", "Builds a wheel without models, and installs nothing for them.", _switch),
+    "TARGETS": Variable("a,b", "Builds only these targets.", _names),
+    "FROM_CACHE": Variable(
+        "a,b",
+        "Takes these targets from the cache, whatever is installed: see "
+        "[several ONNX Runtimes](several-onnx-runtimes.md).",
+        _names,
+    ),
+    "CACHE_DIR": Variable(
+        "DIR", "The folder for artifacts. The default is the user's cache folder.", _path
+    ),
+    "NO_CACHE": Variable("1", "Neither reads nor writes the cache.", _switch),
+    "EDITABLE": Variable("compile", "Wins over `editable`.", _editable),
+    "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),
+    "REPORT": Variable(
+        "/DIR/F.html",
+        "Writes an HTML report of the build, also when jobs fail.",
+        _absolute_path,
+    ),
+    **_variables_of(BuildTable, "build"),
+    **_variables_of(WheelTable, "wheel"),
+}
+"""All variables, by their name after ``HATCH_EPCONTEXT_``."""

@@ -1,0 +1,90 @@
+"""The JSON schema of ``[tool.epcontext]``, generated from the dataclasses that declare the keys.
+
+It is shipped as ``epcontext.schema.json``, for editors and for validate-pyproject. It does not contain
+rules that depend on the provider, the model or other keys: `config.checks` has those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hatch_epcontext.config.tables import RootTable
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.text import show, toml_key
+
+FILE = Path(__file__).with_name("epcontext.schema.json")
+
+_LEAVES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def make() -> dict[str, Any]:
+    """The schema, in JSON Schema draft 7, without references, because not every tool resolves them."""
+    root = _table(RootTable)
+    names = ", ".join(PROVIDERS)
+    for table in (root, root["properties"]["targets"]["additionalProperties"]):
+        # No enumeration: ONNX Runtime's names and other spellings are valid too.
+        table["properties"]["provider"]["description"] += f" One of {names}."
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "urn:hatch-epcontext:tool.epcontext",
+        "title": "[tool.epcontext]",
+        "description": "ONNX models that hatch-epcontext compiles into the wheel.",
+        **root,
+    }
+
+
+def text() -> str:
+    """The schema as it is shipped."""
+    return json.dumps(make(), indent=2) + "\n"
+
+
+def tool_schema(tool_name: str) -> dict[str, Any]:
+    """The shipped schema, for validate-pyproject's entry point."""
+    shipped: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return shipped
+
+
+def _table(table: type) -> dict[str, Any]:
+    hints = get_type_hints(table)
+    properties, required = {}, []
+    for field in dataclasses.fields(table):
+        key = toml_key(field.name)
+        doc = field.metadata["doc"]
+        if missing := when_missing(field):
+            doc += f" Default: {missing}."
+        properties[key] = {**_schema(hints[field.name]), "description": doc}
+        if field.metadata["required"]:
+            required.append(key)
+        elif field.default not in (None, dataclasses.MISSING, ()):
+            properties[key]["default"] = field.default
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**schema, "required": required} if required else schema
+
+
+def when_missing(field: dataclasses.Field[Any]) -> str:
+    """What holds where the key of ``field`` is missing, unless the field's default is that."""
+    if field.metadata["otherwise"] is not None:
+        return f"`{show(field.metadata['otherwise'])}`"
+    return str(field.metadata["when_missing"])
+
+
+def _schema(type_: Any) -> dict[str, Any]:
+    origin, arguments = get_origin(type_), get_args(type_)
+    if type_ is Any:
+        return {}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        members = [_schema(each) for each in arguments if each is not type(None)]
+        return members[0] if len(members) == 1 else {"anyOf": members}
+    if origin is not None and issubclass(origin, Mapping):
+        inside = _schema(arguments[1])
+        return {"type": "object", **({"additionalProperties": inside} if inside else {})}
+    if origin is tuple:
+        return {"type": "array", "items": _schema(arguments[0])}
+    return {"type": _LEAVES[type_]} if type_ in _LEAVES else _table(type_)

@@ -1,0 +1,133 @@
+"""Tables and environment -> `Config`, with every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hatch_epcontext.config.checks.root import check_hook
+from hatch_epcontext.config.environ import PREFIX, Environment, read_environment
+from hatch_epcontext.config.resolve import Resolver
+from hatch_epcontext.config.settings import (
+    BuildSettings,
+    Config,
+    Model,
+    ValidationMode,
+    WheelSettings,
+)
+from hatch_epcontext.config.tables import RootTable
+from hatch_epcontext.errors import ROOT, Checked, ConfigError, Key, Kind, Problem, collect
+from hatch_epcontext.serialize import from_toml
+from hatch_epcontext.text import parse_size
+
+MOST_JOBS = 4
+"""The default number of workers at once is at most this: each needs the memory of a compiler."""
+
+
+def load(
+    root: Path,
+    table: object,
+    hook_table: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    confined: bool = True,
+) -> Config:
+    """The configuration of the project in ``root``.
+
+    ``table`` is ``[tool.epcontext]``, or None if it is missing; ``hook_table`` is the hook's own. With
+    ``confined`` all files must be inside the project, because a build from an sdist has no others.
+    Raises ConfigError with all problems of the three.
+    """
+    config, problems = collect(_load(root, table, hook_table, environ, confined=confined))
+    if problems or config is None:
+        # Models share targets, and so their problems.
+        raise ConfigError(*{str(problem): problem for problem in problems}.values())
+    return config
+
+
+def _load(
+    root: Path,
+    table: object,
+    hook_table: Mapping[str, Any],
+    environ: Mapping[str, str],
+    *,
+    confined: bool,
+) -> Checked[Config | None]:
+    environment = yield from read_environment(environ)
+    if environment.no_cache and environment.from_cache:
+        yield Problem(
+            Kind.INVALID_VARIABLE,
+            f"{PREFIX}FROM_CACHE",
+            f"contradicts {PREFIX}NO_CACHE.",
+            "Unset one of them.",
+        )
+    yield from check_hook(hook_table)
+    if table is None:
+        yield Problem(
+            Kind.INVALID_PYPROJECT,
+            f"[{ROOT}]",
+            "is missing in pyproject.toml, but the hook is switched on.",
+            'The shortest configuration: provider = "qnn" and models = ["models/name.onnx"].',
+        )
+        return None
+    parsed, mistyped = collect(from_toml(table, RootTable, Key()))
+    yield from mistyped
+    resolver = Resolver(root, parsed, environment, confined=confined)
+    models, invalid = collect(resolver.models())
+    # An invalid part is left out: nothing else is reported about it. A moved key leaves no gap.
+    gaps = [each for each in mistyped if each.kind is not Kind.MOVED_KEY]
+    yield from (each for each in invalid if not _is_about(each, gaps))
+    return _config(root, parsed, models, environment)
+
+
+def _is_about(problem: Problem, others: list[Problem]) -> bool:
+    """Whether the key of ``problem`` lies inside that of one of ``others``, or around it."""
+    return any(
+        problem.key is not None
+        and other.key is not None
+        and (problem.key.contains(other.key) or other.key.contains(problem.key))
+        for other in others
+    )
+
+
+def _config(root: Path, table: RootTable, models: list[Model], environment: Environment) -> Config:
+    build = dataclasses.replace(table.build, **environment.build)
+    wheel = dataclasses.replace(table.wheel, **environment.wheel)
+    return Config(
+        root=root,
+        # A model without any of the selected targets can still be shipped as it is.
+        models=tuple(
+            _with_mode(model, environment.validate)
+            for model in models
+            if model.targets or table.fallback == "source"
+        ),
+        output=PurePosixPath(table.output) if table.output is not None else None,
+        fallback=table.fallback,
+        editable=environment.editable or table.editable,
+        build=BuildSettings(
+            min(os.cpu_count() or 1, MOST_JOBS) if build.jobs == "auto" else build.jobs,
+            build.timeout,
+        ),
+        wheel=WheelSettings(wheel.tag, None if wheel.max_size is None else _size(wheel.max_size)),
+        cache_dir=environment.cache_dir,
+        use_cache=not environment.no_cache,
+        report=environment.report,
+        overrides=environment.overrides,
+    )
+
+
+def _size(size: int | str) -> int:
+    try:
+        return parse_size(size)
+    except ValueError:
+        # An invalid size is a problem already, and then nobody gets this configuration.
+        return 0
+
+
+def _with_mode(model: Model, mode: ValidationMode | None) -> Model:
+    if mode is None:
+        return model
+    return dataclasses.replace(model, validate=dataclasses.replace(model.validate, mode=mode))

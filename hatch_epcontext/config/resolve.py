@@ -1,0 +1,265 @@
+"""Tables -> models and targets, each model's targets narrowed by the model's own keys."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hatch_epcontext.config.checks.common import check_duplicates, check_name
+from hatch_epcontext.config.checks.model import (
+    applicable,
+    check_groups,
+    check_model,
+    check_narrowing,
+)
+from hatch_epcontext.config.checks.options import render_options
+from hatch_epcontext.config.checks.root import check_root
+from hatch_epcontext.config.checks.target import check_target
+from hatch_epcontext.config.environ import PREFIX, Environment
+from hatch_epcontext.config.paths import Finder
+from hatch_epcontext.config.settings import (
+    SYNTHETIC,
+    CompileSettings,
+    Model,
+    Target,
+    ValidateSettings,
+)
+from hatch_epcontext.config.tables import (
+    ModelTable,
+    NarrowableTable,
+    RootTable,
+    TargetTable,
+    ToleranceTable,
+    ValidateTable,
+)
+from hatch_epcontext.config.targets import NamedTarget, named_target
+from hatch_epcontext.errors import Checked, Key, Kind, Problem
+from hatch_epcontext.files import file_sha256
+from hatch_epcontext.providers import Profile, Provider
+from hatch_epcontext.text import show, suggestion
+
+_OPTIONS = ("provider_options", "session_options", "load_options")
+"""The keys of a target that a model's are merged with; it replaces all others."""
+
+
+class Resolver:
+    """Resolves the models and targets of one configuration."""
+
+    def __init__(
+        self, root: Path, table: RootTable, environment: Environment, *, confined: bool = True
+    ) -> None:
+        self._root = root
+        self._table = table
+        self._environment = environment
+        self._finder = Finder(root, confined)
+        self._targets: Mapping[str, NamedTarget] = {}
+        self._hashes: dict[str, str | None] = {}
+
+    def models(self) -> Checked[list[Model]]:
+        """Return all models, each with those of its targets that are selected; yield all problems."""
+        yield from check_root(self._table)
+        self._targets = yield from self._read_targets()
+        defaults = Key() / "default-targets"
+        for names, location in (
+            (self._table.default_targets, defaults),
+            (self._environment.targets, f"{PREFIX}TARGETS"),
+            (self._environment.from_cache, f"{PREFIX}FROM_CACHE"),
+        ):
+            yield from self._check_names(names, location)
+        models = []
+        for index, item in enumerate(self._table.models):
+            key = Key() / "models" / index
+            if isinstance(item, ModelTable):
+                path = yield from self._finder.file(key / "path", item.path, "model")
+                model = yield from self._model(key, item, path or self._root / item.path)
+                models.append(model)
+            else:
+                for path in (yield from self._finder.models(key, item)):
+                    model = yield from self._model(key, ModelTable(path=item), path)
+                    models.append(model)
+        yield from check_duplicates(((model.key, model.name) for model in models), "model")
+        yield from check_groups((model.key, model.name, model.share_weights) for model in models)
+        return models
+
+    def _read_targets(self) -> Checked[Mapping[str, NamedTarget]]:
+        table = self._table
+        found: dict[str, tuple[Key, TargetTable]] = {}
+        if table.targets:
+            found = {n: (Key() / "targets" / n, each) for n, each in table.targets.items()}
+        elif table.provider is not None:
+            names = (f.name for f in dataclasses.fields(TargetTable))
+            short = TargetTable(**{name: getattr(table, name) for name in names})
+            found = {table.provider: (Key(), short)}
+        targets = {n: named_target(n, key, each, self._root) for n, (key, each) in found.items()}
+        for target in targets.values():
+            yield from check_target(target)
+            plugin = target.provider.plugin if target.provider else None
+            if plugin is not None and plugin.path:
+                key = target.key / "library"
+                yield from self._finder.library(key, target.table.library, Path(plugin.path))
+        yield from check_duplicates(((each.key, each.name) for each in targets.values()), "target")
+        return targets
+
+    def _check_names(self, names: tuple[str, ...] | None, location: Key | str) -> Checked[None]:
+        for name in names or ():
+            if name not in self._targets:
+                message = f"{show(name)} is not a target."
+                hint = suggestion(name, self._targets)
+                if isinstance(location, Key):
+                    yield Problem.at(location, Kind.UNKNOWN_TARGET, message, hint)
+                else:
+                    yield Problem(Kind.UNKNOWN_TARGET, location, message, hint)
+
+    def _model(self, key: Key, table: ModelTable, path: Path) -> Checked[Model]:
+        name = table.name if table.name is not None else path.stem
+        yield from check_name(key / "name", name)
+        yield from check_model(key, table)
+        validate = yield from self._validate(key / "validate", table.validate)
+        targets = yield from self._targets_of(key, table)
+        return Model(
+            name=name,
+            path=path,
+            key=key,
+            targets=targets,
+            share_weights=table.share_weights,
+            dims=table.dims,
+            shapes=table.shapes,
+            constants=table.constants,
+            validate=validate,
+        )
+
+    def _validate(self, key: Key, given: Any) -> Checked[ValidateSettings]:
+        table = given if isinstance(given, ValidateTable) else ValidateTable(mode=given)
+        inputs = table.inputs
+        if inputs not in SYNTHETIC:
+            what = f"file or folder of inputs (nor is it one of {', '.join(SYNTHETIC)})"
+            path = yield from self._finder.file(key / "inputs", inputs, what, or_folder=True)
+            inputs = str(path)
+        tolerance: Mapping[str, float] | Literal[False] = {}
+        if table.tolerance is False:
+            tolerance = False
+        elif isinstance(table.tolerance, ToleranceTable):
+            limits = dataclasses.asdict(table.tolerance)
+            tolerance = {name: limit for name, limit in limits.items() if limit is not None}
+        return ValidateSettings(table.mode, inputs, tolerance)
+
+    def _targets_of(self, key: Key, table: ModelTable) -> Checked[tuple[Target, ...]]:
+        yield from self._check_names(table.targets, key / "targets")
+        names = table.targets
+        if names is None:
+            names = self._table.default_targets
+        if names is None:
+            names = tuple(self._targets)
+        if not names and self._targets:
+            yield Problem.at(key / "targets", Kind.UNKNOWN_TARGET, "names no target.")
+        known = [
+            self._targets[name]
+            for name in dict.fromkeys(names)
+            if name in self._targets and self._targets[name].provider is not None
+        ]
+        yield from check_narrowing(key, table, known)
+        targets = []
+        for target in known:
+            narrowed = yield from self._narrow(key, table, target, known)
+            targets.append(narrowed)
+        selected = self._environment.targets
+        return tuple(each for each in targets if selected is None or each.name in selected)
+
+    def _narrow(
+        self, model_key: Key, table: ModelTable, named: NamedTarget, others: list[NamedTarget]
+    ) -> Checked[Target]:
+        provider, unchecked = named.provider, named.table.allow_unknown_options
+        assert provider is not None
+        model = applicable(table, named, others)
+        merged = _merge(named.table, model)
+        profiles: tuple[Profile, ...] = tuple(
+            {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}
+            for profile in merged.profiles
+        )
+        options = render_options(merged.provider_options, provider, unchecked=unchecked)
+        if provider.profiles and profiles:
+            options.update(provider.profiles.render(profiles))
+        options = provider.complete(options)
+        if not unchecked:
+            key = (model_key if model.provider_options else named.key) / "provider-options"
+            for option, message in provider.contradictions(options).items():
+                yield Problem.at(key / option, Kind.CONFLICTING_OPTIONS, f"{message}.")
+        cached = self._environment.from_cache
+        return Target(
+            name=named.name,
+            key=model_key if model.profiles else named.key,
+            provider=provider,
+            settings=_compile_settings(merged, provider, options, self._library_sha256(provider)),
+            load_options={
+                **provider.loading(options),
+                **render_options(merged.load_options, provider, unchecked=unchecked),
+            },
+            profiles=profiles,
+            platforms=merged.platforms,
+            requirements=merged.requirements,
+            min_coverage=1.0 if merged.min_coverage is None else merged.min_coverage,
+            from_cache=cached is not None and named.name in cached,
+        )
+
+    def _library_sha256(self, provider: Provider) -> str | None:
+        path = provider.plugin.path if provider.plugin else ""
+        if path and path not in self._hashes:
+            # Libraries are large, and all models of a target have the same one.
+            self._hashes[path] = _sha256_if_readable(Path(path))
+        return self._hashes.get(path)
+
+
+def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
+    """``target`` with what ``model`` narrows, and with the values that hold where neither has a key."""
+    merged: dict[str, Any] = {}
+    for key in dataclasses.fields(NarrowableTable):
+        ours, theirs = getattr(model, key.name), getattr(target, key.name)
+        if key.name in _OPTIONS:
+            merged[key.name] = {**theirs, **ours}
+        else:
+            given = (each for each in (ours, theirs) if each not in (None, (), {}))
+            merged[key.name] = next(given, key.metadata["otherwise"])
+            if merged[key.name] is None:
+                # Empty tables and lists keep their type.
+                merged[key.name] = theirs
+    return dataclasses.replace(target, **merged)
+
+
+def _compile_settings(
+    table: TargetTable,
+    provider: Provider,
+    options: Mapping[str, str],
+    library_sha256: str | None,
+) -> CompileSettings:
+    """The settings of a merged ``table``; a field that is called like a key is copied."""
+    keys = {key.name for key in dataclasses.fields(table)}
+    names = {field.name for field in dataclasses.fields(CompileSettings)}
+    copied = {name: getattr(table, name) for name in names & keys}
+    plugin = provider.plugin
+    device = "npu" if table.virtual_devices else provider.devices[0]
+    derived = {
+        "provider": provider.name,
+        "ep": provider.ep,
+        "registration_name": plugin.registration_name if plugin else None,
+        "library_sha256": library_sha256,
+        "provider_options": options,
+        "session_options": render_options(table.session_options),
+        "device": table.device or device,
+        "device_filter": {name: str(value) for name, value in table.device_filter.items()},
+        # Beside the model is what large models need, and no EP is known to want it otherwise.
+        "embed": bool(table.in_memory) if table.embed == "auto" else table.embed,
+        "external_initializers": table.external_initializers_threshold
+        if table.external_initializers
+        else None,
+    }
+    return CompileSettings(**{**copied, **derived})
+
+
+def _sha256_if_readable(path: Path) -> str | None:
+    # `Finder.library` reports a missing file, and a name that no file can have.
+    with contextlib.suppress(OSError, ValueError):
+        return file_sha256(path)
+    return None

@@ -1,0 +1,328 @@
+"""The tables of ``[tool.epcontext]`` as users write them: the one place that declares the keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from packaging.tags import parse_tag
+
+from hatch_epcontext.config.settings import (
+    Editable,
+    Fallback,
+    Optimization,
+    Policy,
+    ValidationMode,
+)
+from hatch_epcontext.providers import Device, OptionValue
+from hatch_epcontext.text import parse_size
+
+Options = Mapping[str, OptionValue]
+Check = Callable[[Any], str | None]
+"""What a value must be, in words; None for a value that is valid."""
+
+
+def _key(
+    doc: str,
+    default: Any = None,
+    *,
+    otherwise: Any = None,
+    when_missing: str = "",
+    check: Check | None = None,
+) -> Any:
+    """A key with its documentation.
+
+    ``otherwise`` is the value that holds where neither the model nor the target has the key;
+    ``when_missing`` describes that where it depends on other things.
+    """
+    metadata = {
+        "doc": doc,
+        "otherwise": otherwise,
+        "when_missing": when_missing,
+        "check": check,
+        "required": False,
+    }
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _required(doc: str, empty: Any) -> Any:
+    """A required key, which `checks` enforces: ``empty`` stands for a missing one."""
+    metadata = {"doc": doc, "otherwise": None, "when_missing": "", "check": None, "required": True}
+    return field(default=empty, metadata=metadata)
+
+
+def _group(doc: str, factory: Any) -> Any:
+    """A table inside a table."""
+    metadata = {"doc": doc, "otherwise": None, "when_missing": "", "check": None, "required": False}
+    return field(default_factory=factory, metadata=metadata)
+
+
+def _positive_count(value: Any) -> str | None:
+    return None if value == "auto" or value >= 1 else "at least 1"
+
+
+def _positive_seconds(value: float) -> str | None:
+    return None if 0 < value < math.inf else "a number of seconds above 0"
+
+
+def _share(value: float) -> str | None:
+    return None if 0 <= value <= 1 else "from 0 to 1"
+
+
+def _bytes(value: int) -> str | None:
+    return None if value >= 0 else "at least 0 bytes"
+
+
+def _limit(value: float) -> str | None:
+    return None if 0 <= value < math.inf else "at least 0"
+
+
+def _size(value: int | str) -> str | None:
+    try:
+        parse_size(value)
+    except ValueError as allowed:
+        return str(allowed)
+    return None
+
+
+def _wheel_tag(value: str) -> str | None:
+    if value in ("auto", "any"):
+        return None
+    try:
+        valid = value.count("-") == 2 and bool(parse_tag(value))
+    except ValueError:
+        valid = False
+    return None if valid else '"auto", "any", or a wheel tag such as "py3-none-win_arm64"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileTable:
+    """The shapes of one input in one optimization profile."""
+
+    min: tuple[int, ...] = _required("The smallest shape.", ())
+    opt: tuple[int, ...] = _required("The shape to optimize for.", ())
+    max: tuple[int, ...] = _required("The largest shape.", ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowableTable:
+    """Keys of a target that a model may narrow: options are merged, other values replaced."""
+
+    provider_options: Options = _key(
+        "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
+        "value. `true` and numbers become the strings that it wants.",
+        {},
+    )
+    session_options: Options = _key(
+        "ONNX Runtime's session options, for compiling and loading.", {}
+    )
+    load_options: Options = _key(
+        "Provider options for the loader only; `{user-cache}` in one is a folder that the loader "
+        "makes.",
+        {},
+    )
+    device: Device | None = _key(
+        "The device to compile for, which the loader must find.",
+        when_missing="the provider's default",
+    )
+    device_filter: Mapping[str, str | int] = _key(
+        "More properties of the device: `type`, `vendor`, `vendor-id`, `device-id`, or any of the "
+        'EP\'s metadata, such as `{ npu_platform = "4000" }`.',
+        {},
+    )
+    policy: Policy | None = _key("Let ONNX Runtime choose among the EP's devices.")
+    profiles: tuple[Mapping[str, ProfileTable], ...] = _key(
+        "Optimization profiles (TensorRT, TensorRT RTX): a list of tables, each with `min`, "
+        "`opt` and `max` shapes by input.",
+        (),
+    )
+    optimization: Optimization | None = _key(
+        "ONNX Runtime's graph optimization before partitioning.", otherwise="basic"
+    )
+    embed: bool | Literal["auto"] | None = _key(
+        'The compiled blob inside the context model (`true`) or beside it (`false`). `"auto"` is '
+        "beside it, which large models need.",
+        otherwise="auto",
+    )
+    in_memory: bool | None = _key(
+        "Compile from memory to memory, with the blob inside the context model.", otherwise=False
+    )
+    external_initializers: bool | None = _key(
+        "Keep the weights outside the contexts, or those of an optimized graph, in a file of their "
+        "own.",
+        otherwise=False,
+    )
+    external_initializers_threshold: int | None = _key(
+        "The size in bytes from which a weight goes there.", otherwise=1024, check=_bytes
+    )
+    min_coverage: float | None = _key(
+        "Fail when less than this share of a model's nodes is compiled.",
+        otherwise=1.0,
+        check=_share,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeTarget(NarrowableTable):
+    """Keys of a target that no model can narrow."""
+
+    platforms: tuple[str, ...] = _key(
+        "Wheel platform tags that this target is for, such as `win_arm64`.", (), when_missing="any"
+    )
+    requirements: tuple[str, ...] | None = _key(
+        "Packages to install for compiling, instead of the provider's own.",
+        when_missing="the provider's",
+    )
+    allow_unknown_options: bool = _key(
+        "Take provider options without a check, for an EP that is newer than this package.", False
+    )
+    virtual_devices: bool = _key(
+        "Compile for a device that the EP offers although the machine does not have it "
+        "(OpenVINO's NPUs).",
+        False,
+    )
+    library: str | None = _key(
+        "The EP's plugin library: a package with `get_library_path()`, or a path.",
+        when_missing="the provider's",
+    )
+    ep_name: str | None = _key("ONNX Runtime's name of the EP, for the provider `plugin`.")
+    registration_name: str | None = _key(
+        "The name to register its library under.", when_missing="`ep-name`"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTable(_WholeTarget):
+    """``[tool.epcontext.targets.<name>]``."""
+
+    provider: str = _required(
+        "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.", ""
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToleranceTable:
+    """How far outputs may differ from the CPU's."""
+
+    rtol: float | None = _key(
+        "Relative to each reference value.", when_missing="the provider's", check=_limit
+    )
+    atol: float | None = _key(
+        "Absolute, or relative to the output's largest value where that is above 1.",
+        when_missing="the provider's",
+        check=_limit,
+    )
+    cosine: float | None = _key(
+        "The smallest cosine similarity.", when_missing="the provider's", check=_share
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateTable:
+    """``validate`` of a model; the mode alone may stand in its place."""
+
+    mode: ValidationMode = _key(
+        "`auto` runs the artifact where the provider can; `require` fails where it cannot; "
+        "`structure` checks the files only; `false` does nothing.",
+        "auto",
+    )
+    inputs: str = _key(
+        "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, or a folder with "
+        "`input_*.pb`.",
+        "random",
+    )
+    tolerance: ToleranceTable | Literal[False] | None = _key(
+        "How far outputs may differ from the CPU's; `false` for no comparison.",
+        when_missing="the provider's",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTable(NarrowableTable):
+    """``[[tool.epcontext.models]]``."""
+
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "inputs": "validate.inputs",
+        "tolerance": "validate.tolerance",
+    }
+
+    path: str = _required("The ONNX file, relative to `pyproject.toml`.", "")
+    name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
+    targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="`default-targets`")
+    share_weights: str | None = _key(
+        "The name of a group. Its models are compiled together and share one sidecar, for targets "
+        "whose EP can share."
+    )
+    dims: Mapping[str, int] = _key("Sizes of symbolic dimensions, by name.", {})
+    shapes: Mapping[str, tuple[int, ...]] = _key("Whole shapes, by input.", {})
+    constants: Mapping[str, Any] = _key(
+        "Inputs frozen to a value, by input; the dtype is the model's.", {}
+    )
+    validate: ValidateTable | ValidationMode = _key(
+        "How the artifact is validated: the mode alone, or a table with `mode`, `inputs` and "
+        "`tolerance`.",
+        "auto",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildTable:
+    """``[tool.epcontext.build]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
+
+    jobs: int | Literal["auto"] = _key(
+        "Worker processes at once; `auto` is one for each core, at most 4.",
+        "auto",
+        check=_positive_count,
+    )
+    timeout: float = _key("Seconds for one worker.", 1800.0, check=_positive_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelTable:
+    """``[tool.epcontext.wheel]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
+
+    tag: str = _key(
+        "`auto` joins the `platforms` of all targets, and leaves the tag to Hatch if one target "
+        "has none; `any`; or a tag such as `py3-none-win_arm64`.",
+        "auto",
+        check=_wheel_tag,
+    )
+    max_size: int | str | None = _key(
+        'Fail when the wheel is larger: bytes, or a size such as `"250 MB"`. Without it a wheel '
+        "beyond 100 MB, which indexes refuse by default, is a warning that lists its largest "
+        "files.",
+        check=_size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootTable(_WholeTarget):
+    """``[tool.epcontext]``: with ``provider`` the short form, which has one target named after it."""
+
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "jobs": "build.jobs",
+        "timeout": "build.timeout",
+        "max-size": "wheel.max-size",
+        "wheel-tag": "wheel.tag",
+    }
+
+    provider: str | None = _key("The short form: the provider of the only target.")
+    models: tuple[str | ModelTable, ...] = _required("Paths, globs or tables.", ())
+    targets: Mapping[str, TargetTable] = _key("The long form: targets by name.", {})
+    default_targets: tuple[str, ...] | None = _key(
+        "Targets of models that name none.", when_missing="all"
+    )
+    output: str | None = _key(
+        "The package's folder in the wheel.", when_missing="`<import package>/epcontext`"
+    )
+    fallback: Fallback = _key(
+        "`source` ships the source model too, so that any machine can run it; `none` does not.",
+        "source",
+    )
+    editable: Editable = _key("What `pip install -e` installs.", "source")
+    build: BuildTable = _group("How the build runs.", BuildTable)
+    wheel: WheelTable = _group("The wheel.", WheelTable)

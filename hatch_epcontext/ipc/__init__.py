@@ -1,0 +1,1 @@
+"""The process border: requests and replies, and the processes that answer them."""

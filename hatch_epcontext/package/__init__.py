@@ -1,0 +1,1 @@
+"""Artifacts -> the package that an app imports, in a wheel or in an editable install."""

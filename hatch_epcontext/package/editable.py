@@ -1,0 +1,144 @@
+"""Writes the package of an editable install into the project itself.
+
+An editable install puts the project on Python's path, which hides a package with the same name in
+``site-packages``. So the package is written into the app's own package. Its manifest lists the files
+that belong to it: no other file is removed or overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path, PurePosixPath
+
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
+from hatch_epcontext.files import record_file
+from hatch_epcontext.package import manifest
+from hatch_epcontext.package.wheel import OUTPUT, Tree
+from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.text import listing
+
+
+def project_folder(output: PurePosixPath, tree: Tree) -> Path:
+    """The folder of ``output`` in the project; raises ConfigError if no package contains it."""
+    for path, source in tree.items():
+        parent = PurePosixPath(path).parent
+        if parent.parts and output.is_relative_to(parent):
+            return source.parent / output.relative_to(parent)
+    raise ConfigError(
+        Problem.at(
+            OUTPUT,
+            Kind.NO_OUTPUT_PACKAGE,
+            f'an editable install cannot write to "{output}": no package of the project contains it.',
+            "Name a folder in one of the project's packages, or skip the models in editable installs.",
+            Setting(OUTPUT),
+            Setting(Key() / "editable", "skip"),
+        )
+    )
+
+
+def _read_files(folder: Path) -> manifest.FileList | None:
+    """The files of the manifest in ``folder``, if there is one and this package wrote it.
+
+    The manifest can have an older format: the next install then replaces its files.
+    """
+    try:
+        found = from_json((folder / manifest.FILE).read_bytes(), manifest.FileList)
+    except (OSError, ValueError):
+        return None
+    return found if found.is_ours else None
+
+
+def owned_paths(output: PurePosixPath, folder: Path) -> frozenset[str]:
+    """The files in ``folder`` that an editable install wrote, as paths in the wheel."""
+    found = _read_files(folder)
+    names = (*found.files, manifest.FILE) if found else ()
+    return frozenset(str(output / name) for name in names)
+
+
+def check(folder: Path) -> None:
+    """Raise ConfigError if ``folder`` has files that no editable install wrote, or that were changed."""
+    found = _read_files(folder)
+    if found is None and any(path.is_file() for path in folder.glob("*")):
+        raise ConfigError(
+            Problem(
+                Kind.EDITABLE_CONFLICT,
+                str(folder),
+                "the folder has files of its own, and an editable install would write there.",
+                "Choose a folder for the models alone.",
+                settings=(Setting(OUTPUT),),
+            )
+        )
+    if found and (changed := _changed(folder, found)):
+        raise ConfigError(
+            Problem(
+                Kind.EDITABLE_CONFLICT,
+                str(folder),
+                f"files were changed after an editable install wrote them: {listing(changed)}.",
+                "Move them away, because the install would overwrite them.",
+            )
+        )
+
+
+def _changed(folder: Path, found: manifest.FileList) -> list[str]:
+    return [
+        name
+        for name, recorded in found.files.items()
+        if (folder / name).is_file() and record_file(folder / name) != recorded
+    ]
+
+
+def write(result: Result, folder: Path) -> None:
+    """Write the package of ``result`` into ``folder``: loader, artifacts and manifest.
+
+    Source models are not copied: the manifest has their paths, so that the app sees an edited model.
+    """
+    remove(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Every editable install writes these files again: a repository does not need them.
+    (folder / ".gitignore").write_text("*\n", encoding="utf-8", newline="\n")
+    files = {
+        ".gitignore": record_file(folder / ".gitignore"),
+        "__init__.py": record_file(manifest.loader_file()),
+        **manifest.artifact_files(result),
+    }
+    sources: dict[str, str | None] = {
+        source.model.name: Path(os.path.relpath(source.model.path, folder)).as_posix()
+        for source in result.sources
+    }
+    # Before the files below: an interrupted install must not leave files that no manifest lists.
+    content = manifest.make(result, sources, files)
+    (folder / manifest.FILE).write_text(to_json(content), encoding="utf-8", newline="\n")
+    shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
+    for built in result.built:
+        shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
+
+
+def remove(folder: Path) -> list[str]:
+    """Remove the files that an editable install wrote into ``folder``, and empty folders.
+
+    Files that were changed since then are kept; returns their paths.
+    """
+    found = _read_files(folder)
+    if found is None:
+        return []
+    changed = _changed(folder, found)
+    kept = []
+    for name in found.files:
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+            continue
+        if name in changed:
+            kept.append(str(path))
+        else:
+            path.unlink()
+    (folder / manifest.FILE).unlink()
+    for compiled in (folder / "__pycache__").glob("__init__.*.pyc"):
+        compiled.unlink()
+    for path in [*sorted(folder.rglob("*"), reverse=True), folder]:
+        if path.is_dir():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+    return kept

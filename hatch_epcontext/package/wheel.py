@@ -1,0 +1,224 @@
+"""Artifacts -> the package in the wheel, and checks of the finished wheel."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
+from hatch_epcontext.files import link_or_copy, record_file, stream_sha256
+from hatch_epcontext.package import manifest
+from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.text import count, listing, show_size
+
+Tree = Mapping[str, Path]
+"""The project's files that the wheel contains, by their path in the wheel, with forward slashes."""
+
+OUTPUT = Key() / "output"
+"""The configuration key of the package's folder in the wheel."""
+
+MAX_SIZE = Key() / "wheel" / "max-size"
+"""The configuration key of the wheel's maximum size."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The package for the wheel: ``files`` in ``folder``, by their path below the output folder."""
+
+    folder: Path
+    files: tuple[str, ...]
+
+    def entries(self, output: PurePosixPath) -> dict[str, str]:
+        """Absolute path -> path in the wheel, for Hatch's ``force_include``."""
+        return {str(self.folder / name): str(output / name) for name in self.files}
+
+
+def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath:
+    """The package's folder in the wheel.
+
+    By default ``<import package>/epcontext``, inside the outermost import package of the wheel. Raises
+    ConfigError if there is none, or if there are several.
+    """
+    if configured is not None:
+        return configured
+    packages = {PurePosixPath(path).parent for path in tree if path.endswith("/__init__.py")}
+    outermost = sorted(str(p) for p in packages if packages.isdisjoint(p.parents))
+    if len(outermost) != 1:
+        found = (
+            f"several import packages ({listing(outermost)})" if outermost else "no import package"
+        )
+        raise ConfigError(
+            Problem.at(
+                OUTPUT,
+                Kind.NO_OUTPUT_PACKAGE,
+                f"the key is missing, and the wheel has {found}.",
+                'Name a folder for the models in the wheel, such as "my_app/epcontext".',
+                Setting(OUTPUT),
+            )
+        )
+    return PurePosixPath(outermost[0], "epcontext")
+
+
+def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) -> None:
+    """Raise ConfigError if the project has files of its own in the package's folder.
+
+    ``ours``: files in the project that an earlier editable install wrote, as paths in the wheel.
+    """
+    taken = sorted(
+        path
+        for path in tree
+        if path not in ours
+        and (PurePosixPath(path).is_relative_to(output) or path == f"{output}.py")
+    )
+    if taken:
+        folder = f"{output}/epcontext" if len(output.parts) == 1 else None
+        raise ConfigError(
+            Problem.at(
+                OUTPUT,
+                Kind.NO_OUTPUT_PACKAGE,
+                f'the project has files of its own in "{output}": {_listed(taken, 5)}.',
+                "Choose a folder for the models alone.",
+                Setting(OUTPUT, folder),
+            )
+        )
+
+
+def _listed(names: Sequence[str], most: int) -> str:
+    """``names`` in a sentence: at most the first ``most``, and the number of the others."""
+    more = len(names) - most
+    return listing([*names[:most], f"{more} more"] if more > 0 else names)
+
+
+def bundle(result: Result, config: Config, staging: Path) -> Bundle:
+    """Put the artifacts, the loader, the manifest, and the sources if they are shipped, into ``staging``."""
+    folder = staging / "bundle"
+    folder.mkdir()
+    for built in result.built:
+        shutil.copytree(
+            built.artifact.folder, folder / built.job.folder, copy_function=link_or_copy
+        )
+    files = manifest.artifact_files(result)
+    sources: dict[str, str | None] = {}
+    for source in result.sources:
+        model = source.model
+        sources[model.name] = None
+        if config.fallback == "source":
+            shipped = manifest.source_folder(model.name)
+            sources[model.name] = f"{shipped}/{model.path.name}"
+            for name in (model.path.name, *source.facts.external_data):
+                target = folder / shipped / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy((model.path.parent / name).resolve(), target)
+                files[f"{shipped}/{name}"] = record_file(target)
+    shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
+    files["__init__.py"] = record_file(folder / "__init__.py")
+    content = manifest.make(result, sources, files)
+    (folder / manifest.FILE).write_text(to_json(content), encoding="utf-8", newline="\n")
+    return Bundle(folder, (*files, manifest.FILE))
+
+
+def tag(config: Config) -> str | None:
+    """The wheel's tag, or None to leave it to Hatch.
+
+    It names the platforms that the models are for, not the one that compiled them: ``"auto"`` joins the
+    platforms of all targets, and leaves the tag to Hatch if one target is for any platform.
+    """
+    if config.wheel.tag == "any":
+        return "py3-none-any"
+    if config.wheel.tag != "auto":
+        return config.wheel.tag
+    platforms = [target.platforms for target in config.targets]
+    if not platforms or not all(platforms) or any("any" in each for each in platforms):
+        return None
+    return f"py3-none-{'.'.join(sorted({p for each in platforms for p in each}))}"
+
+
+def verify(wheel: Path, output: PurePosixPath) -> int:
+    """Compare the package at ``output`` in a finished wheel with its own manifest.
+
+    Returns the number of files in the manifest. Raises WheelError if one is missing or differs, or if
+    the wheel has a file that is not in the manifest.
+    """
+    location = f"{wheel.name}: {output}"
+    with zipfile.ZipFile(wheel) as archive:
+        prefix = f"{output}/"
+        inside = {name for name in archive.namelist() if name.startswith(prefix)}
+        if prefix + manifest.FILE not in inside:
+            message = f"{manifest.FILE} is missing."
+            raise WheelError(Problem(Kind.INVALID_WHEEL, location, message))
+        listed = from_json(archive.read(prefix + manifest.FILE), manifest.Manifest).files
+        messages = [
+            f"{name} is in the manifest, but not in the wheel."
+            for name in listed
+            if prefix + name not in inside
+        ]
+        messages += [
+            f"{name} differs from its record in the manifest."
+            for name, recorded in listed.items()
+            if prefix + name in inside and _sha256(archive, prefix + name) != recorded.sha256
+        ]
+    problems = [Problem(Kind.INVALID_WHEEL, location, message) for message in messages]
+    problems += [
+        Problem(
+            Kind.INVALID_WHEEL,
+            location,
+            f"{path.removeprefix(prefix)} is in the wheel, but not in the manifest.",
+            "Remove it from the project, or choose another folder for the models.",
+        )
+        for path in sorted(inside - {prefix + name for name in (*listed, manifest.FILE)})
+    ]
+    if problems:
+        raise WheelError(*problems)
+    return len(listed)
+
+
+WARN_AT = 100 * 10**6
+"""The size in bytes above which package indexes refuse a wheel by default."""
+
+_LARGEST = 10
+"""How many files the message about a large wheel lists."""
+
+
+def check_size(wheel: Path, max_size: int | None) -> str | None:
+    """A warning about a large wheel, with its largest files; None for a wheel that is not large.
+
+    Raises WheelError if it is larger than ``max_size`` bytes.
+    """
+    size = wheel.stat().st_size
+    if size <= (WARN_AT if max_size is None else max_size):
+        return None
+    message = f"{wheel.name} has {show_size(size)}\n{_largest_files(wheel)}"
+    if max_size is None:
+        return (
+            f"{message}\n  By default package indexes accept files of up to {show_size(WARN_AT)}: "
+            f"request a higher limit, ship fewer targets, or set {MAX_SIZE} to the size that you expect."
+        )
+    raise WheelError(
+        Problem.at(
+            MAX_SIZE,
+            Kind.LARGE_WHEEL,
+            f"{message}\nAt most {show_size(max_size)} are allowed.",
+            "Ship fewer targets, share weights, or raise the limit.",
+            Setting(MAX_SIZE),
+        )
+    )
+
+
+def _largest_files(wheel: Path) -> str:
+    """A line for each of the largest files, with its compressed size, and one for the others."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = sorted(archive.infolist(), key=lambda file: file.compress_size, reverse=True)
+    lines = [f"  {show_size(file.compress_size)}  {file.filename}" for file in files[:_LARGEST]]
+    if (more := len(files) - _LARGEST) > 0:
+        lines.append(f"  and {count(more, 'smaller file')}")
+    return "\n".join(lines)
+
+
+def _sha256(archive: zipfile.ZipFile, name: str) -> str:
+    with archive.open(name) as file:
+        return stream_sha256(file)

@@ -1,0 +1,33 @@
+"""Any other EP in a plugin library. The configuration describes it."""
+
+from __future__ import annotations
+
+from hatch_epcontext.providers.base import Provider, Tolerance
+
+PROVIDER = Provider(
+    name="plugin",
+    ep="",
+    title="any other plugin EP",
+    product="context",
+    distributions=("onnxruntime", "onnxruntime-gpu"),
+    devices=("any", "npu", "gpu", "cpu"),
+    tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
+    verified="On Linux x86-64 up to the error that an EP without EP contexts compiles nothing.",
+    needs_library=True,
+    virtual_devices=True,
+    shares_weights=True,
+    loads_shared=True,
+    any_options=True,
+    notes=(
+        (
+            "`library` is a package with `get_library_path()`, or the path of the library. `ep-name` is "
+            "ONNX Runtime's name of the EP. `registration-name` is the name under which the library is "
+            "registered, which some libraries use as the name of the EP."
+        ),
+        "Its options are unknown, so they are not checked.",
+        (
+            "If `library` is a path, the app has to register the library with "
+            "`onnxruntime.register_execution_provider_library` before it calls `load`."
+        ),
+    ),
+)

@@ -1,0 +1,92 @@
+"""Text for messages: sizes, keys, values and suggestions."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def toml_key(name: str) -> str:
+    """The TOML key of a dataclass's field: ``provider_options`` is written ``provider-options``."""
+    return name.replace("_", "-")
+
+
+def quoted_key(name: str) -> str:
+    """``name`` as a key in TOML: quoted unless it is a bare key."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_string(name)
+
+
+def _toml_string(text: str) -> str:
+    # JSON writes characters beyond U+FFFF as surrogates, which TOML does not take, and U+007F as it is.
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\U{code:08x}" if code == 0x7F or code > 0xFFFF else json.dumps(character)[1:-1]
+
+
+def show(value: Any) -> str:
+    """``value`` as it is written in TOML, short enough for a message."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def to_toml(value: Any) -> str:
+    """``value`` as it is written in TOML, on one line."""
+    if isinstance(value, dict):
+        items = ", ".join(f"{quoted_key(key)} = {to_toml(item)}" for key, item in value.items())
+        return f"{{ {items} }}" if items else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_toml, value))}]"
+    if isinstance(value, str):
+        return _toml_string(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, default=str)
+
+
+def show_size(size: float) -> str:
+    """A number of bytes with its unit: ``"2.2 MB"``."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def parse_size(size: int | str) -> int:
+    """The bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with what is allowed."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]?B)?", str(size).strip())
+    if found is None or not (count := int(float(found[1]) * _UNITS[(found[2] or "B").upper()])):
+        raise ValueError('a number of bytes, or a size such as "250 MB"')
+    return count
+
+
+def suggestion(name: str, allowed: Iterable[str]) -> str:
+    """A hint for an unknown ``name``: the nearest of ``allowed``, and all of them."""
+    allowed = list(allowed)
+    near = difflib.get_close_matches(name, allowed, n=1)
+    return (f'Did you mean "{near[0]}"? ' if near else "") + f"Allowed: {', '.join(allowed)}."
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names in a sentence: ``"a, b and c"``."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: ``"1 job"``, ``"2 jobs"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def file_name(text: str, filler: str) -> str:
+    """``text`` as a portable file name, with ``filler`` for every other character."""
+    return re.sub(r"[^A-Za-z0-9._-]", filler, text).strip("._-") or "model"

@@ -1,0 +1,233 @@
+"""Measures how long models take to open, compiled and not: in a fresh process each time, on one target."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import hatch_epcontext
+from hatch_epcontext.build.artifact import GENERATOR, Artifact
+from hatch_epcontext.build.cache import Cache
+from hatch_epcontext.build.plan import Job, Plan, model_spec_for, target_spec
+from hatch_epcontext.build.preparation import Prepared, prepare
+from hatch_epcontext.build.run import job_runner
+from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import OpenReply, OpenRequest
+from hatch_epcontext.providers import Product
+
+Opened = Literal["source", "artifact", "cache"]
+"""What is opened: the prepared source, the artifact, or the artifact with the EP's runtime cache filled."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Measured values, one for each run, in the order of the runs."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to open a model.
+
+    ``embedded``: whether the blob is inside the context model, None where there is no context;
+    ``buffer``: whether it is opened from memory.
+    """
+
+    model: str
+    opened: Opened
+    embedded: bool | None
+    buffer: bool
+
+    def __str__(self) -> str:
+        origin = "memory" if self.buffer else "disk"
+        return f"{self.model}: {self.opened} from {origin}{_place(self.embedded)}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of one case: seconds to open and for the first inference, and the peak of memory in bytes.
+
+    ``memory`` is None where the system does not report it. ``error``: why there are no values.
+    """
+
+    case: Case
+    load: Series | None = None
+    first: Series | None = None
+    memory: Series | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The seconds that a model took to compile, and the size of its artifact in bytes."""
+
+    model: str
+    embedded: bool | None
+    seconds: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All measurements; ``failures`` are the problems of models that could not be compiled."""
+
+    generator: str
+    system: str
+    provider: str
+    versions: Mapping[str, str]
+    runs: int
+    compiled: tuple[Compiled, ...]
+    measured: tuple[Measured, ...]
+    failures: tuple[Problem, ...] = ()
+
+
+@dataclass
+class _Subject:
+    """A model to measure: prepared once, and its artifacts by `Case.embedded`."""
+
+    job: Job
+    prepared: Prepared
+    artifacts: dict[bool | None, Artifact] = field(default_factory=dict)
+
+
+def bench(
+    plans: Mapping[bool | None, Plan],
+    staging: Path,
+    runs: int,
+    workers: Workers,
+    log: Callable[[str], None],
+) -> Bench:
+    """Compile the models of ``plans``, which differ only in ``embed``, and open each ``runs`` times.
+
+    Nothing is taken from the cache. The cases take turns, so that changes on the machine affect all of
+    them alike. ``log`` gets one line for each compilation and each case. Raises RequirementError when
+    something is not installed, and BuildError when a model cannot be read; the problems of a model that
+    cannot be compiled are in the result's ``failures``.
+    """
+    subjects: dict[str, _Subject] = {}
+    compiled: list[Compiled] = []
+    failures: list[Problem] = []
+    versions: dict[str, str] = {}
+    for embedded, plan in plans.items():
+        folder = staging / str(embedded)
+        runner = job_runner(plan, folder, Cache(None, folder / "cache", log), workers)
+        for job in plan.jobs:
+            try:
+                built = runner.run(job)
+                if job.name not in subjects:
+                    scratch = folder / "prepared" / job.name
+                    scratch.mkdir(parents=True)
+                    subjects[job.name] = _Subject(
+                        job, prepare(job, job.models[0], scratch, workers)
+                    )
+            except BuildError as error:
+                failures += error.problems
+                continue
+            record = built.artifact.record
+            subjects[job.name].artifacts[embedded] = built.artifact
+            versions.update(record.versions)
+            compiled.append(Compiled(job.name, embedded, record.times.compile, built.artifact.size))
+            log(f"{job.location}: compiled in {record.times.compile:.2f} s{_place(embedded)}")
+    measured = _measure(subjects, staging / "runs", runs, workers, log)
+    first = next(iter(plans.values()))
+    return Bench(
+        f"{GENERATOR} {hatch_epcontext.__version__}",
+        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        first.jobs[0].target.provider.name,
+        versions,
+        runs,
+        tuple(compiled),
+        tuple(measured),
+        tuple(failures),
+    )
+
+
+def _place(embedded: bool | None) -> str:
+    return "" if embedded is None else f", blob {'inside' if embedded else 'beside'}"
+
+
+def _cases(subject: _Subject) -> Iterator[Case]:
+    kinds: list[Opened] = ["artifact"]
+    if subject.job.target.provider.runtime_cache is not None:
+        kinds.append("cache")
+    for buffer in (False, True):
+        yield Case(subject.job.name, "source", None, buffer)
+        for embedded in subject.artifacts:
+            for opened in kinds:
+                yield Case(subject.job.name, opened, embedded, buffer)
+
+
+def _measure(
+    subjects: Mapping[str, _Subject],
+    staging: Path,
+    runs: int,
+    workers: Workers,
+    log: Callable[[str], None],
+) -> list[Measured]:
+    staging.mkdir(parents=True)
+    cases = [case for subject in subjects.values() for case in _cases(subject)]
+    replies: dict[Case, list[OpenReply]] = {case: [] for case in cases}
+    errors: dict[Case, str] = {}
+    for run in range(-1, runs):
+        for number, case in enumerate(cases):
+            # The run before the first one only fills the runtime caches.
+            if case in errors or (run < 0 and case.opened != "cache"):
+                continue
+            request = _request(subjects[case.model], case, staging / f"cache-{number}")
+            try:
+                reply = workers.call(request, staging / f"{number}-{run}", location=str(case))
+            except BuildError as error:
+                errors[case] = "; ".join(problem.message for problem in error.problems)
+                log(f"{case}: FAILED")
+                continue
+            if run >= 0:
+                replies[case].append(reply)
+            if run == runs - 1:
+                log(f"{case}: {statistics.median(r.load for r in replies[case]):.3f} s")
+    return [
+        Measured(case, error=errors[case]) if case in errors else _measured(case, replies[case])
+        for case in cases
+    ]
+
+
+def _measured(case: Case, replies: Sequence[OpenReply]) -> Measured:
+    memory = [reply.memory for reply in replies if reply.memory is not None]
+    return Measured(
+        case,
+        Series(tuple(reply.load for reply in replies)),
+        Series(tuple(reply.first for reply in replies)),
+        Series(tuple(memory)) if memory else None,
+    )
+
+
+def _request(subject: _Subject, case: Case, cache: Path) -> OpenRequest:
+    job, model = subject.job, subject.job.models[0]
+    spec = model_spec_for(model, job.target)
+    artifact = next(iter(subject.artifacts.values()))
+    product: Product | None = None
+    path, target = Path(subject.prepared.path), target_spec(job.target)
+    if case.opened != "source":
+        artifact = subject.artifacts[case.embedded]
+        product = artifact.record.product
+        path = artifact.folder / artifact.record.contexts[0].model_file
+    if case.opened == "cache":
+        cache.mkdir(exist_ok=True)
+        option = job.target.provider.runtime_cache
+        assert option is not None
+        target = replace(target, load_options={**target.load_options, option: str(cache)})
+    inputs = tuple(
+        replace(tensor, shape=spec.shapes.get(tensor.name, tensor.shape))
+        for tensor in artifact.record.contexts[0].inputs
+    )
+    bounds = subject.prepared.bounds
+    return OpenRequest(str(path), target, product, case.buffer, spec, inputs, bounds)

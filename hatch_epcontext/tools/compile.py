@@ -1,0 +1,145 @@
+"""Models -> files where a user wants them, all or none."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass
+from pathlib import Path
+
+from hatch_epcontext.build.artifact import Built, Result, Source
+from hatch_epcontext.build.plan import Plan, plan
+from hatch_epcontext.build.report import Report, make_report
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
+from hatch_epcontext.tools.temporary import temp_dir
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """What was compiled.
+
+    ``files``: the written files, sidecars before the context models that name them. ``report``:
+    coverage, validation, times, sizes and versions of each model.
+    """
+
+    files: tuple[Path, ...]
+    report: Report
+
+
+def is_file(output: Path, models: Sized) -> bool:
+    """Whether ``output`` is the file of a single result, and not the folder of all results.
+
+    Raises ConfigError when it is a file for several ``models``.
+    """
+    if output.suffix != ".onnx" or output.is_dir():
+        return False
+    if len(models) > 1:
+        message = "is a file, and several models need a folder."
+        raise ConfigError(Problem(Kind.INVALID_VALUE, str(output), message))
+    return True
+
+
+def compile_models(
+    config: Config, output: Path, run: Callable[[Plan, Path], Result], *, overwrite: bool
+) -> CompileResult:
+    """Compile the models of ``config``, and write the results to ``output``, a file or a folder.
+
+    ``run`` runs a plan in the temporary folder that it gets. Nothing is written unless all jobs
+    succeed. Raises what ``run`` raises, ConfigError when one environment cannot build the targets, and
+    OutputError when a file exists, or is one of the source's own, whatever ``overwrite`` is.
+    """
+    file = is_file(output, config.models)
+    if not overwrite:
+        refuse_existing(_expected(config, output, file=file))
+    with temp_dir() as staging:
+        result = run(plan(config), staging)
+        folder, name = (output.parent, output.name) if file else (output, None)
+        files = destinations(result.built, folder, name)
+        refuse_sources(files, result.sources)
+        publish(files, overwrite=overwrite)
+    return CompileResult(tuple(files), make_report(result))
+
+
+def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
+    """Those of the results whose names are known before anything is compiled."""
+    if file:
+        return [output]
+    return [
+        output / target.provider.result_file(model.name)
+        for model in config.models
+        for target in model.targets
+    ]
+
+
+def destinations(built: Iterable[Built], folder: Path, name: str | None = None) -> dict[Path, Path]:
+    """Each file's place below ``folder`` -> the file itself; ``name`` renames the context model.
+
+    Sidecars come first, so that no published model names a file that is not published yet.
+    """
+    sidecars, models = {}, {}
+    for each in built:
+        contexts = {context.model_file for context in each.artifact.record.contexts}
+        for file in each.artifact.record.files:
+            if file in contexts:
+                models[folder / (name or file)] = each.artifact.folder / file
+            else:
+                sidecars[folder / file] = each.artifact.folder / file
+    return {**sidecars, **models}
+
+
+def refuse_existing(paths: Iterable[Path]) -> None:
+    """Raise OutputError if any of ``paths`` exists."""
+    problems = [
+        Problem(
+            Kind.FILE_EXISTS, str(path), "exists already.", "Choose another place, or overwrite it."
+        )
+        for path in paths
+        if path.exists()
+    ]
+    if problems:
+        raise OutputError(*problems)
+
+
+def refuse_sources(paths: Iterable[Path], sources: Iterable[Source]) -> None:
+    """Raise OutputError if any of ``paths`` is a source model, or a file of its external data."""
+    theirs = {
+        (source.model.path.parent / name).resolve()
+        for source in sources
+        for name in (source.model.path.name, *source.facts.external_data)
+    }
+    problems = [
+        Problem(
+            Kind.FILE_EXISTS, str(path), "is a file of the source model.", "Choose another place."
+        )
+        for path in paths
+        if path.resolve() in theirs
+    ]
+    if problems:
+        raise OutputError(*problems)
+
+
+def publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
+    """Copy each file of ``files`` (target -> source) to its place, once all copies are complete.
+
+    Folders are made if needed. Raises OutputError when a target exists and ``overwrite`` is not set.
+    """
+    if not overwrite:
+        refuse_existing(files)
+    staged: dict[Path, Path] = {}
+    folders: list[Path] = []
+    try:
+        for folder in dict.fromkeys(target.parent for target in files):
+            folder.mkdir(parents=True, exist_ok=True)
+            # Beside the targets, because a file can only be renamed within its file system.
+            folders.append(Path(tempfile.mkdtemp(prefix=".epcontext-", dir=folder)))
+            for target, source in files.items():
+                if target.parent == folder:
+                    staged[target] = folders[-1] / target.name
+                    shutil.copyfile(source, staged[target])
+        for target, copy in staged.items():
+            copy.replace(target)
+    finally:
+        for made in folders:
+            shutil.rmtree(made, ignore_errors=True)

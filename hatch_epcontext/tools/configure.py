@@ -1,0 +1,219 @@
+"""Plain Python values -> `Config`, for models that belong to no project.
+
+The values become the tables of ``[tool.epcontext]``, and so pass the same checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from hatch_epcontext.config.environ import PREFIX, VARIABLES
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.tables import BuildTable, ModelTable, RootTable, TargetTable
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
+from hatch_epcontext.text import file_name, show, suggestion, toml_key
+
+GROUP = "shared-weights"
+"""The name of the group of models that share weights."""
+
+Tables = dict[str, Any]
+Part = Literal["target", "model", "build"]
+
+_VARIABLES = frozenset(
+    {"CACHE_DIR", "NO_CACHE", "REPORT", *(n for n, v in VARIABLES.items() if v.table == "build")}
+)
+"""The variables that are not about the targets and models of a project."""
+
+_TARGET_KEYS_OF_PROJECTS = frozenset({"provider", "platforms", "requirements"})
+_MODEL_KEYS_OF_PROJECTS = frozenset({"path", "name", "targets", "share_weights"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """How models are compiled and validated.
+
+    The fields are keys of ``[tool.epcontext]``. A key of ``dims``, ``shapes`` or ``constants`` counts
+    for all models, and with a model's name before it (``"decoder:length"``) for that model.
+    ``validate`` is the mode or the table. ``settings`` are any other keys in `SETTABLE`.
+    """
+
+    provider_options: Mapping[str, Any] = field(default_factory=dict)
+    session_options: Mapping[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    optimization: str | None = None
+    embed: bool | None = None
+    share_weights: bool = False
+    dims: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    validate: Any = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: Path | None = None
+
+
+def _settable() -> Iterator[tuple[str, Part]]:
+    targets = set(_names(TargetTable)) - _TARGET_KEYS_OF_PROJECTS
+    models = set(_names(ModelTable)) - set(_names(TargetTable)) - _MODEL_KEYS_OF_PROJECTS
+    hints = get_type_hints(ModelTable)
+    for name in targets:
+        yield toml_key(name), "target"
+    for name in models:
+        yield toml_key(name), "model"
+        for inside in _keys_inside(hints[name]):
+            yield f"{toml_key(name)}.{inside}", "model"
+    for name in _names(BuildTable):
+        yield f"build.{toml_key(name)}", "build"
+
+
+def _names(table: type[Any]) -> list[str]:
+    return [key.name for key in dataclasses.fields(table)]
+
+
+def _keys_inside(type_: Any) -> Iterator[str]:
+    """The dotted keys of a table, or of the tables in a union."""
+    for each in (type_, *get_args(type_)):
+        if not dataclasses.is_dataclass(each):
+            continue
+        hints = get_type_hints(each)
+        for key in dataclasses.fields(each):
+            yield toml_key(key.name)
+            for inside in _keys_inside(hints[key.name]):
+                yield f"{toml_key(key.name)}.{inside}"
+
+
+SETTABLE: Mapping[str, Part] = dict(sorted(_settable()))
+"""The keys that can be set for models without a project, dotted, and the table that each belongs to."""
+
+
+def name_models(models: Sequence[Path], file: Path | None = None) -> dict[str, Path]:
+    """Models by name: the stem of each model's file, or for a single model that of its result ``file``.
+
+    Raises ConfigError when two models get the same name.
+    """
+    if file is not None and len(models) == 1:
+        return {file_name(file.stem.removesuffix("_ctx"), "_"): models[0]}
+    names: dict[str, Path] = {}
+    for path in models:
+        name = file_name(path.stem, "_")
+        if name in names:
+            raise ConfigError(
+                Problem(
+                    Kind.DUPLICATE_NAME,
+                    str(path),
+                    f"{names[name]} and {path} both have the name {name}, and so would their results.",
+                    "Compile them one at a time.",
+                )
+            )
+        names[name] = path
+    return names
+
+
+def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettings) -> Config:
+    """The configuration for ``models`` by name and one target; raises ConfigError as `load` does.
+
+    The environment variables of `BuildTable`, of the cache and of the report count.
+    """
+    tables = [_model_table(name, models, job_settings) for name in models]
+    target: Tables = {
+        "provider": provider,
+        "provider-options": _plain(job_settings.provider_options),
+        "session-options": _plain(job_settings.session_options),
+    }
+    for key in ("device", "optimization", "embed"):
+        if (value := getattr(job_settings, key)) is not None:
+            target[key] = value
+    build: Tables = {}
+    _check_settable(job_settings.settings)
+    for dotted, value in job_settings.settings.items():
+        key, _, inside = dotted.partition(".")
+        for table in {"target": [target], "model": tables, "build": [build]}[SETTABLE[dotted]]:
+            if SETTABLE[dotted] == "build":
+                _assign(table, inside, value)
+            elif dotted == "validate":
+                table[key] = {**table[key], **_validate_table(value)}
+            else:
+                _assign(table, dotted, value)
+    environ = {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) in _VARIABLES
+    }
+    root = {**target, "models": tables, "build": build}
+    config = load(Path.cwd(), root, {}, environ, confined=False)
+    if job_settings.cache_dir is None:
+        return config
+    return dataclasses.replace(config, cache_dir=job_settings.cache_dir.expanduser().absolute())
+
+
+def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSettings) -> Tables:
+    table: Tables = {
+        "name": name,
+        "path": str(models[name].absolute()),
+        "dims": _for_model(name, models, job_settings.dims),
+        "shapes": _for_model(name, models, job_settings.shapes),
+        "constants": _for_model(name, models, job_settings.constants),
+        "validate": _validate_table(job_settings.validate),
+    }
+    return {**table, "share-weights": GROUP} if job_settings.share_weights else table
+
+
+def _for_model(
+    model: str, models: Mapping[str, Path], values: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Those of ``values`` that are for ``model``: all but those with the name of another model."""
+    found = {}
+    for key, value in values.items():
+        head, colon, rest = key.partition(":")
+        if not (colon and head in models):
+            found[key] = _plain(value)
+        elif head == model:
+            found[rest] = _plain(value)
+    return found
+
+
+def _validate_table(value: Any) -> Tables:
+    table: Tables = _plain(value) if isinstance(value, Mapping) else {"mode": value}
+    return table
+
+
+def _check_settable(settings: Mapping[str, Any]) -> None:
+    moved = {**RootTable.MOVED, **ModelTable.MOVED}
+    problems = []
+    for name, value in settings.items():
+        key = Key(tuple(name.split(".")))
+        if name in SETTABLE:
+            continue
+        if (new := moved.get(name)) in SETTABLE:
+            assert new is not None
+            setting = Setting(Key(tuple(new.split("."))), value)
+            problems.append(Problem.at(key, Kind.MOVED_KEY, "has moved.", None, setting))
+        else:
+            message = f"{show(name)} is not a key that can be set."
+            problems.append(Problem.at(key, Kind.UNKNOWN_KEY, message, suggestion(name, SETTABLE)))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _assign(table: Tables, dotted: str, value: Any) -> None:
+    """Set the dotted key in ``table``; what is in its way is replaced by a table."""
+    *outer, last = dotted.split(".")
+    for name in outer:
+        if not isinstance(table.get(name), dict):
+            table[name] = {}
+        table = table[name]
+    table[last] = _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as TOML has it: dictionaries, lists, and strings for paths."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,155 @@
+"""Examines an environment: what it can compile for, and its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hatch_epcontext.build.cache import Store
+from hatch_epcontext.build.plan import plan
+from hatch_epcontext.build.requirements import TOOLS, check_environment, installed
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import ROOT, BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import DevicesRequest
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
+from hatch_epcontext.text import count
+from hatch_epcontext.tools.temporary import temp_dir
+
+TIMEOUT = 120.0
+"""Seconds for loading one EP's library."""
+
+_HOOK = "tool.hatch.build.targets.wheel.hooks.epcontext"
+
+
+@dataclass(frozen=True)
+class ProviderState:
+    """A provider in this environment.
+
+    ``package``: the installed distribution that contains it, with its version; ``reason``: why there
+    are no ``devices``.
+    """
+
+    provider: str
+    package: str | None
+    devices: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """An environment.
+
+    ``distributions`` (of ONNX Runtime) and ``tools``: the installed ones, with their versions;
+    ``cache``: the cache's folder, and ``artifacts`` their number; ``project``: a sentence about the
+    project; ``problems``: what must be corrected.
+    """
+
+    distributions: Mapping[str, str]
+    tools: Mapping[str, str]
+    providers: tuple[ProviderState, ...]
+    cache: str
+    artifacts: int
+    project: str
+    problems: tuple[Problem, ...]
+
+
+def examine(project: Path, store: Store, environ: Mapping[str, str]) -> Diagnosis:
+    """Examine this environment, ``store``, and the project in the folder ``project``."""
+    distributions = _versions(DISTRIBUTIONS)
+    tools = _versions(requirement.split(">=")[0] for requirement in TOOLS)
+    summary, problems = _examine_project(project, environ)
+    # The problems of a project include its missing requirements.
+    if not problems:
+        problems = _examine_environment(distributions)
+    with temp_dir() as folder:
+        states = [_state(each, bool(distributions), folder) for each in PROVIDERS.values()]
+    return Diagnosis(
+        distributions,
+        tools,
+        tuple(states),
+        str(store.root),
+        len(store.entries()),
+        summary,
+        problems,
+    )
+
+
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    return {name: version for name in names if (version := installed(name))}
+
+
+def _examine_environment(distributions: Mapping[str, str]) -> tuple[Problem, ...]:
+    problems: tuple[Problem, ...] = ()
+    try:
+        check_environment((), TOOLS)
+    except EpcontextError as error:
+        problems = error.problems
+    if distributions:
+        return problems
+    missing = Problem(
+        Kind.MISSING_REQUIREMENT,
+        "this environment",
+        "No ONNX Runtime is installed.",
+        f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution.",
+    )
+    return (*problems, missing)
+
+
+def _state(provider: Provider, has_runtime: bool, folder: Path) -> ProviderState:
+    if provider.needs_library:
+        return ProviderState(provider.name, None, reason="the configuration names its library.")
+    package = _package(provider)
+    if package is None or not has_runtime:
+        needed = " and ".join(provider.requirements or (provider.distributions[0],))
+        return ProviderState(provider.name, None, reason=f"{needed} is not installed.")
+    request = DevicesRequest(provider.name)
+    try:
+        reply = Workers(TIMEOUT).call(request, folder / provider.name, location=provider.name)
+    except BuildError as error:
+        return ProviderState(provider.name, package, reason=error.problems[0].message)
+    return ProviderState(provider.name, package, reply.devices, reply.reason)
+
+
+def _package(provider: Provider) -> str | None:
+    """The installed distribution that contains the EP, with its version."""
+    names = [provider.plugin.package] if provider.plugin else list(provider.distributions)
+    names += [
+        name for conflicts in provider.conflicts for name in sorted(conflicts) if name not in names
+    ]
+    found = (f"{name} {version}" for name in names if (version := installed(name)))
+    return next(found, None)
+
+
+def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tuple[Problem, ...]]:
+    """A sentence about the project in ``folder``, and its problems."""
+    file = folder / "pyproject.toml"
+    if not file.is_file():
+        return "There is no pyproject.toml here.", ()
+    try:
+        tool = parse(file.read_text(encoding="utf-8")).get("tool", {})
+        table = tool.get("epcontext")
+        hooks = tool.get("hatch", {}).get("build", {})
+        everywhere = hooks.get("hooks", {}).get("epcontext")
+        wheel = hooks.get("targets", {}).get("wheel", {}).get("hooks", {}).get("epcontext")
+    except (ValueError, AttributeError) as error:
+        problem = Problem(Kind.INVALID_PYPROJECT, str(file), f"cannot be read: {error}.")
+        return f"{file} cannot be read.", (problem,)
+    if table is None and wheel is None and everywhere is None:
+        return "This project does not use hatch-epcontext.", ()
+    if wheel is None and everywhere is None:
+        problem = Problem(
+            Kind.INVALID_PYPROJECT,
+            f"[{ROOT}]",
+            "is configured, but the hook is not switched on.",
+            f"Add [{_HOOK}] to pyproject.toml.",
+        )
+        return "The hook is not switched on.", (problem,)
+    try:
+        planned = plan(load(folder, table, wheel or everywhere or {}, environ))
+        check_environment(planned.config.targets, planned.requirements)
+    except EpcontextError as error:
+        return "The hook is switched on.", error.problems
+    return f"The hook is switched on, with {count(len(planned.jobs), 'job')}.", ()

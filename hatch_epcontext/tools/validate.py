@@ -1,0 +1,208 @@
+"""Validates an artifact that someone else made: its files, and its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hatch_epcontext.build.artifact import Validation, ValidationStatus
+from hatch_epcontext.build.plan import Job, model_spec_for, plan, target_spec
+from hatch_epcontext.build.requirements import check_environment
+from hatch_epcontext.build.validation import reason_not_to_run
+from hatch_epcontext.errors import (
+    BuildError,
+    ConfigError,
+    InspectionError,
+    Key,
+    Kind,
+    Problem,
+)
+from hatch_epcontext.files import link_or_copy
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import Context, InspectReply, ValidateRequest
+from hatch_epcontext.providers import PROVIDERS, Provider, find
+from hatch_epcontext.text import listing, show, suggestion
+from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.inspect import inspect_model, verify_model
+from hatch_epcontext.tools.temporary import temp_dir
+
+SMALL = 2**20
+"""The largest size in bytes of a context model whose blobs are in sidecars."""
+
+
+@dataclass(frozen=True)
+class ValidatedContext:
+    """A validated artifact.
+
+    ``path`` is as it was given; ``provider`` and ``ep`` are those that it was validated for; ``model``:
+    the facts of its file; ``validation``: its status, and how near its outputs are to the CPU's.
+    """
+
+    path: str
+    provider: str
+    ep: str
+    model: InspectReply
+    validation: Validation
+
+
+def validate_context(
+    context: Path,
+    provider: str | None,
+    source: Path | None,
+    job_settings: JobSettings,
+    make_workers: Callable[[float], Workers],
+    *,
+    structure_only: bool,
+) -> ValidatedContext:
+    """Validate the artifact at ``context``, as `hatch_epcontext.api.validate_context` describes.
+
+    ``make_workers`` gets the timeout in seconds.
+    """
+    model = inspect_model(context)
+    verify_model(context, model)
+    found = provider_of(context, model, provider)
+    (name,) = name_models([context])
+    planned = plan(configure({name: source or context}, found.name, job_settings))
+    (job,) = planned.jobs
+    check_chip(context, model, job)
+    validation = Validation(ValidationStatus.STRUCTURE)
+    if not structure_only:
+        check_environment(planned.config.targets, planned.requirements)
+        workers = make_workers(planned.config.build.timeout)
+        with temp_dir() as staging:
+            validation = _run(context, model, job, staging, workers, has_source=source is not None)
+    return ValidatedContext(str(context), found.name, found.ep, model, validation)
+
+
+def provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:
+    """The provider that compiled the artifact; ``named`` is the provider that the user names, if any.
+
+    Raises ConfigError when ``named`` is unknown, and InspectionError when another provider compiled the
+    artifact, or an unknown one.
+    """
+    sources = list(dict.fromkeys(context.source for context in model.contexts))
+    given = find(named) if named is not None else None
+    if named is not None and given is None:
+        message = f"{show(named)} is not a known provider."
+        hint = suggestion(named, PROVIDERS)
+        raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
+    if not sources:
+        if given is not None and given.product == "optimized":
+            return given
+        raise InspectionError(
+            Problem(
+                Kind.WRONG_MAKER,
+                str(path),
+                "has no EPContext node: it is not compiled.",
+                "For an optimized graph name its provider.",
+            )
+        )
+    if given is not None and given.needs_library:
+        return replace(given, ep=sources[0])
+    found = given or find(sources[0])
+    if found is None:
+        raise InspectionError(
+            Problem(
+                Kind.WRONG_MAKER,
+                str(path),
+                f"has contexts of {listing(map(repr, sources))}, which is not a known provider.",
+                "Name the provider to load them with: plugin, with its library.",
+            )
+        )
+    if sources != [found.ep]:
+        raise InspectionError(
+            Problem(
+                Kind.WRONG_MAKER,
+                str(path),
+                f"has contexts of {listing(map(repr, sources))}, and not of {found.ep} alone.",
+                "Name another provider, or none: each context names its own.",
+            )
+        )
+    return found
+
+
+def check_chip(path: Path, model: InspectReply, job: Job) -> None:
+    """Raise InspectionError when ``model`` was compiled for another chip than the job's options name."""
+    provider, settings = job.target.provider, job.target.settings
+    options = {**settings.device_filter, **settings.provider_options}
+    compatibility = model.compatibility.get(provider.ep, "")
+    versions = (context.ep_sdk_version for context in model.contexts)
+    problems = [
+        Problem(
+            Kind.WRONG_MAKER,
+            str(path),
+            f"was not compiled for these options: {disagreement}.",
+            f"Its compatibility string: {compatibility}",
+        )
+        for disagreement in provider.disagreements(compatibility, versions, options)
+    ]
+    if problems:
+        raise InspectionError(*problems)
+
+
+def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
+    """Why a context that shares its sidecar with another cannot be opened alone: simulators crash."""
+    if not provider.shares_weights or provider.loads_shared:
+        return None
+    others = [
+        other
+        for other in path.parent.glob("*.onnx")
+        if other.name != path.name and other.stat().st_size < SMALL
+    ]
+    for sidecar in {context.sidecar for context in model.contexts if context.sidecar}:
+        for other in others:
+            if sidecar.encode() in other.read_bytes():
+                return (
+                    f"it shares {sidecar} with {other.name}, and {provider.ep} cannot open contexts "
+                    "that share weights on this machine"
+                )
+    return None
+
+
+def _run(
+    path: Path, model: InspectReply, job: Job, staging: Path, workers: Workers, *, has_source: bool
+) -> Validation:
+    """Load and run the artifact on the job's target, from a moved copy of all its files.
+
+    With ``has_source`` the job's model is the source to compare with; otherwise it is the artifact
+    itself. Raises BuildError when it cannot be run on this machine, or fails.
+    """
+    spec = model_spec_for(job.models[0], job.target)
+    if reason := reason_not_to_run(job) or _reason_not_to_open(path, model, job.target.provider):
+        raise BuildError(
+            Problem(Kind.NOT_RUN, str(path), f"{reason}.", "Check only the structure of its files.")
+        )
+    moved = staging / "moved"
+    moved.mkdir()
+    names = [path.name, *model.external_data]
+    names += [context.sidecar for context in model.contexts if context.sidecar]
+    for name in dict.fromkeys(names):
+        (moved / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy((path.parent / name).resolve(), moved / name)
+    fixed = {
+        tensor.name: tuple(size for size in tensor.shape if isinstance(size, int))
+        for tensor in model.inputs
+        if all(isinstance(size, int) for size in tensor.shape)
+    }
+    request = ValidateRequest(
+        # The source gets the shapes that were fixed when it was compiled.
+        replace(spec, shapes={**fixed, **spec.shapes}) if has_source else spec,
+        target_spec(job.target),
+        job.target.provider.product,
+        Context(spec.name, path.name, model.inputs, model.outputs),
+        str(moved),
+        job.models[0].tolerance_for(job.target.provider) if has_source else None,
+        has_source=has_source,
+    )
+    reply = workers.call(request, staging / "validate", location=str(path))
+    if reply.unavailable is not None:
+        raise BuildError(
+            Problem(
+                Kind.NOT_RUN,
+                str(path),
+                f"it was run on the CPU only: {reply.unavailable}.",
+                "Validate it on a machine that has its EP.",
+            )
+        )
+    return Validation(ValidationStatus.RAN, reply.agreements)

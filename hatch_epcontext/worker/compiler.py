@@ -1,0 +1,154 @@
+"""Calls of ONNX Runtime's ModelCompiler, and explanations of its errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+
+from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.ipc.protocol import TargetSpec
+from hatch_epcontext.providers import Provider, missing
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
+
+
+def compile_context(
+    prepared: Path,
+    result: Path,
+    target: TargetSpec,
+    session_options: Mapping[str, str] | None = None,
+) -> None:
+    """Compile ``prepared`` into the context model ``result``, with its sidecars beside it.
+
+    ``session_options`` are added to the target's. Raises BuildError with an explanation of the EP's
+    error where there is one.
+    """
+    provider = provider_of(target)
+    with explained(provider, lambda: _graph(prepared)):
+        if target.settings.in_memory:
+            model = onnx.load(prepared, load_external_data=False)
+            data = {
+                name: (prepared.parent / name).read_bytes()
+                for name in graph.external_data(model, prepared.parent, prepared.name)
+            }
+            result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
+        elif provider.own_context_options is None:
+            _with_model_compiler(prepared, result, target, session_options or {})
+        else:
+            own = provider.own_context_options(str(result), target.settings.embed)
+            provider_options = {**target.settings.provider_options, **own}
+            _with_session(prepared, options(target, provider_options), target)
+    if not result.is_file():
+        raise BuildError(_nothing_compiled(provider, _graph(prepared)))
+
+
+def compile_buffers(model: bytes, data: Mapping[str, bytes], target: TargetSpec) -> bytes:
+    """Return the context model of ``model``, an ONNX file's contents, with the compiled blob inside.
+
+    ``data``: the contents of the files of its external data, by the location that the model has.
+    """
+    session_options = options(target, target.settings.provider_options)
+    if data:
+        session_options.add_external_initializers_from_files_in_memory(
+            list(data), list(data.values()), [len(contents) for contents in data.values()]
+        )
+    compiler = ort.ModelCompiler(
+        session_options,
+        model,
+        # Always: ONNX Runtime would write a sidecar beside the source model.
+        embed_compiled_data_into_model=True,
+        flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
+        graph_optimization_level=LEVELS[target.settings.optimization],
+    )
+    compiled: bytes = compiler.compile_to_bytes()
+    return compiled
+
+
+@contextlib.contextmanager
+def explained(provider: Provider, graph_of: Callable[[], onnx.GraphProto]) -> Iterator[None]:
+    """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
+
+    An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled.
+    """
+    try:
+        yield
+    except EpcontextError:
+        raise
+    except Exception as error:
+        if (problem := _explanation(str(error), provider, graph_of())) is None:
+            raise
+        raise BuildError(problem) from error
+
+
+def _with_model_compiler(
+    prepared: Path, result: Path, target: TargetSpec, session_options: Mapping[str, str]
+) -> None:
+    settings = target.settings
+    threshold = settings.external_initializers
+    compiler = ort.ModelCompiler(
+        options(target, settings.provider_options, session_options),
+        str(prepared),
+        embed_compiled_data_into_model=settings.embed,
+        # Relative, which means beside the context model; ONNX Runtime takes no other path.
+        external_initializers_file_path=None
+        if threshold is None
+        else result.with_suffix(".data").name,
+        external_initializers_size_threshold=threshold or 0,
+        # By default it would write a plain copy of the model, and report success.
+        flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
+        # By default it optimizes nothing, and EPs leave most real models to the CPU.
+        graph_optimization_level=LEVELS[settings.optimization],
+    )
+    compiler.compile_to_file(str(result))
+
+
+def _with_session(prepared: Path, session_options: ort.SessionOptions, target: TargetSpec) -> None:
+    """Open a session whose EP itself writes the context model; no error if it compiles nothing."""
+    session_options.graph_optimization_level = LEVELS[target.settings.optimization]
+    open_session(prepared, session_options)
+
+
+def _graph(prepared: Path) -> onnx.GraphProto:
+    return onnx.load(prepared, load_external_data=False).graph
+
+
+def _explanation(message: str, provider: Provider, source: onnx.GraphProto) -> Problem | None:
+    """Return what an error of ONNX Runtime or the EP means; None where that is not known."""
+    if "Unable to compile any nodes" in message:
+        return _nothing_compiled(provider, source)
+    if "NULL EPContext node" in message:
+        return Problem(
+            Kind.NOTHING_COMPILED,
+            "",
+            f"{provider.ep} compiled the model, but returns no EP contexts: it cannot compile ahead "
+            "of time.",
+            "Ship the source model, or its optimized graph with the cpu provider. This EP then "
+            "compiles it on the user's machine.",
+        )
+    if library := missing(message):
+        name, supplier = library
+        return Problem(
+            Kind.UNLOADABLE_LIBRARY,
+            "",
+            f"{provider.ep} cannot compile, because {name} is missing.",
+            f"Install {supplier or 'the package that contains it'}.",
+        )
+    return None
+
+
+def _nothing_compiled(provider: Provider, source: onnx.GraphProto) -> Problem:
+    control = graph.control_flow(source)
+    inside = f" It has {' and '.join(control)}, which few EPs compile." if control else ""
+    return Problem(
+        Kind.NOTHING_COMPILED,
+        "",
+        f"{provider.ep} compiled no node of the model.{inside}",
+        "Freeze the inputs that they depend on with `constants`, or remove them from the model."
+        if control
+        else "Check that `provider-options` names a chip that the EP supports, and that the EP has "
+        "the model's operators.",
+    )

@@ -1,0 +1,109 @@
+"""Fix the constants, shapes and dims of a source model, as its configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.ipc.protocol import ModelSpec
+from hatch_epcontext.text import suggestion
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.inputs import constant, dummy_inputs
+from hatch_epcontext.worker.tensors import Array
+
+
+def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
+    """Return dummy inputs for a model with fixed shapes; indices are within their bounds."""
+    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    return dummy_inputs(inputs, spec, graph.index_bounds(model.graph))
+
+
+def fix(model: onnx.ModelProto, spec: ModelSpec) -> None:
+    """Fix the constants, shapes and dims of ``spec`` in ``model``, in place.
+
+    Raises ModelError with everything that does not fit the model's inputs.
+    """
+    problems = [*_fix_constants(model.graph, spec), *_fix_shapes(model.graph, spec)]
+    if problems:
+        raise ModelError(*problems)
+
+
+def unknown_name(key: Key, name: str, noun: str, known: list[str]) -> Problem:
+    """The problem of a key that names something (``noun``) that the model does not have."""
+    hint = suggestion(name, known) if known else f"It has no {noun}."
+    return Problem.at(key, Kind.UNKNOWN_INPUT, f"the model has no {noun} {name!r}.", hint)
+
+
+def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+    by_name = {value.name: value for value in graph.inputs(main)}
+    for name in spec.constants:
+        key = spec.key / "constants" / name
+        if name not in by_name:
+            yield unknown_name(key, name, "input", list(by_name))
+            continue
+        facts = graph.facts(by_name[name])
+        try:
+            array = constant(spec, by_name[name])
+        except (TypeError, ValueError, OverflowError) as error:
+            yield Problem.at(
+                key,
+                Kind.MISMATCH,
+                f"the value does not fit the input, which has the dtype {facts.dtype}: {error}.",
+            )
+            continue
+        if not facts.takes(array.shape):
+            yield Problem.at(
+                key,
+                Kind.MISMATCH,
+                f"the value has the shape {list(array.shape)}, but the input has the shape "
+                f"{facts.shape_text}.",
+            )
+            continue
+        main.initializer.append(onnx.numpy_helper.from_array(array, name))
+        main.input.remove(by_name[name])
+
+
+def _fix_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+    by_name = {value.name: value for value in graph.inputs(main)}
+    known_dims = list(
+        dict.fromkeys(
+            size
+            for value in by_name.values()
+            for size in graph.facts(value).shape
+            if isinstance(size, str)
+        )
+    )
+    for name in spec.dims.keys() - known_dims:
+        yield unknown_name(spec.key / "dims" / name, name, "open dimension", known_dims)
+    dims = dict(spec.dims)
+    for name, shape in spec.shapes.items():
+        key = spec.key / "shapes" / name
+        if name not in by_name:
+            yield unknown_name(key, name, "input", list(by_name))
+            continue
+        facts = graph.facts(by_name[name])
+        if not facts.takes(shape):
+            yield Problem.at(
+                key,
+                Kind.MISMATCH,
+                f"the shape {list(shape)} does not fit the input, which has the shape "
+                f"{facts.shape_text}.",
+            )
+            continue
+        for given, size in zip(shape, facts.shape, strict=True):
+            # A named dimension has one size in the whole model.
+            if isinstance(size, str) and dims.setdefault(size, given) != given:
+                yield Problem.at(
+                    key,
+                    Kind.MISMATCH,
+                    f"the dimension {size!r} is {given} in this shape, but {dims[size]} elsewhere.",
+                )
+        for dim, given in zip(by_name[name].type.tensor_type.shape.dim, shape, strict=True):
+            dim.dim_value = given
+    for each in graph.graphs(main):
+        for value in [*each.input, *each.output, *each.value_info]:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in dims:
+                    dim.dim_value = dims[dim.dim_param]

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.build.coverage import check_coverage
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.ipc.protocol import Coverage, NodeFacts
+from tests.results import configured
+
+
+def failure(coverage: Coverage, project: Path, toml: str = "") -> str:
+    target = configured(project, f'provider = "cpu"\nmodels = ["models/a.onnx"]\n{toml}').targets[0]
+    with pytest.raises(BuildError) as raised:
+        check_coverage(coverage, target, "a -> cpu")
+    return str(raised.value)
+
+
+def test_enough_coverage_is_no_error(project: Path) -> None:
+    (target,) = configured(
+        project, 'provider = "cpu"\nmodels = ["models/a.onnx"]\nmin-coverage = 0.5'
+    ).targets
+    check_coverage(Coverage(4, 2, 1, (NodeFacts("a", "Op"),) * 2), target, "a -> cpu")
+    check_coverage(None, target, "a -> cpu")
+
+
+def test_uncovered_operators_are_named(project: Path) -> None:
+    text = failure(Coverage(3, 2, 1, (NodeFacts("rnn", "GRU"),)), project)
+    assert (
+        "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%. Left to the CPU: GRU rnn."
+        in text
+    )
+    assert "does not have these operators" in text
+
+
+def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -> None:
+    uncovered = (NodeFacts("", "NonZero", "the shape of its output 'y' depends on the data"),)
+    text = failure(Coverage(2, 1, 1, uncovered), project)
+    assert "NonZero (the shape of its output 'y' depends on the data)" in text
+    assert "cut the model before them" in text
+
+
+def test_of_many_nodes_the_first_are_named(project: Path) -> None:
+    uncovered = tuple(NodeFacts(f"n{index}", "Op") for index in range(25))
+    text = failure(Coverage(25, 0, 1, uncovered), project)
+    assert "Op n9 and 15 more." in text
+    assert "n10" not in text

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.build.fingerprint import fingerprint, model_sha256
+from hatch_epcontext.build.plan import Job, plan
+from hatch_epcontext.config.settings import CompileSettings, ValidateSettings
+from tests.results import configured
+
+SHA256 = {"a": "00"}
+VERSIONS = {"onnxruntime": "1.31.1"}
+
+CHANGED: dict[str, Any] = {
+    "provider": "other",
+    "ep": "OtherExecutionProvider",
+    "registration_name": "other",
+    "library_sha256": "11",
+    "provider_options": {"a": "1"},
+    "session_options": {"a": "1"},
+    "device": "gpu",
+    "device_filter": {"vendor": "x"},
+    "policy": "prefer-npu",
+    "virtual_devices": True,
+    "optimization": "all",
+    "embed": True,
+    "in_memory": True,
+    "external_initializers": 1,
+}
+"""Another value for each field of `CompileSettings`."""
+
+
+@pytest.fixture
+def job(project: Path) -> Job:
+    return plan(configured(project)).jobs[0]
+
+
+def with_settings(job: Job, settings: CompileSettings) -> Job:
+    return dataclasses.replace(job, target=dataclasses.replace(job.target, settings=settings))
+
+
+def with_model(job: Job, **changes: Any) -> Job:
+    (model,) = job.models
+    return dataclasses.replace(job, models=(dataclasses.replace(model, **changes),))
+
+
+def test_external_data_counts_and_its_place_does_not(tmp_path: Path) -> None:
+    hashes = []
+    for folder, data in (("one", b"1"), ("two", b"1"), ("three", b"2")):
+        path = tmp_path / folder / f"{folder}.onnx"
+        (path.parent / "sub").mkdir(parents=True)
+        path.write_bytes(b"model")
+        (path.parent / "sub" / "data").write_bytes(data)
+        hashes.append(model_sha256(path, ["sub/data"]))
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert hashes[0] != model_sha256(path, [])
+
+
+def test_a_fingerprint_does_not_depend_on_order(job: Job) -> None:
+    options = {"b": "1", "a": "2"}
+    one, other = (
+        with_settings(job, dataclasses.replace(job.target.settings, provider_options=each))
+        for each in (options, dict(sorted(options.items())))
+    )
+    assert fingerprint(one, SHA256, VERSIONS) == fingerprint(other, SHA256, VERSIONS)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CompileSettings)])
+def test_every_compile_setting_changes_the_fingerprint(job: Job, name: str) -> None:
+    settings = dataclasses.replace(job.target.settings, **{name: CHANGED[name]})
+    assert settings != job.target.settings
+    changed = with_settings(job, settings)
+    assert fingerprint(changed, SHA256, VERSIONS) != fingerprint(job, SHA256, VERSIONS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WiderSettings(CompileSettings):
+    """The settings of a future release, with one field more."""
+
+    new_key: str
+
+
+def test_a_new_compile_setting_changes_the_fingerprint(job: Job) -> None:
+    fields = dataclasses.asdict(job.target.settings)
+    one, other = (
+        with_settings(job, WiderSettings(**fields, new_key=value)) for value in ("one", "other")
+    )
+    assert fingerprint(one, SHA256, VERSIONS) != fingerprint(other, SHA256, VERSIONS)
+    assert fingerprint(one, SHA256, VERSIONS) != fingerprint(job, SHA256, VERSIONS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dims": {"n": 1}},
+        {"shapes": {"x": (1, 2)}},
+        {"constants": {"sr": 16000}},
+        # Without a comparison, preparation may accept the result of another simplifier.
+        {"validate": ValidateSettings(tolerance=False)},
+    ],
+)
+def test_a_models_settings_change_the_fingerprint(job: Job, changes: dict[str, Any]) -> None:
+    changed = with_model(job, **changes)
+    assert fingerprint(changed, SHA256, VERSIONS) != fingerprint(job, SHA256, VERSIONS)
+
+
+def test_contents_members_and_versions_change_the_fingerprint(job: Job) -> None:
+    same = fingerprint(job, SHA256, VERSIONS)
+    assert fingerprint(job, {"a": "01"}, VERSIONS) != same
+    assert fingerprint(job, SHA256, {"onnxruntime": "1.32"}) != same
+    twice = dataclasses.replace(job, models=job.models * 2)
+    assert fingerprint(twice, SHA256, VERSIONS) != same
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": Path("/elsewhere/a.onnx")},
+        {"validate": ValidateSettings("require", "ones", {"rtol": 0.5})},
+    ],
+)
+def test_paths_and_validation_do_not_change_the_fingerprint(
+    job: Job, changes: dict[str, Any]
+) -> None:
+    changed = with_model(job, **changes)
+    assert fingerprint(changed, SHA256, VERSIONS) == fingerprint(job, SHA256, VERSIONS)
+
+
+def test_load_options_and_coverage_do_not_change_the_fingerprint(job: Job) -> None:
+    target = dataclasses.replace(job.target, load_options={"a": "1"}, min_coverage=0.1)
+    changed = dataclasses.replace(job, target=target)
+    assert fingerprint(changed, SHA256, VERSIONS) == fingerprint(job, SHA256, VERSIONS)

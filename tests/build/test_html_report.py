@@ -1,0 +1,93 @@
+"""The HTML report as text; the integration tests open it in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.build import html_report
+from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext.build.report import FailureReport, Report, make_report
+from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.ipc.protocol import Agreement, Coverage, NodeFacts
+from tests.results import configured, resulting
+
+
+@pytest.fixture
+def made(project: Path, artifact: Artifact) -> Report:
+    """A job with one uncovered node, and a failed one."""
+    whole = make_report(resulting(configured(project), artifact))
+    (job,) = whole.jobs
+    (model,) = job.models
+    model = dataclasses.replace(
+        model,
+        coverage=Coverage(
+            3, 2, 1, (NodeFacts("where", "NonZero", "its shape depends on the data"),)
+        ),
+        validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.00125, 0.9995),)),
+    )
+    problem = Problem(
+        Kind.WORKER_CRASHED,
+        "b -> npu",
+        "it <crashed> & burned.",
+        "Do this.",
+        log="first line\nlast line",
+    )
+    failure = FailureReport("npu", "qnn", ("b",), None, (problem,))
+    jobs = (dataclasses.replace(job, models=(model,)),)
+    return dataclasses.replace(whole, jobs=jobs, failures=(failure,))
+
+
+def text_of(html: str) -> str:
+    body = html[html.index("<body>") :]
+    return " ".join(re.sub(r"<[^>]+>", " ", body).split())
+
+
+def test_it_shows_finished_and_failed_jobs(made: Report) -> None:
+    html = html_report.render(made, "my-app 1.0")
+    text = text_of(html)
+    assert "my-app 1.0 Models compiled by hatch-epcontext" in text
+    assert "ran and agrees 2/3 nodes in 1 context" in text
+    assert "NonZero where its shape depends on the data" in text
+    assert "0.00125 0.999500" in text
+    assert "4.0 times faster source 0.800 s compiled 0.200 s" in text
+    assert "it &lt;crashed&gt; &amp; burned. Do this." in text
+    assert "first line\nlast line</pre>" in html
+
+
+def test_it_is_one_file_that_fetches_nothing(made: Report) -> None:
+    html = html_report.render(made, "my-app 1.0")
+    assert not re.search(r"<(script|link|img)|url\(|@import|https?:", html)
+
+
+def test_it_is_the_same_for_the_same_report(made: Report) -> None:
+    assert html_report.render(made, "a") == html_report.render(made, "a")
+
+
+def test_each_link_leads_somewhere(made: Report) -> None:
+    html = html_report.render(made, "a")
+    links = re.findall(r'href="#([^"]+)"', html)
+    assert sorted(links) == ["job-a-cpu", "job-b-npu"]
+    assert all(f'id="{link}"' in html for link in links)
+
+
+def test_a_build_of_nothing_has_a_page_too() -> None:
+    assert "0 built" in text_of(html_report.render(Report("hatch-epcontext", ()), "a"))
+
+
+@pytest.mark.parametrize("status", ValidationStatus)
+def test_only_compared_outputs_agree(made: Report, status: ValidationStatus) -> None:
+    (job,) = made.jobs
+    models = (dataclasses.replace(job.models[0], validation=Validation(status)),)
+    text = text_of(html_report.render(Report("g", (dataclasses.replace(job, models=models),)), "a"))
+    assert "agrees" not in text
+
+
+def test_it_is_written_to_the_given_path(made: Report, tmp_path: Path) -> None:
+    html_report.write(made, "a", tmp_path / "reports" / "r.html")
+    text = (tmp_path / "reports" / "r.html").read_text(encoding="utf-8")
+    assert text == html_report.render(made, "a")
+    assert text.startswith("<!DOCTYPE html>")

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.build.plan import model_spec_for, plan, target_spec
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError
+
+BOTH = """
+models = ["models/a.onnx", { path = "models/b.onnx", targets = ["npu"] }]
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+
+newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
+
+
+def config(project: Path, toml: str = BOTH, **environ: str) -> Config:
+    variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in environ.items()}
+    return load(project, parse(toml), {}, variables)
+
+
+@newer_python
+def test_each_model_and_target_is_a_job_in_order(project: Path) -> None:
+    planned = plan(config(project))
+    assert [job.location for job in planned.jobs] == ["a -> npu", "a -> cpu", "b -> npu"]
+    assert [job.folder for job in planned.jobs] == ["a/npu", "a/cpu", "b/npu"]
+
+
+def test_inputs_with_profiles_get_the_shape_to_optimize_for(project: Path) -> None:
+    toml = """
+provider = "tensorrt"
+profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
+models = [{ path = "models/a.onnx", shapes = { y = [4] } }]
+"""
+    (model,) = config(project, toml).models
+    assert model_spec_for(model, model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
+
+
+def test_a_request_carries_the_settings_of_the_target(project: Path) -> None:
+    target = config(project).models[0].targets[0]
+    spec = target_spec(target)
+    assert spec.settings == target.settings
+    assert (spec.settings.provider, spec.load_options) == ("qnn", target.load_options)
+
+
+GROUP = """
+[[models]]
+path = "models/a.onnx"
+share-weights = "both"
+[[models]]
+path = "models/b.onnx"
+share-weights = "both"
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+
+@newer_python
+def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: Path) -> None:
+    planned = plan(config(project, GROUP))
+    assert [job.location for job in planned.jobs] == [
+        "both (a + b) -> npu",
+        "a -> cpu",
+        "b -> cpu",
+    ]
+    together = planned.jobs[0]
+    assert (together.folder, together.group) == ("both/npu", "both")
+    assert [job.location for job in together.alone] == ["a -> npu", "b -> npu"]
+    assert planned.jobs[1].group is None
+
+
+def test_without_an_ep_that_can_share_there_is_no_group(project: Path) -> None:
+    planned = plan(config(project, GROUP, TARGETS="cpu"))
+    assert [job.location for job in planned.jobs] == ["a -> cpu", "b -> cpu"]
+
+
+@newer_python
+def test_a_shared_sidecar_cannot_be_embedded(project: Path) -> None:
+    toml = GROUP.replace('provider = "qnn"', 'provider = "qnn"\nembed = true')
+    with pytest.raises(ConfigError, match="embed = true puts it inside each") as raised:
+        plan(config(project, toml))
+    assert [problem.location for problem in raised.value.problems] == [
+        "tool.epcontext.models[0].share-weights",
+        "tool.epcontext.models[1].share-weights",
+    ]
+    plan(config(project, toml.replace("true", '"auto"')))
+
+
+@newer_python
+def test_members_of_a_group_have_the_same_settings(project: Path) -> None:
+    toml = GROUP.replace("[targets.npu]", "provider-options = { vtcm_mb = 8 }\n[targets.npu]")
+    with pytest.raises(
+        ConfigError, match="this model has other settings for the target npu than a"
+    ):
+        plan(config(project, toml))

@@ -1,0 +1,319 @@
+"""Plans that run with real workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import onnxruntime
+import pytest
+
+from hatch_epcontext.build import job as job_module
+from hatch_epcontext.build import requirements
+from hatch_epcontext.build import validation as validation_module
+from hatch_epcontext.build.artifact import Result, ValidationStatus
+from hatch_epcontext.build.cache import Cache
+from hatch_epcontext.build.plan import Job, plan
+from hatch_epcontext.build.run import build
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import CheckRequest
+from tests.conftest import needs_qnn
+from tests.models import half_for_the_cpu, network, save, transformer
+
+QNN = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+"""
+
+CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def log() -> list[str]:
+    """The lines that the build logs."""
+    return []
+
+
+@pytest.fixture
+def run(project: Path, tmp_path: Path, log: list[str]) -> Run:
+    """Build the project with a configuration; all builds share one cache."""
+    save(network(), project / "models" / "a.onnx")
+    count = iter(range(100))
+
+    def built(toml: str, environ: Mapping[str, str] | None = None) -> Result:
+        staging = tmp_path / f"staging-{next(count)}"
+        staging.mkdir()
+        cache = Cache(tmp_path / "cache", staging / "cache", log.append)
+        return build(
+            plan(load(project, parse(toml), {}, environ or {})), staging, cache, log.append
+        )
+
+    return built
+
+
+@needs_qnn
+def test_a_context_is_compiled_and_validated_once(run: Run, log: list[str]) -> None:
+    first, second = run(QNN), run(QNN)
+    assert (first.built[0].cached, second.built[0].cached) == (False, True)
+    assert first.built[0].artifact == second.built[0].artifact
+    assert first.built[0].validations == second.built[0].validations
+    validation = first.built[0].validations["a"]
+    assert validation.status is ValidationStatus.RAN
+    assert validation.cosine is not None
+    assert validation.cosine > 0.999
+    assert log[0].startswith(
+        "a -> qnn (qnn): 4/4 nodes in 1 context, for soc_model 60, htp_arch 73, ran and agrees with "
+    )
+    assert log[1].endswith("from the cache")
+
+
+def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -> None:
+    save(network(), project / "models" / "a.onnx")
+    workers = Workers(120)
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    planned = plan(load(project, parse(CPU), {}, {}))
+    with pytest.raises(KeyboardInterrupt):
+        build(planned, tmp_path, Cache(None, tmp_path / "cache", print), interrupt, workers)
+    request = CheckRequest((), {})
+    with pytest.raises(BuildError, match=r"b -> cpu: EPC310\n    the build was interrupted"):
+        workers.call(request, tmp_path / "another", location="b -> cpu")
+
+
+@needs_qnn
+def test_uncovered_nodes_are_named_and_fail_by_default(project: Path, run: Run) -> None:
+    toml = QNN.replace("dims = { batch = 1 }", 'validate = { inputs = "ones" }')
+    save(half_for_the_cpu(), project / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.location == "a -> qnn"
+    assert "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%" in problem.message
+    assert (
+        "Left to the CPU: NonZero where (the shape of its output 'y' depends on the data)."
+        in problem.message
+    )
+    assert "cut the model before them" in problem.advice()
+    (built,) = run(toml + "min-coverage = 0.6\n").built
+    assert built.cached, "a lower bound does not compile again"
+
+
+@needs_qnn
+def test_another_tolerance_is_validated_again_without_compiling(run: Run) -> None:
+    run(QNN)
+    strict = QNN.replace("dims", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims")
+    with pytest.raises(BuildError, match=r"a -> qnn: validation: EPC401\n.*differs from the CPU's"):
+        run(strict)
+    (built,) = run(QNN.replace("dims", 'validate = { inputs = "ones" }, dims')).built
+    assert built.cached
+
+
+def test_other_inputs_in_the_same_file_are_validated_again(project: Path, run: Run) -> None:
+    import numpy as np
+
+    toml = CPU.replace(
+        '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "x.npz" } }'
+    )
+    x = np.ones((1, 1, 8, 8), np.float32)
+    np.savez(project / "x.npz", x=x)
+    run(toml)
+    np.savez(project / "x.npz", y=x)
+    with pytest.raises(BuildError, match="has no array for the input 'x'"):
+        run(toml)
+
+
+@pytest.mark.parametrize(
+    ("validate", "status"),
+    [
+        ('"auto"', ValidationStatus.STRUCTURE),
+        ('"structure"', ValidationStatus.STRUCTURE),
+        ("false", ValidationStatus.NOT_VALIDATED),
+    ],
+)
+def test_without_a_way_to_run_only_the_structure_is_checked_and_the_summary_says_so(
+    run: Run,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    validate: str,
+    status: ValidationStatus,
+) -> None:
+    cannot_run(monkeypatch)
+    toml = CPU.replace('"models/a.onnx"', f'{{ path = "models/a.onnx", validate = {validate} }}')
+    validation = run(toml).built[0].validations["a"]
+    assert (validation.status, validation.agreements) == (status, ())
+    assert "NOT" in log[0]
+    assert (validation.reason or "") in log[0]
+
+
+def test_a_required_run_fails_on_a_machine_that_cannot_run_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cannot_run(monkeypatch)
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
+    with pytest.raises(BuildError, match="cannot run its contexts on this machine"):
+        run(toml)
+
+
+def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this a build machine on which no provider can run its artifacts."""
+    find = validation_module.reason_not_to_run
+
+    def reason(job: Job) -> str | None:
+        provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
+        target = dataclasses.replace(job.target, provider=provider)
+        return find(dataclasses.replace(job, target=target))
+
+    monkeypatch.setattr(validation_module, "reason_not_to_run", reason)
+    monkeypatch.setattr(job_module, "reason_not_to_run", reason)
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(),
+    reason="this ONNX Runtime has CUDA",
+)
+def test_an_optimized_graph_runs_on_the_cpu_where_its_ep_is_missing(
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = CPU.replace('"cpu"', '"cuda"')
+    validation = run(toml).built[0].validations["a"]
+    assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ON_CPU, 1)
+    assert validation.reason is not None
+    assert validation.reason.endswith("has no CUDAExecutionProvider")
+    assert f"ran on the CPU only ({validation.reason}) and agrees with the CPU" in log[0]
+    # The EP may be installed now: the next build tries again.
+    assert run(toml).built[0].cached
+    required = toml.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
+    with pytest.raises(BuildError, match='has no CUDAExecutionProvider, and validate is "require"'):
+        run(required)
+
+
+FROM_CACHE = {"HATCH_EPCONTEXT_FROM_CACHE": "cpu"}
+
+
+def test_a_target_is_taken_from_the_cache_whatever_is_installed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(CPU)
+    monkeypatch.setattr(requirements, "installed", lambda name: "99.0" if name in ONNX else None)
+    monkeypatch.setattr(job_module.JobRunner, "_compile", None)
+    (built,) = run(CPU, FROM_CACHE).built
+    assert built.cached
+    assert built.artifact == first.built[0].artifact
+    assert built.validations == first.built[0].validations
+    # The versions that compiled it, and not the installed ones.
+    assert built.artifact.record.versions["onnxruntime"] != "99.0"
+
+
+ONNX = ("onnxruntime", "onnx", "onnxslim", "numpy")
+
+
+def test_a_miss_of_a_target_from_the_cache_is_an_error(project: Path, run: Run) -> None:
+    with pytest.raises(BuildError, match="the cache has no artifact of this model") as raised:
+        run(CPU, FROM_CACHE)
+    assert "HATCH_EPCONTEXT_TARGETS=cpu" in str(raised.value)
+    run(CPU)
+    with pytest.raises(BuildError, match="was not validated with these inputs"):
+        run(
+            CPU.replace(
+                '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "ones" } }'
+            ),
+            FROM_CACHE,
+        )
+    save(network(3), project / "models" / "a.onnx")
+    with pytest.raises(BuildError, match="the cache has no artifact of this model"):
+        run(CPU, FROM_CACHE)
+
+
+SHARED = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+[[models]]
+path = "models/prefill.onnx"
+share-weights = "lm"
+[[models]]
+path = "models/decode.onnx"
+share-weights = "lm"
+"""
+
+
+@pytest.fixture
+def lengths(project: Path) -> None:
+    for name, length in (("prefill", 64), ("decode", 1)):
+        save(transformer(length), project / "models" / f"{name}.onnx")
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: list[str]) -> None:
+    (first,), (second,) = run(SHARED).built, run(SHARED).built
+    assert (first.cached, second.cached) == (False, True)
+    assert first.validations == second.validations
+    assert len(first.artifact.record.files) == 3
+    for name in ("prefill", "decode"):
+        validation = first.validations[name]
+        assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
+        assert validation.reason == (
+            "QNNExecutionProvider cannot open contexts that share weights on this machine"
+        )
+    # Almost the size of one of the two.
+    assert 0.6 < first.saved / first.artifact.size < 1
+    assert first.saved == second.saved
+    assert "lm (prefill + decode) -> qnn (qnn): prefill 8/8 nodes in 1 context" in log[0]
+    assert "structure checked (QNNExecutionProvider cannot open" in log[0]
+    assert "compiled alone it ran and agrees with the CPU" in log[0]
+    assert "saved by sharing" in log[0]
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_member_with_wrong_outputs_fails_the_group(run: Run) -> None:
+    strict = SHARED.replace('"lm"', '"lm"\nvalidate = { tolerance = { rtol = 0, atol = 0 } }')
+    with pytest.raises(BuildError, match=r"-> qnn: validation: EPC401\n.*differs from the CPU's"):
+        run(strict)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_that_must_run_fails_where_it_cannot(run: Run) -> None:
+    required = SHARED.replace('"lm"', '"lm"\nvalidate = "require"')
+    with pytest.raises(
+        BuildError, match='share weights on this machine, and validate is "require"'
+    ):
+        run(required)
+
+
+@needs_qnn
+def test_a_model_that_is_too_large_to_embed_is_refused_before_compiling(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "PROTOBUF_LIMIT", 1000)
+    with pytest.raises(
+        BuildError, match="cannot be larger than 2 GiB, and the model has"
+    ) as raised:
+        run(QNN + "embed = true")
+    assert "Remove embed" in raised.value.problems[0].advice()
+    run(QNN)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_of_an_ep_that_opens_shared_contexts_is_opened_together(run: Run) -> None:
+    toml = SHARED.replace(
+        'provider = "qnn"',
+        'provider = "plugin"\nlibrary = "onnxruntime_qnn"\nep-name = "QNNExecutionProvider"',
+    ).replace("{ soc", '{ backend_type = "htp", soc')
+    # An unknown plugin EP is expected to open them. QNN's simulator refuses, or crashes: both happen.
+    with pytest.raises(BuildError, match=r"QNN_COMMON_ERROR_NOT_SUPPORTED|SIGSEGV") as raised:
+        run(toml)
+    assert raised.value.problems[0].location == "lm (prefill + decode) -> plugin: validation"
+    (built,) = run(toml.replace('"lm"', '"lm"\nvalidate = "structure"')).built
+    assert {each.status for each in built.validations.values()} == {ValidationStatus.STRUCTURE}

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.examples import LONG, PROFILE, problems
+
+CPU = 'provider = "cpu"\n'
+
+
+def model(keys: str) -> str:
+    return f'{CPU}models = [{{ path = "models/a.onnx", {keys} }}]'
+
+
+@pytest.mark.parametrize(
+    ("toml", "location", "message"),
+    [
+        (f'{CPU}models = ["models/a.onnx", {{ path = "models/b.onnx", name = "A" }}]',
+         "models[1]", 'has the same name as another model: "A"'),
+        (model('name = "a/b"'), "models[0].name", "cannot be the name of a folder"),
+        (model('targets = ["x"]'), "models[0].targets", '"x" is not a target'),
+        (model("targets = []"), "models[0].targets", "names no target"),
+        (model("dims = { n = 0 }"), "models[0].dims.n", "must be at least 1"),
+        (model("shapes = { x = [-1] }"), "models[0].shapes.x", "must not be negative"),
+        (model("constants = { x = 1979-05-27 }"), "models[0].constants.x", "must be a number"),
+        (model("constants = { x = 1 }, shapes = { x = [1] }"),
+         "models[0].shapes.x", "is frozen in constants"),
+        (model("validate = { tolerance = { cosine = 2 } }"),
+         "models[0].validate.tolerance.cosine", "must be from 0 to 1"),
+        (model("validate = { tolerance = { rtol = -1 } }"),
+         "models[0].validate.tolerance.rtol", "must be at least 0"),
+        (model("validate = { tolerance = true }"),
+         "models[0].validate.tolerance", "must be a table or false"),
+        (model('validate = "always"'), "models[0].validate", 'must be a table or "auto" or "require"'),
+        (model('validate = { mode = "always" }'),
+         "models[0].validate.mode", 'must be "auto" or "require"'),
+        (model("validate = { tolerances = false }"),
+         "models[0].validate.tolerances", "is not a known key"),
+    ],
+)  # fmt: skip
+def test_an_invalid_model_is_reported_with_its_key(
+    project: Path, toml: str, location: str, message: str
+) -> None:
+    found = problems(project, toml)
+    assert location in found
+    assert message in found[location].message
+    assert len(found) == 1
+
+
+def test_narrowed_keys_that_no_target_of_the_model_has_are_errors(project: Path) -> None:
+    text = LONG.replace('targets = ["cpu", "x-elite"]', 'targets = ["cpu"]\ndevice = "gpu"')
+    assert problems(project, text).keys() == {
+        "models[0].provider-options.vtcm_mb",
+        "models[0].device",
+    }
+
+
+def test_profiles_that_no_target_of_the_model_has_are_errors(project: Path) -> None:
+    toml = f"""
+models = [{{ path = "models/a.onnx", profiles = [{PROFILE}] }}]
+[targets.cpu]
+provider = "cpu"
+[targets.npu]
+provider = "qnn"
+"""
+    assert problems(project, toml).keys() == {"models[0].profiles"}
+
+
+def groups(first: str, second: str, provider: str = "qnn") -> str:
+    return f"""
+provider = "{provider}"
+models = [
+    {{ path = "models/a.onnx", share-weights = "{first}" }},
+    {{ path = "models/b.onnx", share-weights = "{second}" }},
+]
+"""
+
+
+@pytest.mark.parametrize(
+    ("toml", "location", "message"),
+    [
+        (groups("x", "y"), "models[0].share-weights", "no other model is in the group"),
+        (groups("a", "a"), "models[0].share-weights", '"a" is also the name of'),
+        (groups("../x", "../x"), "models[0].share-weights", "cannot be the name of a folder"),
+        (groups("x", "x", "cpu"), "models[0].share-weights", "none of the model's targets"),
+    ],
+)
+def test_an_invalid_weight_sharing_group_is_an_error(
+    project: Path, toml: str, location: str, message: str
+) -> None:
+    assert message in problems(project, toml)[location].message

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.errors import Kind
+from tests.config.examples import MODELS, only_problem, problems
+
+CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+
+@pytest.mark.parametrize(
+    ("toml", "location", "message"),
+    [
+        ('provider = "cpu"', "models", "is required"),
+        (MODELS, "tool.epcontext", "names no target"),
+        (f"{CPU}jbs = 1", "jbs", "is not a known key"),
+        (f"{CPU}build = {{ jbs = 1 }}", "build.jbs", "is not a known key"),
+        (f"{CPU}build = {{ jobs = 0 }}", "build.jobs", "must be at least 1"),
+        (f"{CPU}build = {{ timeout = 0 }}", "build.timeout", "must be a number of seconds above 0"),
+        (f'{CPU}wheel = {{ tag = "x" }}', "wheel.tag", "or a wheel tag such as"),
+        (f'{CPU}output = "my-app"', "output", "a package's path"),
+        (f'{CPU}output = "../x"', "output", "a package's path"),
+        (f'{MODELS}embed = true\n[targets.q]\nprovider = "qnn"', "embed", "belongs to a target"),
+        (f'{MODELS}default-targets = ["z"]\n[targets.q]\nprovider = "qnn"',
+         "default-targets", '"z" is not a target'),
+    ],
+)  # fmt: skip
+def test_an_invalid_root_is_reported_with_its_key(
+    project: Path, toml: str, location: str, message: str
+) -> None:
+    found = problems(project, toml)
+    assert location in found
+    assert message in found[location].message
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("written", ["0", "-1", '"many"', '"10 MiB"', "true", "1.5"])
+def test_an_invalid_size_of_the_wheel(project: Path, written: str) -> None:
+    location, found = only_problem(project, f'provider = "cpu"\nwheel = {{ max-size = {written} }}')
+    assert location == "wheel.max-size"
+    assert found.message.startswith("must be ")
+
+
+def test_a_key_of_a_target_beside_targets_names_its_place_there(project: Path) -> None:
+    toml = 'min-coverage = 0.5\n[targets."x elite"]\nprovider = "cpu"\n'
+    found = problems(project, MODELS + toml)["min-coverage"]
+    assert found.kind is Kind.NOT_APPLICABLE
+    assert 'Set tool.epcontext.targets."x elite".min-coverage = 0.5' in found.text()
+    location, found = only_problem(
+        project,
+        'min-coverage = 0\n[targets.npu]\nprovider = "qnn"\n[targets.cpu]\nprovider = "cpu"',
+    )
+    assert location == "min-coverage"
+    assert found.text().endswith("Set tool.epcontext.targets.npu.min-coverage = 0.0")

@@ -1,0 +1,167 @@
+"""Configurations, and short ways to load them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import Config, Target
+from hatch_epcontext.errors import ConfigError, Problem
+
+MODELS = 'models = ["models/a.onnx"]\n'
+
+SHORT = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+models = ["models/a.onnx"]
+"""
+
+LONG = """
+output = "my_app/models"
+default-targets = ["x-elite"]
+fallback = "none"
+editable = "compile"
+
+[build]
+jobs = 2
+timeout = 60
+
+[wheel]
+tag = "py3-none-win_arm64"
+
+[targets.x-elite]
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73, enable_htp_fp16_precision = true }
+session-options = { "session.intra_op_num_threads" = 1 }
+load-options = { htp_performance_mode = "burst" }
+device = "npu"
+platforms = ["win_arm64"]
+requirements = ["onnxruntime-qnn==2.7.0"]
+optimization = "extended"
+embed = true
+min-coverage = 0.9
+
+[targets.cpu]
+provider = "cpu"
+
+[[models]]
+name = "first"
+path = "models/a.onnx"
+targets = ["cpu", "x-elite"]
+dims = { batch = 1 }
+shapes = { image = [1, 1, 28, 28] }
+constants = { sr = 16000, flags = [true, false] }
+validate = { mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }
+provider-options = { vtcm_mb = 8 }
+optimization = "none"
+embed = false
+min-coverage = 0.5
+
+[[models]]
+path = "models/b.onnx"
+validate = { tolerance = false }
+"""
+
+PROFILE = "{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }"
+
+EVERYTHING = """
+wheel = { max-size = "1 GB" }
+[targets.rtx]
+provider = "NvTensorRTRTX"
+provider-options = { nv_max_workspace_size = 5, nv_weight_streaming_budget = "40%" }
+load-options = { nv_runtime_cache_path = "x" }
+profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
+device-filter = { vendor = "nvidia", vendor-id = 4318 }
+[targets.intel]
+provider = "openvino"
+virtual-devices = true
+policy = "prefer-npu"
+allow-unknown-options = true
+provider-options = { load_config = { CPU = { A = "1", B = 2 } }, newer = 1 }
+[targets.other]
+provider = "plugin"
+library = "other_ep"
+ep-name = "X"
+registration-name = "Y"
+[[models]]
+path = "models/a.onnx"
+targets = ["rtx", "other"]
+profiles = [{ x = { min = [1, 2], opt = [1, 2], max = [3, 4] } }]
+device-filter = { type = "gpu" }
+[[models]]
+path = "models/b.onnx"
+policy = "default"
+share-weights = "group"
+external-initializers = true
+external-initializers-threshold = 10
+[[models]]
+path = "models/b.onnx"
+name = "c"
+share-weights = "group"
+in-memory = false
+embed = "auto"
+"""
+
+
+def read(root: Path, toml: str, hook: dict[str, Any] | None = None, **environ: str) -> Config:
+    """The configuration ``toml``; ``environ`` are variables without their prefix."""
+    variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in environ.items()}
+    return load(root, parse(toml), hook or {}, variables)
+
+
+def problems(root: Path, toml: str, **environ: str) -> dict[str, Problem]:
+    """The problems of the configuration ``toml``, by location without the root table."""
+    with pytest.raises(ConfigError) as raised:
+        read(root, toml, None, **environ)
+    return {
+        problem.location.removeprefix("tool.epcontext."): problem
+        for problem in raised.value.problems
+    }
+
+
+def only_problem(root: Path, toml: str) -> tuple[str, Problem]:
+    """The location and the only problem of a configuration of one model, to which ``toml`` adds."""
+    ((location, found),) = problems(root, MODELS + toml).items()
+    return location, found
+
+
+def target(root: Path, toml: str) -> Target:
+    """The only target of a configuration of one model, to which ``toml`` adds."""
+    (found,) = read(root, MODELS + toml).models[0].targets
+    return found
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in nested tables and lists."""
+    yield path
+    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(inside, dict | list):
+            yield from places(inside, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def mangle(project: Path, good: dict[str, Any]) -> None:
+    """Load ``good`` two thousand times with one value replaced: only a ConfigError may be raised."""
+    rng = random.Random(20240229)
+    odd = [-1, 0, 1.5, 10**30, "", "x", "../x", "*", "[", "\0", "x" * 300, True, [], [1], [{}], {}]
+    odd += [[[1]], {"a": 1}, {"": 1}, date(2020, 1, 1), float("nan"), float("inf")]
+    everywhere = [path for path in places(good) if path]
+    for _ in range(2000):
+        table = copy.deepcopy(good)
+        path = rng.choice(everywhere)
+        inside = table
+        for key in path[:-1]:
+            inside = inside[key]
+        inside[path[-1]] = rng.choice(odd)
+        with contextlib.suppress(ConfigError):
+            load(project, table, {}, {})

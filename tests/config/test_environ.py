@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.config.environ import PREFIX, VARIABLES, Environment, read_environment
+from hatch_epcontext.config.tables import BuildTable, WheelTable
+from hatch_epcontext.errors import Kind, collect
+from hatch_epcontext.text import toml_key
+from tests.config.examples import MODELS, problems
+from tests.config.examples import read as load
+
+CPU = f'{MODELS}provider = "cpu"\n'
+
+
+def read(**variables: str) -> Environment:
+    named = {f"{PREFIX}{name}": value for name, value in variables.items()}
+    settings, found = collect(read_environment(named))
+    assert not found
+    return settings
+
+
+def test_nothing_is_set_by_default_and_other_variables_do_not_count() -> None:
+    environ = {"HATCH_VERBOSE": "1", "PATH": "/bin"}
+    assert collect(read_environment(environ)) == (Environment(), [])
+
+
+def test_all_variables(tmp_path: Path) -> None:
+    settings = read(
+        SKIP="true",
+        TARGETS="a, b,",
+        FROM_CACHE="c",
+        CACHE_DIR=str(tmp_path),
+        REPORT=str(tmp_path / "r.html"),
+        NO_CACHE="1",
+        JOBS="3",
+        TIMEOUT="2.5",
+        TAG="any",
+        MAX_SIZE="250 MB",
+        EDITABLE="compile",
+        VALIDATE="require",
+    )
+    assert settings.skip
+    assert settings.targets == ("a", "b")
+    assert settings.from_cache == ("c",)
+    assert settings.cache_dir == tmp_path
+    assert settings.report == tmp_path / "r.html"
+    assert settings.no_cache
+    assert settings.build == {"jobs": 3, "timeout": 2.5}
+    assert settings.wheel == {"tag": "any", "max_size": "250 MB"}
+    assert (settings.editable, settings.validate) == ("compile", "require")
+    assert "HATCH_EPCONTEXT_JOBS=3" in settings.overrides
+    assert len(settings.overrides) == len(VARIABLES)
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert read(JOBS="", TARGETS="  ") == Environment()
+
+
+def test_validation_can_be_switched_off() -> None:
+    assert read(VALIDATE="false").validate is False
+
+
+def test_the_cache_folder_is_absolute_wherever_the_build_runs() -> None:
+    folder = read(CACHE_DIR="~/models").cache_dir
+    assert folder is not None
+    assert folder.is_absolute()
+    assert "~" not in str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("JOBS", "0", "must be at least 1"),
+        ("JOBS", "many", 'must be a whole number or "auto"'),
+        ("JOBS", "1.5", 'must be a whole number or "auto"'),
+        ("TIMEOUT", "-1", "a number of seconds above 0"),
+        ("TIMEOUT", "inf", "a number of seconds above 0"),
+        ("TIMEOUT", "nan", "a number of seconds above 0"),
+        ("TIMEOUT", "long", "must be a number"),
+        ("TAG", "py3", "or a wheel tag such as"),
+        ("MAX_SIZE", "10 MiB", 'a size such as "250 MB"'),
+        ("EDITABLE", "inplace", "source or compile or skip"),
+        ("VALIDATE", "yes", "auto or require or structure or false"),
+        ("SKIP", "maybe", "1 or 0"),
+        ("REPORT", "report.html", "an absolute path"),
+        ("TARGET", "x", "is not a known variable"),
+        ("WHEEL_TAG", "any", "is not a known variable"),
+    ],
+)
+def test_an_invalid_variable_is_a_problem(name: str, value: str, message: str) -> None:
+    settings, (problem,) = collect(read_environment({f"{PREFIX}{name}": value}))
+    assert (problem.kind, problem.location) == (Kind.INVALID_VARIABLE, f"{PREFIX}{name}")
+    assert message in problem.message
+    assert dataclasses.replace(settings, overrides=()) == Environment()
+
+
+# For each key of `build` and `wheel`: TOML, a variable, the value of the setting, an invalid variable.
+SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
+    ("build", "jobs"): ("7", "3", 3, "0"),
+    ("build", "timeout"): ("7", "2.5", 2.5, "-1"),
+    ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
+    ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),
+}
+
+
+def keys_with_a_variable() -> list[tuple[str, str]]:
+    tables = (("build", BuildTable), ("wheel", WheelTable))
+    return [(name, key.name) for name, table in tables for key in dataclasses.fields(table)]
+
+
+@pytest.mark.parametrize(("table", "name"), keys_with_a_variable())
+def test_a_variable_wins_over_each_key_of_build_and_wheel(
+    project: Path, table: str, name: str
+) -> None:
+    written, variable, value, invalid = SAMPLES[table, name]
+    toml = f"{CPU}{table} = {{ {toml_key(name)} = {written} }}"
+    assert getattr(getattr(load(project, toml), table), name) != value
+    for text in (CPU, toml):
+        config = load(project, text, None, **{name.upper(): variable})
+        assert getattr(getattr(config, table), name) == value
+        assert config.overrides == (f"{PREFIX}{name.upper()}={variable}",)
+    found = problems(project, toml, **{name.upper(): invalid})
+    assert found.keys() == {f"{PREFIX}{name.upper()}"}
+    assert VARIABLES[name.upper()].doc == f"Wins over `{table}.{toml_key(name)}`."
+
+
+def test_a_variable_of_a_table_leaves_its_other_keys(project: Path) -> None:
+    config = load(project, f"{CPU}build = {{ timeout = 7 }}", None, JOBS="3")
+    assert (config.build.jobs, config.build.timeout) == (3, 7)

@@ -1,0 +1,247 @@
+"""Whole configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import ValidateSettings
+from hatch_epcontext.errors import ConfigError, Kind
+from hatch_epcontext.providers import Tolerance
+from tests.config.examples import (
+    EVERYTHING,
+    LONG,
+    MODELS,
+    SHORT,
+    mangle,
+    only_problem,
+    problems,
+    read,
+)
+
+CPU = 'provider = "cpu"\n'
+
+
+def test_the_short_form_is_one_target_named_after_its_provider(project: Path) -> None:
+    config = read(project, SHORT)
+    (model,) = config.models
+    (target,) = model.targets
+    settings = target.settings
+    assert (model.name, model.path) == ("a", project / "models" / "a.onnx")
+    assert target.name == target.provider.name == settings.provider == "qnn"
+    assert settings.provider_options == {
+        "backend_type": "htp",
+        "soc_model": "60",
+        "htp_arch": "73",
+    }
+    assert target.load_options == {"backend_type": "htp"}
+    assert (settings.device, settings.optimization, settings.embed) == ("npu", "basic", False)
+    assert target.min_coverage == 1.0
+    assert (config.output, config.fallback, config.editable) == (None, "source", "source")
+    assert (config.build.timeout, config.use_cache) == (1800, True)
+    assert (config.wheel.tag, config.wheel.max_size) == ("auto", None)
+    assert model.validate == ValidateSettings("auto", "random", {})
+    assert model.tolerance_for(target.provider) == Tolerance(1e-2, 5e-2, 0.99)
+
+
+def test_the_long_form(project: Path) -> None:
+    config = read(project, LONG)
+    assert config.output == PurePosixPath("my_app/models")
+    assert (config.build.jobs, config.build.timeout, config.fallback) == (2, 60, "none")
+    assert (config.editable, config.wheel.tag) == ("compile", "py3-none-win_arm64")
+    first, second = config.models
+    assert [target.name for target in first.targets] == ["cpu", "x-elite"]
+    assert [target.name for target in second.targets] == ["x-elite"]
+    assert first.dims == {"batch": 1}
+    assert first.shapes == {"image": (1, 1, 28, 28)}
+    assert first.constants == {"sr": 16000, "flags": [True, False]}
+    assert first.validate == ValidateSettings("require", "ones", {"rtol": 0.1})
+    (target,) = second.targets
+    settings = target.settings
+    assert settings.provider_options["enable_htp_fp16_precision"] == "1"
+    assert settings.session_options == {"session.intra_op_num_threads": "1"}
+    assert target.load_options == {"backend_type": "htp", "htp_performance_mode": "burst"}
+    assert target.platforms == ("win_arm64",)
+    assert target.requirements == ("onnxruntime-qnn==2.7.0",)
+    assert (settings.optimization, settings.embed, target.min_coverage) == ("extended", True, 0.9)
+    assert second.validate == ValidateSettings("auto", "random", False)
+    assert second.tolerance_for(target.provider) is None
+
+
+def test_the_environment_wins(project: Path, tmp_path: Path) -> None:
+    config = read(
+        project,
+        LONG,
+        TARGETS="cpu",
+        JOBS="1",
+        TIMEOUT="5",
+        EDITABLE="skip",
+        VALIDATE="structure",
+        CACHE_DIR=str(tmp_path),
+        NO_CACHE="1",
+    )
+    assert [target.name for target in config.targets] == ["cpu"]
+    # The second model is not for the CPU, and with this fallback its source is not shipped.
+    assert [model.name for model in config.models] == ["first"]
+    assert (config.build.jobs, config.build.timeout, config.editable) == (1, 5, "skip")
+    # The variable replaces the mode alone.
+    assert config.models[0].validate == ValidateSettings("structure", "ones", {"rtol": 0.1})
+    assert (config.cache_dir, config.use_cache) == (tmp_path, False)
+    assert "HATCH_EPCONTEXT_TARGETS=cpu" in config.overrides
+
+
+@pytest.mark.parametrize(
+    ("toml", "key", "new"),
+    [
+        ("jobs = 3", "jobs", "build.jobs = 3"),
+        ('jobs = "auto"', "jobs", 'build.jobs = "auto"'),
+        ("timeout = 2.5", "timeout", "build.timeout = 2.5"),
+        ('max-size = "250 MB"', "max-size", 'wheel.max-size = "250 MB"'),
+        ('wheel-tag = "any"', "wheel-tag", 'wheel.tag = "any"'),
+    ],
+)
+def test_an_old_key_of_the_root_is_an_error_that_names_the_new_one(
+    project: Path, toml: str, key: str, new: str
+) -> None:
+    location, found = only_problem(project, f"{CPU}{toml}")
+    assert (location, found.kind) == (key, Kind.MOVED_KEY)
+    assert f"Set tool.epcontext.{new}" in found.text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("toml", "key", "new"),
+    [
+        ('inputs = "ones"', "inputs", 'validate.inputs = "ones"'),
+        ("tolerance = false", "tolerance", "validate.tolerance = false"),
+        ("tolerance = { rtol = 0.1 }", "tolerance", "validate.tolerance = { rtol = 0.1 }"),
+    ],
+)
+def test_an_old_key_of_a_model_is_an_error_that_names_the_new_one(
+    project: Path, toml: str, key: str, new: str
+) -> None:
+    text = f'{CPU}models = ["models/b.onnx", {{ path = "models/a.onnx", {toml} }}]'
+    ((location, found),) = problems(project, text).items()
+    assert (location, found.kind) == (f"models[1].{key}", Kind.MOVED_KEY)
+    assert found.text().endswith(f"Set tool.epcontext.models[1].{new}")
+
+
+def test_every_moved_key_is_reported_at_once(project: Path) -> None:
+    toml = """
+    provider = "cpu"
+    jobs = 1
+    timeout = 1
+    max-size = 1
+    wheel-tag = "any"
+    models = [{ path = "models/a.onnx", inputs = "ones", tolerance = false }]
+    """
+    found = problems(project, toml)
+    assert found.keys() == {
+        "jobs",
+        "timeout",
+        "max-size",
+        "wheel-tag",
+        "models[0].inputs",
+        "models[0].tolerance",
+    }
+    assert {problem.kind for problem in found.values()} == {Kind.MOVED_KEY}
+
+
+def test_every_problem_of_any_kind_is_reported_at_once(project: Path) -> None:
+    toml = """
+    fallback = "x"
+    provider = "qn"
+    unknown = 1
+    models = ["nope.onnx", 3, { path = "models/a.onnx", dims = { n = "1" } }]
+    build = { jobs = 0 }
+    """
+    assert problems(project, toml, JOB="1").keys() == {
+        "HATCH_EPCONTEXT_JOB",
+        "build.jobs",
+        "fallback",
+        "provider",
+        "unknown",
+        "models[0]",
+        "models[1]",
+        "models[2].dims.n",
+    }
+
+
+@pytest.mark.parametrize("toml", [LONG, EVERYTHING])
+def test_a_mangled_configuration_raises_nothing_but_config_errors(project: Path, toml: str) -> None:
+    read(project, toml)
+    mangle(project, parse(toml))
+
+
+def test_a_problem_of_a_target_that_models_share_is_reported_once(project: Path) -> None:
+    toml = """
+    models = ["models/a.onnx", "models/b.onnx"]
+    [targets.q]
+    provider = "qnn"
+    provider-options = { soc_model = 60, htp_arch = 75 }
+    """
+    with pytest.raises(ConfigError) as raised:
+        read(project, toml)
+    locations = [problem.location for problem in raised.value.problems]
+    assert locations == ["tool.epcontext.targets.q.provider-options.htp_arch"]
+
+
+def test_a_model_without_a_selected_target_is_still_a_fallback(project: Path) -> None:
+    config = read(project, LONG.replace('fallback = "none"', ""), None, TARGETS="cpu")
+    first, second = config.models
+    assert [target.name for target in first.targets] == ["cpu"]
+    assert second.targets == ()
+
+
+def test_an_unknown_target_in_the_environment_is_an_error(project: Path) -> None:
+    found = problems(project, SHORT, TARGETS="npu")["HATCH_EPCONTEXT_TARGETS"]
+    assert found.kind is Kind.UNKNOWN_TARGET
+
+
+def test_targets_can_come_from_the_cache(project: Path) -> None:
+    toml = MODELS + '[targets.a]\nprovider = "cpu"\n[targets.b]\nprovider = "qnn"\n'
+    a, b = read(project, toml, FROM_CACHE="b").models[0].targets
+    assert (a.from_cache, b.from_cache) == (False, True)
+    unknown = problems(project, toml, FROM_CACHE="c", NO_CACHE="1")
+    assert unknown.keys() == {"HATCH_EPCONTEXT_FROM_CACHE"}
+    with_both = problems(project, toml, FROM_CACHE="a", NO_CACHE="1")["HATCH_EPCONTEXT_FROM_CACHE"]
+    assert "HATCH_EPCONTEXT_NO_CACHE" in with_both.message
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("1000", 1000), ('"1000"', 1000), ('"250 MB"', 250_000_000), ('"1.5GB"', 1_500_000_000)],
+)
+def test_the_largest_size_of_the_wheel_is_in_bytes(project: Path, written: str, size: int) -> None:
+    toml = MODELS + f"{CPU}wheel = {{ max-size = {written} }}"
+    assert read(project, toml).wheel.max_size == size
+
+
+def test_the_table_of_the_hook_has_only_the_keys_of_hatch(project: Path) -> None:
+    reserved = {
+        "dependencies": [],
+        "enable-by-default": True,
+        "require-runtime-dependencies": False,
+    }
+    assert read(project, SHORT, reserved).models
+    with pytest.raises(
+        ConfigError, match=r"hooks\.epcontext\.models: EPC001\n.*not one of Hatch's"
+    ):
+        read(project, SHORT, {"models": []})
+
+
+def test_a_hook_that_is_switched_on_needs_its_table(project: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"\[tool\.epcontext\]: EPC025\n.*is missing in pyproject\.toml"
+    ):
+        load(project, None, {}, {})
+
+
+@pytest.mark.parametrize("table", [3, [], "x"])
+def test_a_table_that_is_none_is_an_error(project: Path, table: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tool\.epcontext: EPC003\n.*must be a table") as raised:
+        load(project, table, {}, {})
+    assert len(raised.value.problems) == 1

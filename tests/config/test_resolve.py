@@ -1,0 +1,247 @@
+"""Models and their targets, with what the models narrow."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.build import requirements
+from hatch_epcontext.build.plan import plan
+from hatch_epcontext.config import resolve
+from hatch_epcontext.config.settings import CompileSettings, ValidateSettings
+from hatch_epcontext.config.tables import TargetTable
+from hatch_epcontext.errors import ConfigError, Key, Kind
+from hatch_epcontext.providers import PROVIDERS, Provider
+from tests.config.examples import LONG, PROFILE, problems, read, target
+
+
+def test_a_model_narrows_its_targets(project: Path) -> None:
+    _, x_elite = read(project, LONG).models[0].targets
+    settings = x_elite.settings
+    assert settings.provider_options["vtcm_mb"] == "8"
+    assert settings.provider_options["soc_model"] == "60"
+    assert (settings.optimization, settings.embed, x_elite.min_coverage) == ("none", False, 0.5)
+
+
+def test_narrowed_options_are_for_the_targets_that_know_them(project: Path) -> None:
+    cpu, _ = read(project, LONG).models[0].targets
+    assert cpu.settings.provider_options == {}
+    assert cpu.settings.embed is False
+
+
+def test_unknown_options_of_a_model_are_for_targets_that_allow_them(project: Path) -> None:
+    toml = """
+models = [{ path = "models/a.onnx", provider-options = { soc_model = 43, newer = 1 } }]
+[targets.strict]
+provider = "qnn"
+[targets.lax]
+provider = "openvino"
+allow-unknown-options = true
+"""
+    strict, lax = read(project, toml).models[0].targets
+    assert strict.settings.provider_options == {"backend_type": "htp", "soc_model": "43"}
+    assert lax.settings.provider_options == {"newer": "1"}
+    refused = problems(project, toml.replace("allow-unknown-options = true", ""))
+    assert refused.keys() == {"models[0].provider-options.newer"}
+
+
+@pytest.mark.parametrize("provider", ["tensorrt", "tensorrt-rtx"])
+def test_profiles_become_options(project: Path, provider: str) -> None:
+    found = target(project, f'provider = "{provider}"\nprofiles = [{PROFILE}, {PROFILE}]')
+    known = PROVIDERS[provider].profiles
+    assert known is not None
+    options = found.settings.provider_options
+    assert options[known.min] == "x:1x3,x:1x3"
+    assert options[known.max] == "x:32x3,x:32x3"
+    assert options.get("nv_multi_profile_enable", "1") == "1"
+    assert found.load_options.keys().isdisjoint(known.names)
+
+
+def test_the_profiles_of_a_model_are_for_the_targets_that_have_them(project: Path) -> None:
+    toml = f"""
+models = [{{ path = "models/a.onnx", profiles = [{PROFILE}] }}]
+[targets.cpu]
+provider = "cpu"
+[targets.gpu]
+provider = "tensorrt"
+"""
+    cpu, gpu = read(project, toml).models[0].targets
+    assert (cpu.profiles, cpu.settings.provider_options) == ((), {})
+    assert gpu.settings.provider_options["trt_profile_opt_shapes"] == "x:8x3"
+    assert (cpu.key, gpu.key) == (Key() / "targets" / "cpu", Key() / "models" / 0)
+
+
+def test_the_settings_that_choose_a_device(project: Path) -> None:
+    toml = (
+        'provider = "openvino"\ndevice = "npu"\ndevice-filter = { vendor = "Intel", device-id = 3 }'
+    )
+    found = target(project, toml).settings
+    assert (found.device, found.device_filter) == ("npu", {"vendor": "Intel", "device-id": "3"})
+    assert (
+        target(project, 'provider = "qnn"\npolicy = "prefer-npu"').settings.policy == "prefer-npu"
+    )
+    virtual = target(project, 'provider = "openvino"\nvirtual-devices = true').settings
+    assert (virtual.device, virtual.virtual_devices) == ("npu", True)
+
+
+def test_external_initializers_have_a_smallest_size(project: Path) -> None:
+    cpu = 'provider = "cpu"\n'
+    assert target(project, cpu).settings.external_initializers is None
+    switched_on = cpu + "external-initializers = true"
+    assert target(project, switched_on).settings.external_initializers == 1024
+    both = switched_on + "\nexternal-initializers-threshold = 0"
+    assert target(project, both).settings.external_initializers == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "embed"), [("true", True), ("false", False), ('"auto"', False), (None, False)]
+)
+def test_contexts_are_beside_the_model_by_default(
+    project: Path, written: str | None, embed: bool
+) -> None:
+    toml = 'provider = "qnn"\n' + (f"embed = {written}" if written else "")
+    assert target(project, toml).settings.embed is embed
+
+
+def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None:
+    found = target(project, 'provider = "qnn"\nin-memory = true').settings
+    assert (found.in_memory, found.embed) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("validate", "settings"),
+    [
+        ('"require"', ValidateSettings("require", "random", {})),
+        ("false", ValidateSettings(False, "random", {})),
+        ("{}", ValidateSettings("auto", "random", {})),
+        ('{ mode = "structure" }', ValidateSettings("structure", "random", {})),
+        ('{ inputs = "zeros" }', ValidateSettings("auto", "zeros", {})),
+        ("{ tolerance = false }", ValidateSettings("auto", "random", False)),
+        (
+            '{ mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }',
+            ValidateSettings("require", "ones", {"rtol": 0.1}),
+        ),
+    ],
+)
+def test_validation_is_a_mode_or_a_table(
+    project: Path, validate: str, settings: ValidateSettings
+) -> None:
+    toml = f'provider = "cpu"\nmodels = [{{ path = "models/a.onnx", validate = {validate} }}]'
+    assert read(project, toml).models[0].validate == settings
+
+
+LIBRARY = 'ep-name = "X"\nlibrary = "ep.so"\n'
+
+SAMPLES: dict[str, tuple[str, Any]] = {
+    "provider": ('provider = "QNNExecutionProvider"', "qnn"),
+    "provider_options": (
+        'provider = "openvino"\nprovider-options = { load_config = { A = 1 } }',
+        {"load_config": '{"A":1}'},
+    ),
+    "session_options": (
+        'provider = "cpu"\nsession-options = { "session.intra_op_num_threads" = 3 }',
+        {"session.intra_op_num_threads": "3"},
+    ),
+    "device": ('provider = "openvino"\ndevice = "gpu"', "gpu"),
+    "device_filter": (
+        'provider = "openvino"\ndevice-filter = { vendor-id = 3 }',
+        {"vendor-id": "3"},
+    ),
+    "policy": ('provider = "openvino"\npolicy = "max-efficiency"', "max-efficiency"),
+    "virtual_devices": ('provider = "openvino"\nvirtual-devices = true', True),
+    "optimization": ('provider = "cpu"\noptimization = "all"', "all"),
+    "embed": ('provider = "qnn"\nembed = true', True),
+    "in_memory": ('provider = "qnn"\nin-memory = true', True),
+    "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
+    "registration_name": (f'provider = "plugin"\n{LIBRARY}registration-name = "y"', "y"),
+}
+"""For each key of a target that is a field of `CompileSettings`: TOML, and the value of the field."""
+
+
+def test_each_key_that_decides_how_a_target_is_compiled_has_a_sample() -> None:
+    keys = {field.name for field in dataclasses.fields(TargetTable)}
+    fields = {field.name for field in dataclasses.fields(CompileSettings)}
+    assert SAMPLES.keys() == keys & fields
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_each_key_that_decides_how_a_target_is_compiled_reaches_its_settings(
+    project: Path, name: str
+) -> None:
+    (project / "ep.so").touch()
+    toml, value = SAMPLES[name]
+    provider = toml.splitlines()[0]
+    default = target(project, f"{provider}\n{LIBRARY}" if "plugin" in provider else provider)
+    if name != "provider":
+        assert getattr(default.settings, name) != value
+    assert getattr(target(project, toml).settings, name) == value
+
+
+def test_a_library_counts_by_its_content_and_not_by_its_path(project: Path) -> None:
+    for folder, content in (("one", b"same"), ("two", b"same"), ("three", b"other")):
+        (project / folder).mkdir()
+        (project / folder / "ep.so").write_bytes(content)
+    toml = 'provider = "plugin"\nep-name = "X"\nlibrary = "{}/ep.so"'
+    one, two, three = (
+        target(project, toml.format(folder)).settings for folder in ("one", "two", "three")
+    )
+    assert one.library_sha256 == (
+        "0967115f2813a3541eaef77de9d9d5773f1c0c04314b0bbfe4ff3b3b1c55b5d5"
+    )
+    assert one == two
+    assert one != three
+    assert one == dataclasses.replace(three, library_sha256=one.library_sha256)
+    assert "ep.so" not in repr(one)
+
+
+def test_a_library_is_read_once_for_all_models(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "ep.so").touch()
+    read_files: list[Path] = []
+
+    def sha256(path: Path) -> str:
+        read_files.append(path)
+        return "00"
+
+    monkeypatch.setattr(resolve, "file_sha256", sha256)
+    toml = f'provider = "plugin"\n{LIBRARY}models = ["models/*.onnx"]'
+    hashes = [found.settings.library_sha256 for found in read(project, toml).targets]
+    assert (hashes, read_files) == (["00", "00"], [project / "ep.so"])
+
+
+def test_a_library_in_a_package_has_no_sha256(project: Path) -> None:
+    toml = 'provider = "plugin"\nep-name = "X"\nlibrary = "some_ep"'
+    assert target(project, toml).settings.library_sha256 is None
+
+
+ALL, SOME = (
+    '{ path = "models/a.onnx", optimization = "all" }',
+    '{ path = "models/b.onnx", optimization = "basic" }',
+)
+
+
+@pytest.mark.parametrize("models", [(ALL, SOME), (SOME, ALL)], ids=["first", "last"])
+def test_the_order_of_models_does_not_change_the_requirements(
+    project: Path, models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Provider, "unavailable", lambda *_: None)
+    monkeypatch.setattr(requirements, "installed", lambda _: None)
+    toml = f"""
+models = [{", ".join(models)}]
+[targets.amd]
+provider = "migraphx"
+[targets.intel]
+provider = "openvino"
+"""
+    # Only the model with all optimizations needs MIGraphX itself.
+    assert plan(read(project, toml.replace('"all"', '"basic"'))).jobs
+    with pytest.raises(ConfigError) as raised:
+        plan(read(project, toml))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.CONFLICTING_REQUIREMENTS
+    assert "no single ONNX Runtime distribution fits all targets" in problem.message
+    assert "amd: onnxruntime-migraphx, intel: onnxruntime or onnxruntime-gpu" in problem.message

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.providers import Tolerance
+from tests.config.examples import LONG, read, target
+
+
+def test_a_partial_tolerance_leaves_the_rest_to_the_provider(project: Path) -> None:
+    model = read(project, LONG).models[0]
+    cpu, x_elite = model.targets
+    assert model.tolerance_for(x_elite.provider) == Tolerance(0.1, 5e-2, 0.99)
+    assert model.tolerance_for(cpu.provider) == Tolerance(0.1, 1e-4, 0.9999)
+
+
+def test_a_tolerance_of_zero_is_not_the_default(project: Path) -> None:
+    model = read(project, LONG.replace("{ rtol = 0.1 }", "{ rtol = 0, cosine = 0 }")).models[0]
+    cpu, _ = model.targets
+    assert model.tolerance_for(cpu.provider) == Tolerance(0.0, 1e-4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("provider", "optimization", "needs_ep"),
+    [
+        ("qnn", "none", True),
+        ("qnn", "basic", True),
+        ("cuda", "none", False),
+        ("cuda", "basic", False),
+        ("cuda", "extended", True),
+        ("cuda", "all", True),
+    ],
+)
+def test_only_contexts_and_optimizations_of_the_ep_need_it(
+    project: Path, provider: str, optimization: str, needs_ep: bool
+) -> None:
+    found = target(project, f'provider = "{provider}"\noptimization = "{optimization}"')
+    assert found.needs_ep is needs_ep
+
+
+def test_the_targets_of_a_configuration_are_those_of_all_its_models(project: Path) -> None:
+    config = read(project, LONG)
+    assert [found.name for found in config.targets] == ["cpu", "x-elite", "x-elite"]
+    _, narrowed, whole = config.targets
+    assert (narrowed.settings.optimization, whole.settings.optimization) == ("none", "extended")

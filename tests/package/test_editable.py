@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from hatch_epcontext.build.artifact import Artifact, Result
+from hatch_epcontext.errors import ConfigError, Kind
+from hatch_epcontext.package import editable
+from tests.results import configured, resulting
+
+
+@pytest.fixture
+def result(project: Path, artifact: Artifact) -> Result:
+    return resulting(configured(project), artifact)
+
+
+@pytest.fixture
+def folder(project: Path) -> Path:
+    return project / "my_app" / "epcontext"
+
+
+def test_the_folder_of_the_output_in_the_project() -> None:
+    files = {"my_app/__init__.py": Path("/p/src/my_app/__init__.py"), "m.py": Path("/p/m.py")}
+    assert editable.project_folder(PurePosixPath("my_app/sub/models"), files) == Path(
+        "/p/src/my_app/sub/models"
+    )
+    with pytest.raises(ConfigError, match="no package of the project contains it") as raised:
+        editable.project_folder(PurePosixPath("other/models"), files)
+    assert [problem.kind for problem in raised.value.problems] == [Kind.NO_OUTPUT_PACKAGE]
+    assert 'Set tool.epcontext.editable = "skip"' in str(raised.value)
+
+
+def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
+    result: Result, folder: Path
+) -> None:
+    editable.write(result, folder)
+    assert (folder / "__init__.py").is_file()
+    assert (folder / "a" / "cpu" / "a_ctx.onnx").read_bytes() == b"context"
+    manifest = json.loads((folder / "epcontext.json").read_text(encoding="utf-8"))
+    source = manifest["models"]["a"]["source"]["model_file"]
+    assert source == "../../models/a.onnx"
+    assert (folder / source).read_bytes() == b"model a"
+    assert manifest["files"].keys() == {
+        ".gitignore",
+        "__init__.py",
+        "a/cpu/a_ctx.onnx",
+        "a/cpu/a_ctx_qnn.bin",
+    }
+
+
+def test_artifacts_in_the_project_are_copies(result: Result, folder: Path) -> None:
+    editable.write(result, folder)
+    (folder / "a" / "cpu" / "a_ctx.onnx").write_bytes(b"edited")
+    assert (result.built[0].artifact.folder / "a_ctx.onnx").read_bytes() == b"context"
+
+
+def test_removing_removes_our_files_and_the_folder(result: Result, folder: Path) -> None:
+    editable.write(result, folder)
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "__init__.cpython-311.pyc").touch()
+    assert list(editable.remove(folder)) == []
+    assert not folder.exists()
+    assert (folder.parents[1] / "models" / "a.onnx").is_file()
+
+
+def test_removing_keeps_other_files_and_changed_files(result: Result, folder: Path) -> None:
+    editable.write(result, folder)
+    (folder / "notes.txt").write_text("mine", encoding="utf-8")
+    changed = folder / "a" / "cpu" / "a_ctx.onnx"
+    changed.write_bytes(b"edited")
+    assert list(editable.remove(folder)) == [str(changed)]
+    assert {path for path in folder.rglob("*") if path.is_file()} == {
+        changed,
+        folder / "notes.txt",
+    }
+
+
+def test_a_folder_without_our_manifest_is_not_changed(folder: Path) -> None:
+    folder.mkdir()
+    for content in (
+        '{"files": {"x": 1}}',
+        json.dumps({"manifest": 1, "generator": "other", "models": {}, "files": {}}),
+    ):
+        (folder / "epcontext.json").write_text(content, encoding="utf-8")
+        (folder / "x").touch()
+        assert list(editable.remove(folder)) == []
+        assert (folder / "x").exists()
+
+
+def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) -> None:
+    editable.write(result, folder)
+    victim = folder.parent / "__init__.py"
+    manifest = json.loads((folder / "epcontext.json").read_text(encoding="utf-8"))
+    manifest["files"]["../__init__.py"] = {
+        "size": 0,
+        "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    }
+    (folder / "epcontext.json").write_text(json.dumps(manifest), encoding="utf-8")
+    list(editable.remove(folder))
+    assert victim.is_file()
+
+
+def test_writing_again_replaces_the_files(result: Result, folder: Path) -> None:
+    editable.write(result, folder)
+    editable.write(Result(result.sources, ()), folder)
+    assert not (folder / "a").exists()
+
+
+def test_changed_files_are_not_overwritten(result: Result, folder: Path) -> None:
+    editable.check(folder)
+    editable.write(result, folder)
+    editable.check(folder)
+    (folder / "__init__.py").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"files were changed .*: __init__\.py\."):
+        editable.check(folder)
+
+
+def test_files_of_the_project_are_not_overwritten(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "__init__.py").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has files of its own") as raised:
+        editable.check(folder)
+    assert [problem.kind for problem in raised.value.problems] == [Kind.EDITABLE_CONFLICT]
+
+
+def test_the_files_of_an_older_version_are_replaced(result: Result, folder: Path) -> None:
+    editable.write(result, folder)
+    manifest = json.loads((folder / "epcontext.json").read_text(encoding="utf-8"))
+    old = {**manifest, "manifest": 1, "models": {"a": {"targets": [{"target": "cpu"}]}}}
+    (folder / "epcontext.json").write_text(json.dumps(old), encoding="utf-8")
+    editable.check(folder)
+    assert editable.remove(folder) == []
+    assert not folder.exists()
+
+
+def test_the_paths_of_our_files(result: Result, folder: Path) -> None:
+    output = PurePosixPath("my_app/epcontext")
+    assert editable.owned_paths(output, folder) == frozenset()
+    editable.write(result, folder)
+    assert "my_app/epcontext/epcontext.json" in editable.owned_paths(output, folder)

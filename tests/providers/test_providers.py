@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import pkgutil
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext import providers
+from hatch_epcontext.providers import (
+    DISTRIBUTIONS,
+    PROVIDERS,
+    Option,
+    Provider,
+    find,
+    missing,
+    render,
+)
+from hatch_epcontext.providers.base import ProfileOptions
+from hatch_epcontext.providers.option import choice, number, pointer, switch, text
+from hatch_epcontext.serialize import from_json, to_json
+
+QNN = PROVIDERS["qnn"]
+OPENVINO = PROVIDERS["openvino"]
+RTX = PROVIDERS["tensorrt-rtx"]
+
+
+def test_each_module_with_a_provider_is_registered() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(providers.__path__)}
+    named = {name.replace("-", "_") for name in PROVIDERS}
+    # The provider `plugin` is in `generic`.
+    assert named == modules - {"base", "libraries", "option", "generic"} | {"plugin"}
+
+
+@pytest.mark.parametrize("provider", PROVIDERS.values(), ids=lambda provider: provider.name)
+def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provider) -> None:
+    assert set(provider.distributions) <= set(DISTRIBUTIONS)
+    assert provider.devices
+    assert provider.title
+    assert provider.verified
+    assert provider.sources or not provider.options
+    assert provider.defaults.keys() <= provider.options.keys()
+    assert all(group <= provider.options.keys() for group in provider.exclusive)
+    for name, value in provider.defaults.items():
+        assert provider.options[name].render(value) == value
+    # No option is in two tables.
+    assert not provider.options.keys() & provider.deprecated.keys()
+    assert not provider.options.keys() & provider.reserved.keys()
+    if provider.profiles:
+        assert provider.profiles.names <= provider.options.keys()
+    # Documented defaults are valid values.
+    for option in provider.options.values():
+        if option.choices and option.default:
+            assert option.default.split(" ")[0] in option.choices
+
+
+@pytest.mark.parametrize(
+    ("written", "provider"),
+    [
+        ("qnn", "qnn"),
+        ("QNNExecutionProvider", "qnn"),
+        ("NvTensorRtRtxExecutionProvider", "tensorrt-rtx"),
+        ("NvTensorRTRTXExecutionProvider", "tensorrt-rtx"),
+        ("NvTensorRTRTX", "tensorrt-rtx"),
+        ("nvtensorrtrtx", "tensorrt-rtx"),
+        ("trt_rtx", "tensorrt-rtx"),
+        ("TensorrtExecutionProvider", "tensorrt"),
+        ("OpenVINO", "openvino"),
+        ("OpenVINOExecutionProvider", "openvino"),
+        ("VitisAI", "vitisai"),
+        ("dml", "directml"),
+        ("DmlExecutionProvider", "directml"),
+        ("CUDAExecutionProvider", "cuda"),
+        ("WebGpuExecutionProvider", "webgpu"),
+        ("MIGraphXExecutionProvider", "migraphx"),
+        ("plugin", "plugin"),
+    ],
+)
+def test_onnx_runtimes_names_and_other_spellings_are_known(written: str, provider: str) -> None:
+    assert find(written) is PROVIDERS[provider]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "qn", "tensor", "ExecutionProvider", "OpenVINOExecutionProvider.AUTO"]
+)
+def test_other_names_are_unknown(name: str) -> None:
+    assert find(name) is None
+
+
+def test_no_two_providers_have_the_same_name() -> None:
+    for provider in PROVIDERS.values():
+        for name in (provider.name, provider.ep, *provider.aliases):
+            assert [p.name for p in PROVIDERS.values() if name and p.has_name(name)] in (
+                [provider.name],
+                [],
+            )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rendered"),
+    [
+        (switch(""), True, "1"),
+        (switch(""), False, "0"),
+        (switch(""), "1", "1"),
+        (switch(""), "True", "1"),
+        (switch(""), 0, "0"),
+        (switch("", booleans=("false", "true")), True, "true"),
+        (switch("", booleans=("false", "true")), "0", "false"),
+        (number(""), 60, "60"),
+        (number(""), "60", "60"),
+        (choice("", "73", "75"), 73, "73"),
+        (text(""), "a/path", "a/path"),
+        (Option("", kind="json"), {"CPU": {"B": True, "A": 1}}, '{"CPU":{"A":1,"B":true}}'),
+        (Option("", kind="json"), '{"CPU": {}}', '{"CPU": {}}'),
+        (RTX.options["nv_weight_streaming_budget"], "512M", "512M"),
+        (RTX.options["nv_weight_streaming_budget"], -1, "-1"),
+        (RTX.options["nv_weight_streaming_budget"], "100%", "100%"),
+    ],
+)
+def test_toml_values_become_the_strings_that_eps_take(
+    option: Option, value: bool | int | str, rendered: str
+) -> None:
+    assert option.render(value) == rendered
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        (switch(""), "yes", "true or false"),
+        (switch(""), 2, "true or false"),
+        (number(""), "many", "a whole number"),
+        (number(""), True, "a whole number"),
+        (number(""), 1.5, "a whole number"),
+        (number(""), {"a": 1}, "a whole number"),
+        (number("", maximum=3), 4, "a whole number at least 0 at most 3"),
+        (choice("", "73", "75"), 999, "one of 73, 75"),
+        (text(""), 3, "a string"),
+        (text(""), {}, "a string"),
+        (pointer(""), 140242, "an address in the app's memory"),
+        (Option("", kind="json"), "{bad", "a table, or a string of JSON"),
+        (Option("", kind="json"), "[1]", "a table, or a string of JSON"),
+        (RTX.options["nv_weight_streaming_budget"], "101%", "a share such as"),
+        (RTX.options["nv_weight_streaming_budget"], True, "a number of bytes"),
+    ],
+)
+def test_impossible_values_are_errors(option: Option, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=allowed):
+        option.render(value)
+
+
+def test_values_are_rendered_as_strings() -> None:
+    assert [render(value) for value in (True, 1, 1.5, "x")] == ["1", "1", "1.5", "x"]
+
+
+def test_defaults_are_added_unless_they_are_excluded() -> None:
+    assert QNN.complete({"soc_model": "60"}) == {"backend_type": "htp", "soc_model": "60"}
+    assert QNN.complete({"backend_type": "gpu"}) == {"backend_type": "gpu"}
+    assert QNN.complete({"backend_path": "/lib/x.so"}) == {"backend_path": "/lib/x.so"}
+
+
+def test_compile_options_are_not_for_loading() -> None:
+    options = {"backend_type": "htp", "soc_model": "60", "htp_performance_mode": "burst"}
+    assert QNN.loading(options) == {"backend_type": "htp", "htp_performance_mode": "burst"}
+
+
+@pytest.mark.parametrize(
+    ("options", "disagreement"),
+    [
+        ({"htp_arch": "73", "soc_model": "60"}, None),
+        ({"htp_arch": "0", "soc_model": "60"}, None),
+        ({}, None),
+        ({"htp_arch": "75"}, "htp_arch = 75 was requested, but the EP compiled for 73"),
+        ({"soc_model": "43"}, "soc_model = 43 was requested, but the EP compiled for 60"),
+    ],
+)
+def test_qnns_compatibility_string_is_compared_with_the_options(
+    options: dict[str, str], disagreement: str | None
+) -> None:
+    assert QNN.disagreement("v2:6:2.51.0:5.51.0:73:60:0:0", "", options) == disagreement
+
+
+def test_a_compatibility_string_in_an_unknown_format_is_not_compared() -> None:
+    assert QNN.disagreement("", "", {"htp_arch": "73"}) is None
+    assert QNN.disagreement("v9:whatever", "", {"htp_arch": "73"}) is None
+
+
+def test_an_htp_arch_that_does_not_fit_the_soc_is_a_contradiction() -> None:
+    assert QNN.contradictions({"soc_model": "60", "htp_arch": "73"}) == {}
+    assert QNN.contradictions({"soc_model": "12345", "htp_arch": "75"}) == {}
+    (message,) = QNN.contradictions({"soc_model": "60", "htp_arch": "75"}).values()
+    assert "soc_model 60 has the HTP architecture 73" in message
+
+
+def test_qnn_contexts_run_where_the_simulator_runs() -> None:
+    assert QNN.runs_on("linux", "x86_64")
+    assert QNN.runs_on("win32", "AMD64")
+    assert not QNN.runs_on("linux", "aarch64")
+    assert not QNN.runs_on("darwin", "x86_64")
+
+
+def test_the_reason_why_a_provider_cannot_be_installed() -> None:
+    assert QNN.unavailable((3, 11), "linux") is None
+    assert QNN.unavailable((3, 10), "linux") == "needs Python 3.11 or newer, and this is 3.10"
+    assert QNN.unavailable((3, 13), "darwin") == "has no packages for this system, darwin"
+    assert PROVIDERS["cpu"].unavailable((3, 10), "darwin") is None
+
+
+def test_a_plugin_is_the_same_after_json() -> None:
+    assert QNN.plugin is not None
+    assert from_json(to_json(QNN.plugin), type(QNN.plugin)) == QNN.plugin
+
+
+def test_a_compatibility_string_is_read() -> None:
+    qnn = QNN.compiled_for("v2:6:2.51.0:5.51.0:73:60:0:0")
+    assert qnn == {"soc_model": "60", "htp_arch": "73"}
+    assert QNN.compiled_for("") == {}
+    openvino = OPENVINO.compiled_for(OPENVINO_COMPATIBILITY)
+    assert openvino == {"OpenVINO": "2026.4.1", "ISA": "Intel AVX10.1 and Intel AMX"}
+    for other in ("", "v2:6", "[]", "{}", '{"ov_compat_string": 3}'):
+        assert OPENVINO.compiled_for(other) == {}
+
+
+OPENVINO_COMPATIBILITY = json.dumps(
+    {
+        "ovep_ver": "1.8.1",
+        "ov_compat_string": "meta=1.0;ov=2026.4.1;isa=Intel AVX10.1 and Intel AMX",
+    }
+)
+
+
+def test_openvinos_versions_must_agree() -> None:
+    assert OPENVINO.disagreement(OPENVINO_COMPATIBILITY, "2026.4", {}) is None
+    assert OPENVINO.disagreement(OPENVINO_COMPATIBILITY, "", {}) is None
+    assert OPENVINO.disagreement("", "2026.4", {}) is None
+    message = OPENVINO.disagreement(OPENVINO_COMPATIBILITY, "2025.4", {})
+    assert message == (
+        "the context names OpenVINO 2025.4, but its compatibility string names 2026.4.1"
+    )
+
+
+def test_profiles_are_rendered_as_options() -> None:
+    assert RTX.profiles is not None
+    image: Mapping[str, tuple[int, ...]] = {"min": (1, 3), "opt": (8, 3), "max": (32, 3)}
+    assert RTX.profiles.render([{"images": image}]) == {
+        "nv_profile_min_shapes": "images:1x3",
+        "nv_profile_opt_shapes": "images:8x3",
+        "nv_profile_max_shapes": "images:32x3",
+    }
+    mask: Mapping[str, tuple[int, ...]] = {"min": (1,), "opt": (8,), "max": (32,)}
+    both = {"ids": image, "mask": mask}
+    assert RTX.profiles.render([both, both]) == {
+        "nv_profile_min_shapes": "ids:1x3,mask:1,ids:1x3,mask:1",
+        "nv_profile_opt_shapes": "ids:8x3,mask:8,ids:8x3,mask:8",
+        "nv_profile_max_shapes": "ids:32x3,mask:32,ids:32x3,mask:32",
+        "nv_multi_profile_enable": "1",
+    }
+    # TensorRT has no option for several profiles.
+    assert ProfileOptions("a", "b", "c").render([both, both]).keys() == {"a", "b", "c"}
+
+
+def test_tensorrt_writes_context_models_itself() -> None:
+    assert PROVIDERS["tensorrt"].own_context_options is not None
+    assert PROVIDERS["tensorrt"].own_context_options("/made/a_ctx.onnx", True) == {
+        "trt_dump_ep_context_model": "1",
+        "trt_ep_context_file_path": "/made/a_ctx.onnx",
+        "trt_ep_context_embed_mode": "1",
+        "trt_engine_cache_enable": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "supplier"),
+    [
+        (
+            (
+                "Failed to load library /site-packages/libonnxruntime_providers_x.so with error: "
+                "libcuda.so.1: cannot open shared object file: No such file or directory"
+            ),
+            "libcuda.so.1",
+            "the driver of an NVIDIA GPU",
+        ),
+        ("libcudart.so.13: cannot open shared object file", "libcudart.so.13", "CUDA's libraries"),
+        ("libnvinfer.so.10: cannot open shared object file", "libnvinfer.so.10", "TensorRT"),
+        ("libcudnn.so.9: cannot open shared object file", "libcudnn.so.9", "cuDNN"),
+        ("libof_mine.so: cannot open shared object file", "libof_mine.so", None),
+    ],
+)
+def test_the_supplier_of_a_missing_library(message: str, name: str, supplier: str | None) -> None:
+    found = missing(message)
+    assert found is not None
+    assert found[0] == name
+    if supplier is None:
+        assert found[1] is None
+    else:
+        assert found[1] is not None
+        assert supplier in found[1]
+
+
+def test_another_message_has_no_missing_library() -> None:
+    assert missing("a.onnx: invalid ELF header") is None
+
+
+def declared(header: str) -> Mapping[str, tuple[str, str]]:
+    """The type and the default of each option in a C++ header, from the comments."""
+    options = header.split("namespace provider_option_names")[1].split(
+        "}  // namespace", maxsplit=1
+    )[0]
+    found = {}
+    for comment, name in re.findall(
+        r'((?:///[^\n]*\n)+)constexpr const char\* k\w+ = "(\w+)";', options
+    ):
+        lines = [line.removeprefix("///").strip() for line in comment.splitlines()]
+        kind = lines[lines.index("@par Type") + 1]
+        default = lines[lines.index("@par Default") + 1]
+        found[name] = (kind, default.strip('`"'))
+    return found
+
+
+def test_tensorrt_rtxs_options_are_those_of_its_package() -> None:
+    spec = importlib.util.find_spec("onnxruntime_ep_nv_tensorrt_rtx")
+    if spec is None or spec.origin is None:
+        pytest.skip("onnxruntime-ep-nv-tensorrt-rtx has no wheels for this platform")
+    header = Path(spec.origin).with_name("tensorrt_rtx_provider_options.h").read_text("utf-8")
+    in_header = declared(header)
+    assert len(in_header) > 20
+    # `device_id` is ONNX Runtime's own, for all EPs with devices: it is only in the documentation.
+    assert RTX.options.keys() | RTX.reserved.keys() == in_header.keys() | {"device_id"}
+    kinds = {"Boolean": {"bool"}, "Integer": {"int"}, "String": {"text", "pointer"}}
+    for name in in_header.keys() - RTX.reserved.keys():
+        kind, default = in_header[name]
+        assert RTX.options[name].kind in kinds[kind], name
+        assert RTX.options[name].default.split(":")[0] == default, name
+    (targets,) = re.findall(r"kTargetSMValues\[\] = \{(.*?)\}", header)
+    assert RTX.options["nv_target_sm"].choices == tuple(re.findall(r'"(\w+)"', targets))
+
+
+def library_of(module: str) -> bytes:
+    """The bytes of the plugin library in the package ``module``."""
+    found = importlib.util.find_spec(module)
+    if found is None:
+        pytest.skip(f"{module} has no wheels for this Python or platform")
+    return Path(importlib.import_module(module).get_library_path()).read_bytes()
+
+
+@pytest.mark.parametrize("provider", ["openvino", "qnn"])
+def test_the_names_of_options_are_in_the_library(provider: str) -> None:
+    known = PROVIDERS[provider]
+    assert known.plugin is not None
+    library = library_of(known.plugin.module)
+    assert [name for name in known.options if name.encode() not in library] == []
+
+
+def test_webgpus_options_are_those_of_its_library() -> None:
+    library = library_of("onnxruntime_ep_webgpu")
+    names = set(re.findall(rb"ep\.webgpuexecutionprovider\.(\w+)", library))
+    assert {name.decode() for name in names} == PROVIDERS["webgpu"].options.keys()

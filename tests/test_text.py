@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+from datetime import date
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.text import (
+    count,
+    file_name,
+    listing,
+    parse_size,
+    quoted_key,
+    show,
+    show_size,
+    suggestion,
+    to_toml,
+    toml_key,
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (2_150_000, "2.1 MB"),
+        (250_000_000, "250.0 MB"),
+        (3_000_000_000, "3.0 GB"),
+        (5 * 10**12, "5000.0 GB"),
+    ],
+)
+def test_sizes_have_decimal_units(size: int, text: str) -> None:
+    assert show_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (250000, 250_000),
+        ("250000", 250_000),
+        ("12 B", 12),
+        ("3kB", 3000),
+        ("3 KB", 3000),
+        ("250 MB", 250_000_000),
+        (" 1.5GB ", 1_500_000_000),
+    ],
+)
+def test_sizes_are_parsed(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", [0, -1, "0 MB", "0.1", "", "MB", "10 MiB", "1e6", "1,5 MB", "1 mB"]
+)
+def test_text_that_is_no_size_is_an_error(text: int | str) -> None:
+    with pytest.raises(ValueError, match='a number of bytes, or a size such as "250 MB"'):
+        parse_size(text)
+
+
+def test_a_suggestion_names_the_nearest_and_all() -> None:
+    assert suggestion("jbs", ["timeout", "jobs"]) == 'Did you mean "jobs"? Allowed: timeout, jobs.'
+    assert suggestion("zzz", ["a", "b"]) == "Allowed: a, b."
+    assert suggestion("jbs", (name for name in ["jobs"])) == 'Did you mean "jobs"? Allowed: jobs.'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        -1.5,
+        1e-07,
+        1e300,
+        math.inf,
+        -math.inf,
+        True,
+        "text",
+        'quotes " and \\ and \n and \t and \x00 and \x7f and é and 💡',
+        [],
+        {},
+        [1, [2, "three"], {"a": False}],
+        {"bare-key_1": 1, "a b": {"": [1.5], "é.💡": {}}, '"': {"x\ny": "z"}},
+    ],
+)
+def test_a_value_in_toml_parses_back(value: Any) -> None:
+    text = to_toml(value)
+    assert "\n" not in text
+    assert parse(f"value = {text}") == {"value": value}
+
+
+def test_a_value_in_toml_looks_like_a_user_writes_it() -> None:
+    assert to_toml({"rtol": 0.1, "a b": [1, True]}) == '{ rtol = 0.1, "a b" = [1, true] }'
+    assert to_toml((1, 2)) == "[1, 2]"
+    assert math.isnan(parse(f"value = {to_toml(math.nan)}")["value"])
+    assert to_toml(date(2020, 1, 2)) == '"2020-01-02"'
+
+
+def test_keys() -> None:
+    assert toml_key("provider_options") == "provider-options"
+    assert quoted_key("a-b_C9") == "a-b_C9"
+    assert quoted_key("a.b") == '"a.b"'
+    assert quoted_key("a\n") == r'"a\n"'
+    assert quoted_key("é") == r'"\u00e9"'
+
+
+def test_a_shown_value_is_short() -> None:
+    assert show("x" * 58) == f'"{"x" * 58}"'
+    assert show("x" * 100) == f'"{"x" * 56}...'
+    assert len(show("x" * 100)) == 60
+    assert show(date(2020, 1, 2)) == '"2020-01-02"'
+
+
+def test_names_in_a_sentence() -> None:
+    assert listing(["a"]) == "a"
+    assert listing(["a", "b"]) == "a and b"
+    assert listing(name for name in "abc") == "a, b and c"
+
+
+def test_numbers_with_their_noun() -> None:
+    assert [count(number, "job") for number in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a.b-c_9", "a.b-c_9"),
+        ("a b/c\\d", "a_b_c_d"),
+        ("../é x", "x"),
+        ("..", "model"),
+        ("", "model"),
+        ("-x-", "x"),
+    ],
+)
+def test_file_names_are_portable(text: str, name: str) -> None:
+    assert file_name(text, "_") == name

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.ipc.protocol import TensorFacts
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.tools.init import HOOK, NewModel, scaffold
+
+QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
+
+
+def new(path: str = "models/a.onnx", *inputs: TensorFacts) -> NewModel:
+    given = inputs or (TensorFacts("x", "float32", ("batch", 3)),)
+    return NewModel(
+        path, InspectReply(given, (TensorFacts("y", "float32", (1,)),), {}, {}, (), (), (), {})
+    )
+
+
+def models_of(text: str) -> list[object]:
+    models: list[object] = parse(text)["tool"]["epcontext"]["models"]
+    return models
+
+
+def test_a_project_gets_all_that_it_needs(project: Path) -> None:
+    made = scaffold(project, '[project]\nname = "a"  # ours\n', [new()], [QNN])
+    assert made.startswith('[project]\nname = "a"  # ours\n\n[build-system]\n')
+    values = parse(made)
+    assert values["build-system"] == {
+        "requires": ["hatchling", "hatch-epcontext"],
+        "build-backend": "hatchling.build",
+    }
+    assert values["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["epcontext"] == {}
+    assert values["tool"]["epcontext"]["targets"] == {
+        "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}}
+    }
+    assert models_of(made) == [{"path": "models/a.onnx", "dims": {"batch": 1}}]
+    assert "# in: x: float32, batch x 3\n# out: y: float32, 1\n" in made
+
+
+def test_open_dimensions_are_a_comment_where_they_may_stay_open(project: Path) -> None:
+    made = scaffold(project, "", [new()], [CPU])
+    assert models_of(made) == [{"path": "models/a.onnx"}]
+    assert "# dims = { batch = 1 }" in made
+    assert models_of(scaffold(project, "", [new()], [CPU, QNN])) == [
+        {"path": "models/a.onnx", "dims": {"batch": 1}}
+    ]
+
+
+def test_what_has_no_name_gets_a_shape_and_what_may_be_frozen_a_comment(project: Path) -> None:
+    tensors = (
+        TensorFacts("im:age.0", "float32", (None, 3, "h", None)),
+        TensorFacts("sr", "int64", ()),
+        TensorFacts('quo"ted', "int32", (1,)),
+        TensorFacts("line\nbreak", "string", ("new\nline",)),
+    )
+    made = scaffold(project, "", [new("models/a.onnx", *tensors)], [QNN])
+    (model,) = models_of(made)
+    assert model == {
+        "path": "models/a.onnx",
+        "dims": {"h": 1, "new\nline": 1},
+        "shapes": {"im:age.0": [1, 3, 1, 1]},
+    }
+    assert "# constants = { sr = 0 }" in made
+    assert '# constants = { "quo\\"ted" = 0 }' in made
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n',
+        '[build-system]\nrequires = [\n  "hatchling", # one\n]\nbuild-backend = "hatchling.build"',
+        (
+            'build-system.requires = ["Hatch_EPcontext>=0", "hatchling"]\n'
+            'build-system.build-backend = "hatchling.build"\n[project]\nname = "a"\n'
+        ),
+        (
+            "[tool.hatch.build.targets.wheel]\npackages = ['my_app']\n[project]\nname = 'a'\n"
+            "[tool.other]\nx = 1\n"
+        ),
+        f"[{HOOK}]\nenable-by-default = false\n[tool.ruff]\nline-length = 100\n",
+        "[tool.hatch.build.hooks.epcontext]\n",
+        "# a comment at the end",
+    ],
+)
+def test_what_is_there_stays(project: Path, before: str) -> None:
+    made = scaffold(project, before, [new()], [QNN])
+    kept, values = parse(before), parse(made)
+    requires = kept.get("build-system", {}).get("requires", [])
+    assert values["build-system"]["requires"][: len(requires)] == requires
+    assert len([r for r in values["build-system"]["requires"] if "epcontext" in r.lower()]) == 1
+    for name, table in kept.get("project", {}).items():
+        assert values["project"][name] == table
+    for line in before.splitlines():
+        assert line.rstrip("]") in made
+    assert str(values).count("'epcontext': {") == 2
+
+
+def test_again_nothing_changes_and_later_models_are_added(project: Path) -> None:
+    made = scaffold(project, "", [new()], [QNN])
+    assert scaffold(project, made, [new()], []) == made
+    more = scaffold(project, made, [new(), new("models/b.onnx")], [])
+    assert more.startswith(made)
+    assert [model["path"] for model in models_of(more)] == ["models/a.onnx", "models/b.onnx"]  # type: ignore[index]
+
+
+def test_models_are_added_to_a_list_too(project: Path) -> None:
+    before = '[tool.epcontext]\nprovider = "cpu"\nmodels = [\n    "models/a.onnx",  # first\n]\n'
+    static = TensorFacts("x", "float32", (1,))
+    more = scaffold(project, before, [new("models/b.onnx", static)], [])
+    assert models_of(more) == ["models/a.onnx", "models/b.onnx"]
+    assert "# first" in more
+    opened = scaffold(project, before, [new("models/b.onnx")], [])
+    assert models_of(opened)[1] == {"path": "models/b.onnx", "dims": {"batch": 1}}
+
+
+def test_names_are_given_where_a_file_has_none_or_another_has_it(project: Path) -> None:
+    for name in ("my model", "A"):
+        (project / "models" / f"{name}.onnx").touch()
+    models = [new("models/a.onnx"), new("models/A.onnx"), new("models/my model.onnx")]
+    made = scaffold(project, "", models, [CPU])
+    assert [model.get("name") for model in models_of(made)] == [None, "A-2", "my-model"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ("[tool", "is not TOML"),
+        (
+            '[build-system]\nbuild-backend = "setuptools.build_meta"',
+            "is a hook of Hatch's build backend",
+        ),
+        ('[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "is there already"),
+        ("tool = { ruff = {} }", "has tables that cannot be added to"),
+    ],
+)
+def test_what_cannot_be_done_is_told(project: Path, before: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        scaffold(project, before, [new()], [QNN])

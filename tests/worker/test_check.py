@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles, ModelSpec
+from hatch_epcontext.worker.check import handle
+from tests.models import network, save, save_with_data
+
+MODEL = Key(("models", 0))
+PROFILES = Key(("targets", "t", "profiles"))
+
+
+def request_for(path: Path, static: str = "", **settings: Any) -> CheckRequest:
+    one = ModelSpec("a", str(path), MODEL, **settings)
+    return CheckRequest((one,), {"a": static} if static else {})
+
+
+def test_the_reply_has_the_fixed_inputs_and_the_external_data(tmp_path: Path) -> None:
+    path = save_with_data(network(), tmp_path / "a.onnx")
+    (facts,) = handle(request_for(path, "QNN", dims={"batch": 2})).models
+    assert facts.inputs[0].shape == (2, 1, 8, 8)
+    assert facts.outputs[0].shape == (2, 10)
+    assert facts.external_data == ("network.data",)
+
+
+def test_open_dimensions_are_allowed_for_eps_that_take_them(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    (facts,) = handle(request_for(path)).models
+    assert facts.inputs[0].shape == ("batch", 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "setting"),
+    [
+        ("batch", "tool.epcontext.models[0].dims = { batch = 1 }"),
+        (None, "tool.epcontext.models[0].shapes = { x = [1, 1, 8, 8] }"),
+    ],
+)
+def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
+    tmp_path: Path, batch: str | None, setting: str
+) -> None:
+    path = save(network(batch), tmp_path / "a.onnx")
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(path, "QNNExecutionProvider"))
+    (problem,) = raised.value.problems
+    assert "the input 'x' has an open dimension" in problem.message
+    assert "QNNExecutionProvider compiles only fixed shapes" in problem.message
+    assert problem.kind is Kind.OPEN_DIMENSION
+    assert [str(each) for each in problem.settings] == [setting]
+
+
+def test_the_problems_of_all_models_are_reported_at_once(tmp_path: Path) -> None:
+    good = save(network(1), tmp_path / "good.onnx")
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"")
+    specs = [
+        ModelSpec(path.stem, str(path), Key(("models", index)))
+        for index, path in enumerate((bad, good, bad))
+    ]
+    with pytest.raises(ModelError) as raised:
+        handle(CheckRequest(tuple(specs), {}))
+    assert [str(problem.key) for problem in raised.value.problems] == [
+        "tool.epcontext.models[0]",
+        "tool.epcontext.models[2]",
+    ]
+
+
+def test_dummy_inputs_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    np.savez(tmp_path / "inputs.npz", z=np.zeros(1))
+    with pytest.raises(ModelError, match="has no array for the input 'x'"):
+        handle(request_for(path, inputs=str(tmp_path / "inputs.npz")))
+
+
+def profile_problems(path: Path, *profiles: dict[str, dict[str, list[int]]]) -> list[Problem]:
+    """The problems of profiles for the model at ``path``."""
+    request = CheckRequest(
+        (ModelSpec("a", str(path), MODEL),), {}, (ModelProfiles("a", PROFILES, profiles),)
+    )
+    try:
+        handle(request)
+    except ModelError as error:
+        return list(error.problems)
+    return []
+
+
+def test_profiles_have_to_fit_the_inputs(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+
+    def shapes(*sizes: int) -> dict[str, list[int]]:
+        return {bound: [*sizes] for bound in ("min", "opt", "max")}
+
+    assert not profile_problems(path, {"x": shapes(1, 1, 8, 8)}, {"x": shapes(9, 1, 8, 8)})
+    wrong_size = profile_problems(path, {"x": shapes(1, 1, 8, 9)})
+    assert [problem.location for problem in wrong_size] == [
+        "tool.epcontext.targets.t.profiles[0].x"
+    ] * 3
+    assert wrong_size[0].kind is Kind.INVALID_PROFILE
+    assert wrong_size[0].message == (
+        "min is [1, 1, 8, 9], but the input has the shape batch x 1 x 8 x 8."
+    )
+    assert len(profile_problems(path, {"x": shapes(1, 1, 8)})) == 3
+    unknown, missing = profile_problems(path, {"x": shapes(1, 1, 8, 8)}, {"y": shapes(1)})
+    assert (unknown.key, missing.key) == (PROFILES / 1 / "y", PROFILES / 1)
+    assert "the model has no input 'y'" in unknown.message
+    assert unknown.kind is Kind.UNKNOWN_INPUT
+    assert "has no shapes for the input 'x', which has open dimensions" in missing.message
+
+
+def test_inputs_of_fixed_shapes_need_no_profile(tmp_path: Path) -> None:
+    assert not profile_problems(save(network(1), tmp_path / "a.onnx"), {})
