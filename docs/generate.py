@@ -166,9 +166,9 @@ CONFIGURATION = """\
 
 Which keys and environment variables are there? This page has all keys of `[tool.epcontext]`. Keys that
 are not on this page are errors, and so are wrong types and impossible values. All problems are reported
-at once, each with its dotted key, what was found, what is allowed, and an [id](errors.md). The JSON
-schema in the package has the same keys for editors and for `validate-pyproject`; `epcontext schema`
-prints it.
+at once, each with its dotted key, what was found, what is allowed, a suggestion if a known name is
+near, and an [id](errors.md). The JSON schema in the package has the same keys for editors and for
+`validate-pyproject`; `epcontext schema` prints it.
 
 Hatch's own table switches the hook on, and can be empty:
 `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
@@ -431,10 +431,16 @@ def _signature(function: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             lines.append("    *,")
             keyword_only = True
-        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        default = (
+            "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
+        )
         lines.append(f"    {parameter.name}: {parameter.annotation}{default},")
     returns = signature.return_annotation
     return "\n".join([f"{function.__name__}(", *lines, f") -> {returns}"])
+
+
+def _default(value: Any) -> str:
+    return show(value) if isinstance(value, str) else repr(value)
 
 
 def _markdown(docstring: str) -> str:
@@ -452,12 +458,21 @@ def _markdown(docstring: str) -> str:
 
 
 def _example(paragraph: str) -> str:
-    """A doctest as code, with its output in comments."""
-    lines = []
+    """A doctest as code in ruff's format, with its output in comments."""
+    lines: list[str] = []
     for line in paragraph.splitlines():
-        code = line.startswith((">>> ", "... "))
-        lines.append(line[4:].split("  # doctest")[0] if code else f"# {line}")
-    return "\n".join(lines)
+        code = line[4:].split("  # doctest")[0]
+        if line.startswith("... "):
+            lines[-1] += f"\n{code}"
+        else:
+            lines.append(code if line.startswith(">>> ") else f"# {line}")
+    return "\n".join(map(_on_one_line, lines))
+
+
+def _on_one_line(statement: str) -> str:
+    """``statement`` without its line breaks, if it fits, and no trailing comma keeps them."""
+    joined = re.sub(r"\(\n +", "(", statement).replace("\n)", ")")
+    return joined if "\n" not in joined and ",)" not in joined and len(joined) <= 100 else statement
 
 
 PAGES = {

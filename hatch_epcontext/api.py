@@ -112,8 +112,8 @@ def compile_models(
     it (``"decoder:length"``) for that model alone.
 
     Raises ConfigError for invalid arguments, RequirementError when a package is missing or the provider
-    is not available here, BuildError when a model is invalid, is not compiled or fails its validation,
-    and OutputError when a file exists already, or is the source's own.
+    is not available on this machine, BuildError when a model is invalid, is not compiled or fails its
+    validation, and OutputError when a file exists already, or is the source's own.
 
     >>> result = compile_models(
     ...     Path("digits.onnx"),
@@ -195,7 +195,7 @@ def validate_context(
     Returns the facts of the model, and its validation, whose ``agreements`` are empty without a source.
     Raises InspectionError when the file is not a context model, a file is missing, or another provider or
     chip is meant; ConfigError for invalid arguments; RequirementError when a package is missing; and
-    BuildError when the model cannot be run here, or fails.
+    BuildError when the model cannot be run on this machine, or fails.
 
     >>> validated = validate_context(
     ...     Path("out/digits_ctx.onnx"), source=Path("digits.onnx")

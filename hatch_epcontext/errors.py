@@ -457,8 +457,8 @@ class KeyNames:
         return str(key)
 
     def setting(self, setting: Setting) -> str:
-        """How a user writes ``setting``."""
-        return str(setting)
+        """The sentence that tells a user to write ``setting``."""
+        return f"Set {setting}"
 
 
 @dataclass(frozen=True)
@@ -501,7 +501,7 @@ class Problem:
         """The hint and the settings: what to do; empty where nothing is known."""
         names = names or KeyNames()
         lines = [self.hint] if self.hint else []
-        lines += [f"Set {names.setting(each)}" for each in self.settings]
+        lines += [names.setting(each) for each in self.settings]
         return "\n".join(lines)
 
     def __str__(self) -> str:

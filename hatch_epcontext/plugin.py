@@ -232,7 +232,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except EpcontextError as error:
             self._clean_up()
             missing = isinstance(error, MissingError)
-            hint = "\n    Or build with isolation: then the front end installs them." if missing else ""
+            hint = (
+                "\n    Or build with isolation: then the front end installs them."
+                if missing
+                else ""
+            )
             self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()

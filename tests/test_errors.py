@@ -122,7 +122,7 @@ class Flags(KeyNames):
         return f"--{key.parts[-1]}"
 
     def setting(self, setting: Setting) -> str:
-        return f"{self.key(setting.key)}={setting.value}"
+        return f"Add {self.key(setting.key)}={setting.value}"
 
 
 def test_a_problem_can_name_keys_in_another_way() -> None:
@@ -135,10 +135,10 @@ def test_a_problem_can_name_keys_in_another_way() -> None:
         Setting(Key() / "shape", "x"),
     )
     assert problem.text(Flags()) == (
-        "--dims: EPC204\n    has an open dimension.\n    Fix it.\n    Set --dim=3\n    Set --shape=x"
+        "--dims: EPC204\n    has an open dimension.\n    Fix it.\n    Add --dim=3\n    Add --shape=x"
     )
     assert "Set tool.epcontext.models[0].dim = 3" in problem.text()
-    assert problem.advice(Flags()) == "Fix it.\nSet --dim=3\nSet --shape=x"
+    assert problem.advice(Flags()) == "Fix it.\nAdd --dim=3\nAdd --shape=x"
     assert "--dims: EPC204" in ConfigError(problem).text(Flags())
     assert "tool.epcontext.models[0].dims: EPC204" in str(ConfigError(problem))
 

@@ -310,7 +310,9 @@ def test_an_editable_install_does_not_overwrite_changed_files(
     module = root / "my_app" / "epcontext" / "__init__.py"
     module.write_text("mine", encoding="utf-8")
     capsys.readouterr()
-    assert "changed after an editable install wrote them: __init__.py" in failure(root, capsys, "editable")
+    assert "changed after an editable install wrote them: __init__.py" in failure(
+        root, capsys, "editable"
+    )
     assert module.read_text(encoding="utf-8") == "mine"
 
 

@@ -56,20 +56,22 @@ class FlagNames(KeyNames):
         return f"{path}: {_flag(parts)}" if parts else path
 
     def setting(self, setting: Setting) -> str:
-        """The flags for ``setting``, with its value if it has one."""
+        """The sentence with the flags for ``setting``, and its value if it has one."""
+        return f"Add {self._flags(setting)}"
+
+    def _flags(self, setting: Setting) -> str:
         index, parts = _split(setting.key)
         name, value = parts[0] if parts else "provider", setting.value
         if name in _PAIRS:
-            model = ""
-            if index is not None and name in _OF_MODELS and len(self.models) > 1:
-                model = f"{list(self.models)[index]}:"
-            return _pairs(_PAIRS[str(name)], model, parts[1:], value)
+            several = index is not None and name in _OF_MODELS and len(self.models) > 1
+            model = f"{list(self.models)[index or 0]}:" if several else ""
+            return _pairs(_PAIRS[str(name)], model, "".join(map(str, parts[1:2])), value)
         if name in _SWITCHES:
             return f"--no-{name}" if value is False else _SWITCHES[str(name)]
         if name in _VALUES or parts == _INPUTS:
             flag = _flag(parts or (name,))
             return flag if value is None else f"{flag} {shlex.quote(_text(value))}"
-        return _pairs("--set", "", (_dotted(parts),), value)
+        return _pairs("--set", "", _dotted(parts), value)
 
 
 def _split(key: Key) -> tuple[int | None, Parts]:
@@ -94,11 +96,14 @@ def _flag(parts: Parts) -> str:
     return f"--set {_dotted(parts)}" if flag is None or rest else flag
 
 
-def _pairs(flag: str, model: str, rest: Parts, value: Any) -> str:
-    """``flag`` for each key of a table; ``rest`` is the key itself where ``value`` is not the table."""
+def _pairs(flag: str, model: str, name: str, value: Any) -> str:
+    """``flag`` with ``name`` and ``value``; without a name, for each name and value of a table.
+
+    ``model`` comes before each name.
+    """
     if value is None:
-        return f"{flag} {model}{_dotted(rest)}".rstrip()
-    pairs = {rest[0]: value} if rest else value
+        return f"{flag} {model}{name}" if name else flag
+    pairs = {name: value} if name else value
     text = _sizes if flag == "--shape" else _text
     return " ".join(
         f"{flag} {shlex.quote(f'{model}{key}={text(item)}')}" for key, item in pairs.items()

@@ -24,7 +24,7 @@ optimization = "extended"
 
 @pytest.fixture
 def cli() -> Cli:
-    """Run ``epcontext`` with these arguments; it must end with ``code`` and without a traceback."""
+    """Run ``epcontext`` with these arguments; its exit code must be ``code``, without a traceback."""
 
     def run(*arguments: str | Path, code: int = 0) -> Result:
         result = CliRunner().invoke(app, list(map(str, arguments)))
@@ -38,7 +38,7 @@ def cli() -> Cli:
 
 @pytest.fixture
 def app_project(project: Path) -> Path:
-    """A project of two models and two targets."""
+    """A project with two models and two targets."""
     (project / "pyproject.toml").write_text(TOML, encoding="utf-8")
     for name in ("a", "b"):
         save(network(), project / "models" / f"{name}.onnx")

@@ -12,11 +12,12 @@ from click.shell_completion import ShellComplete
 import hatch_epcontext
 from hatch_epcontext import cli as package
 from hatch_epcontext.cli.app import app
+from hatch_epcontext.config import json_schema
 from tests.cli.conftest import Cli
 
 
 def test_help_and_version(cli: Cli) -> None:
-    assert "Exit codes: 0 done, 1 something failed, 2 wrong" in cli("--help").stdout
+    assert "Exit codes: 0 success, 1 failure, 2 wrong" in cli("--help").stdout
     assert cli("-h").stdout == cli("--help").stdout
     assert hatch_epcontext.__version__ in cli("--version").stdout
     for command in app.commands:
@@ -24,11 +25,11 @@ def test_help_and_version(cli: Cli) -> None:
         assert "Usage: " in cli(command, "--help").stdout
 
 
-def test_the_schema(cli: Cli) -> None:
-    assert json.loads(cli("schema").stdout) == schema.make()
+def test_schema_prints_the_json_schema(cli: Cli) -> None:
+    assert json.loads(cli("schema").stdout) == json_schema.make()
 
 
-def test_it_is_installed_as_a_command() -> None:
+def test_the_command_is_installed() -> None:
     code = (
         "import sys; from hatch_epcontext.cli import main; sys.argv = ['epcontext', '-h']; main()"
     )
@@ -36,7 +37,7 @@ def test_it_is_installed_as_a_command() -> None:
     assert done.stdout.startswith("Usage: ")
 
 
-def test_without_the_extra_it_says_what_to_install(
+def test_without_its_extra_it_prints_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__
@@ -54,7 +55,7 @@ def test_without_the_extra_it_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "begun", "completed"),
+    ("arguments", "incomplete", "completed"),
     [
         ([], "com", ["compile"]),
         (["compile", "-p"], "ten", ["tensorrt", "tensorrt-rtx"]),
@@ -62,15 +63,25 @@ def test_without_the_extra_it_says_what_to_install(
         (["cache"], "p", ["prune"]),
     ],
 )
-def test_shells_complete_commands_and_what_flags_take(
-    arguments: list[str], begun: str, completed: list[str]
+def test_shells_complete_commands_and_values_of_flags(
+    arguments: list[str], incomplete: str, completed: list[str]
 ) -> None:
     shell = ShellComplete(app, {}, "epcontext", "_EPCONTEXT_COMPLETE")
-    assert [item.value for item in shell.get_completions(arguments, begun)] == completed
+    assert [item.value for item in shell.get_completions(arguments, incomplete)] == completed
 
 
-def test_every_command_says_in_a_line_what_it_does() -> None:
+def test_every_command_has_a_summary_of_one_line() -> None:
     for command in app.commands.values():
-        # A line that is too long would be cut, with dots in place of the rest.
+        # Click cuts a longer line, and writes dots for the rest.
         assert command.get_short_help_str(60).endswith(".")
         assert "..." not in command.get_short_help_str(60)
+
+
+def test_examples_stand_on_lines_of_their_own(cli: Cli) -> None:
+    printed = cli("compile", "--help").stdout
+    assert "\b" not in printed
+    assert printed.endswith(
+        "  Examples:\n"
+        "    epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 --dim batch=1\n"
+        "    epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights\n"
+    )

@@ -14,7 +14,7 @@ def source(tmp_path: Path) -> Path:
     return save(network(), tmp_path / "models" / "net.onnx")
 
 
-def test_a_table_a_chart_and_all_figures(cli: Cli, source: Path, tmp_path: Path) -> None:
+def test_a_table_a_chart_and_all_measurements(cli: Cli, source: Path, tmp_path: Path) -> None:
     file, chart = tmp_path / "b.json", tmp_path / "b.png"
     before = set(source.parent.iterdir())
     result = cli(
@@ -31,7 +31,7 @@ def test_a_table_a_chart_and_all_figures(cli: Cli, source: Path, tmp_path: Path)
     assert set(source.parent.iterdir()) == before
 
 
-def test_what_fails_is_told_and_the_rest_is_measured(
+def test_a_failed_model_is_reported_and_the_others_are_measured(
     cli: Cli, source: Path, tmp_path: Path
 ) -> None:
     other = save(unknown_operator(), tmp_path / "other.onnx")
@@ -42,7 +42,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--runs", "0"), "0 is not in the range"),
         (("--plot", "chart.txt"), "--plot writes .png, .svg or .pdf"),
@@ -50,5 +50,5 @@ def test_what_fails_is_told_and_the_rest_is_measured(
         (("-O", "nothing=1"), "--option nothing"),
     ],
 )
-def test_wrong_usage(cli: Cli, source: Path, arguments: tuple[str, ...], told: str) -> None:
-    assert told in cli("bench", source, "-p", "cpu", *arguments, code=2).stderr
+def test_wrong_usage(cli: Cli, source: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in cli("bench", source, "-p", "cpu", *arguments, code=2).stderr

@@ -19,16 +19,16 @@ def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
     assert set(app_project.rglob("*")) == before
 
 
-def test_some_of_them(cli: Cli, app_project: Path) -> None:
-    told = cli("build", app_project, "--target", "one", "--model", "b").stderr
-    assert told.startswith("b -> one (cpu): ")
-    assert len(told.splitlines()) == 1
+def test_only_the_chosen_target_and_model_are_built(cli: Cli, app_project: Path) -> None:
+    printed = cli("build", app_project, "--target", "one", "--model", "b").stderr
+    assert printed.startswith("b -> one (cpu): ")
+    assert len(printed.splitlines()) == 1
 
 
 def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, tmp_path: Path) -> None:
-    told = cli("build", app_project, "--dry-run").stdout
-    assert told.count("to be compiled") == 4
-    assert "requires: onnxruntime" in told
+    printed = cli("build", app_project, "--dry-run").stdout
+    assert printed.count("not cached") == 4
+    assert "requires: onnxruntime" in printed
     assert not (tmp_path / "user-cache").exists()
     cli("build", app_project, "-t", "one", "-q")
     planned = json.loads(cli("build", app_project, "--dry-run", "--json").stdout)
@@ -42,19 +42,19 @@ def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, tmp_path: Path)
     assert planned["requirements"][0].startswith("onnxruntime")
 
 
-def test_the_report_as_json(cli: Cli, app_project: Path) -> None:
+def test_the_report_is_printed_as_json(cli: Cli, app_project: Path) -> None:
     result = cli("build", app_project, "--json", "-t", "one")
     report = json.loads(result.stdout)
     assert [job["models"][0]["model"] for job in report["jobs"]] == ["a", "b"]
     assert result.stderr == ""
 
 
-def test_a_page_about_it(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+def test_an_html_report_is_written(cli: Cli, app_project: Path, tmp_path: Path) -> None:
     cli("build", app_project, "--report", tmp_path / "new" / "r.html", "-t", "one")
     assert "ran and agrees" in (tmp_path / "new" / "r.html").read_text(encoding="utf-8")
 
 
-def test_what_failed_is_reported_with_what_did_not(
+def test_the_report_has_failed_and_successful_jobs(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
     save(unknown_operator(), app_project / "models" / "b.onnx")
@@ -64,50 +64,50 @@ def test_what_failed_is_reported_with_what_did_not(
     assert [job["models"][0]["model"] for job in report["jobs"]] == ["a"]
     (failure,) = report["failures"]
     assert (failure["models"], failure["target"]) == (["b"], "one")
-    assert "cannot be run on the CPU" in failure["problems"][0]["what"]
+    assert "cannot be run on the CPU" in failure["problems"][0]["message"]
     assert "cannot be run on the CPU" in page.read_text(encoding="utf-8")
-    told = cli("build", app_project, "-t", "one", code=1).stderr
-    assert "b -> one (cpu): FAILED" in told.splitlines()
+    printed = cli("build", app_project, "-t", "one", code=1).stderr
+    assert "b -> one (cpu): FAILED" in printed.splitlines()
 
 
-def test_verbose_tells_what_workers_do(cli: Cli, app_project: Path) -> None:
-    told = cli("build", app_project, "-v", "-t", "one", "-m", "a").stderr.splitlines()
-    assert "a -> one: compile ..." in told
-    assert "a -> one: validation: validate ..." in told
-    assert told[-1].startswith("a -> one (cpu): optimized graph")
+def test_verbose_prints_the_steps_of_workers(cli: Cli, app_project: Path) -> None:
+    printed = cli("build", app_project, "-v", "-t", "one", "-m", "a").stderr.splitlines()
+    assert "a -> one: compile ..." in printed
+    assert "a -> one: validation: validate ..." in printed
+    assert printed[-1].startswith("a -> one (cpu): optimized graph")
 
 
-def test_quiet_is_quiet(cli: Cli, app_project: Path) -> None:
+def test_quiet_prints_nothing(cli: Cli, app_project: Path) -> None:
     assert cli("build", app_project, "-q").output == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (("--target", "thre"), '--target\n    "thre" is not a target.'),
-        (("--model", "c"), '--model\n    "c" is not a model.'),
+        (("--target", "thre"), '--target: EPC009\n    "thre" is not a target.'),
+        (("--model", "c"), '--model: EPC010\n    "c" is not a model.'),
         (("--nothing",), "No such option"),
         (("elsewhere",), "unexpected extra argument"),
     ],
 )
-def test_wrong_usage(cli: Cli, app_project: Path, arguments: tuple[str, ...], told: str) -> None:
-    assert told in cli("build", app_project, *arguments, code=2).stderr
+def test_wrong_usage(cli: Cli, app_project: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in cli("build", app_project, *arguments, code=2).stderr
 
 
-def test_a_folder_without_a_project(cli: Cli, tmp_path: Path) -> None:
+def test_a_folder_without_a_project_is_an_error(cli: Cli, tmp_path: Path) -> None:
     assert "pyproject.toml" in cli("build", tmp_path, code=1).stderr
     (tmp_path / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
     assert "[tool.epcontext]" in cli("build", tmp_path, code=2).stderr
 
 
-def test_a_model_that_fails(cli: Cli, app_project: Path) -> None:
+def test_an_invalid_model_is_an_error(cli: Cli, app_project: Path) -> None:
     (app_project / "models" / "a.onnx").write_bytes(b"no model")
-    told = cli("build", app_project, code=1).stderr
-    assert "a.onnx is not an ONNX model" in told
+    printed = cli("build", app_project, code=1).stderr
+    assert "a.onnx is not an ONNX model" in printed
 
 
 @needs_qnn
-def test_a_member_of_a_group_brings_the_others(cli: Cli, app_project: Path) -> None:
+def test_a_chosen_member_of_a_group_is_built_with_the_others(cli: Cli, app_project: Path) -> None:
     toml = """
 [tool.epcontext]
 provider = "qnn"

@@ -19,7 +19,7 @@ def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
 
 
 def entries(cache: Path) -> list[Path]:
-    return sorted((cache / "v1").glob("??/*"))
+    return sorted((cache / "v2").glob("??/*"))
 
 
 def age(entry: Path, days: float) -> None:
@@ -27,32 +27,34 @@ def age(entry: Path, days: float) -> None:
     os.utime(entry, (then, then))
 
 
-def test_what_is_in_it(cli: Cli, filled: Path) -> None:
-    told = cli("cache", "info").stdout
-    assert told.startswith(f"{filled}: 2 artifacts, ")
+def test_info_lists_all_artifacts(cli: Cli, filled: Path) -> None:
+    printed = cli("cache", "info").stdout
+    assert printed.startswith(f"{filled}: 2 artifacts, ")
     for entry in entries(filled):
-        assert entry.name[:12] in told
+        assert entry.name[:12] in printed
 
 
-def test_one_that_is_not_there_is_empty(cli: Cli, tmp_path: Path) -> None:
-    told = cli("cache", "--cache-dir", tmp_path / "none", "info").stdout
-    assert told == f"{tmp_path / 'none'}: 0 artifacts, 0 bytes\n"
+def test_a_missing_cache_is_empty(cli: Cli, tmp_path: Path) -> None:
+    printed = cli("cache", "--cache-dir", tmp_path / "none", "info").stdout
+    assert printed == f"{tmp_path / 'none'}: 0 artifacts, 0 bytes\n"
     assert not (tmp_path / "none").exists()
 
 
-def test_what_was_not_used_for_long_is_removed(cli: Cli, app_project: Path, filled: Path) -> None:
+def test_artifacts_that_were_not_used_for_long_are_removed(
+    cli: Cli, app_project: Path, filled: Path
+) -> None:
     old, new = entries(filled)
     age(old, 31)
     age(new, 29)
     assert cli("cache", "prune", "--older-than", "30d").stdout.startswith("removed 1 artifact, ")
     assert entries(filled) == [new]
-    # And to be used is to be young.
+    # A build that uses an artifact renews it.
     age(new, 31)
     cli("build", app_project, "-t", "one", "-q")
     assert cli("cache", "prune", "--older-than", "4w").stdout.startswith("removed 0 artifacts, ")
 
 
-def test_the_longest_unused_give_way(cli: Cli, filled: Path) -> None:
+def test_the_longest_unused_artifacts_are_removed_first(cli: Cli, filled: Path) -> None:
     first, second = entries(filled)
     age(second, 1)
     size = sum(file.stat().st_size for file in first.rglob("*") if file.is_file())
@@ -60,9 +62,9 @@ def test_the_longest_unused_give_way(cli: Cli, filled: Path) -> None:
     assert entries(filled) == [first]
 
 
-def test_clearing_removes_what_is_ours_and_nothing_else(cli: Cli, filled: Path) -> None:
+def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> None:
     (filled / "reports").mkdir()
-    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v1" / "ab" / "mine"]
+    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v2" / "ab" / "mine"]
     for file in mine:
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}", encoding="utf-8")
@@ -70,20 +72,20 @@ def test_clearing_removes_what_is_ours_and_nothing_else(cli: Cli, filled: Path) 
     assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
 
 
-def test_what_was_changed_is_found(cli: Cli, filled: Path) -> None:
-    assert cli("cache", "verify").stdout == "2 as they were stored, 0 damaged\n"
+def test_damaged_artifacts_are_found(cli: Cli, filled: Path) -> None:
+    assert cli("cache", "verify").stdout == "2 intact, 0 damaged\n"
     first, second = entries(filled)
     next((first / "files").iterdir()).write_bytes(b"changed")
     (second / "record.json").write_text("{", encoding="utf-8")
-    told = cli("cache", "verify", code=1).stdout
-    assert f"damaged: {first}" in told
-    assert f"damaged: {second}" in told
-    assert told.endswith("0 as they were stored, 2 damaged\n")
+    printed = cli("cache", "verify", code=1).stdout
+    assert f"damaged: {first}" in printed
+    assert f"damaged: {second}" in printed
+    assert printed.endswith("0 intact, 2 damaged\n")
     assert "damaged" in cli("cache", "info").stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((), "with --older-than or --max-size"),
         (("--older-than", "30"), "is not an age such as 30d"),
@@ -91,5 +93,5 @@ def test_what_was_changed_is_found(cli: Cli, filled: Path) -> None:
         (("--max-size", "much"), "is not a number of bytes, or a size"),
     ],
 )
-def test_wrong_usage(cli: Cli, arguments: tuple[str, ...], told: str) -> None:
-    assert told in cli("cache", "prune", *arguments, code=2).stderr
+def test_wrong_usage(cli: Cli, arguments: tuple[str, ...], message: str) -> None:
+    assert message in cli("cache", "prune", *arguments, code=2).stderr

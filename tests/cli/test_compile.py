@@ -31,21 +31,21 @@ def names(folder: Path) -> list[str]:
 
 
 @needs_qnn
-def test_one_model_into_one_file_and_its_sidecar(cli: Cli, source: Path, out: Path) -> None:
-    told = cli("compile", source, "-o", out / "net_ctx.onnx", *QNN, "--dim", "batch=1")
+def test_one_model_is_compiled_into_one_file_and_its_sidecar(
+    cli: Cli, source: Path, out: Path
+) -> None:
+    printed = cli("compile", source, "-o", out / "net_ctx.onnx", *QNN, "--dim", "batch=1")
     assert (
         "net -> qnn (qnn): 4/4 nodes in 1 context, for soc_model 60, htp_arch 73, ran"
-        in told.stderr
+        in printed.stderr
     )
-    assert told.stdout.count("wrote ") == 2
+    assert printed.stdout.count("wrote ") == 2
     assert names(out) == ["net_ctx.onnx", "net_ctx_qnn.bin"]
-    assert cli("inspect", out / "net_ctx.onnx", "--verify").output.endswith(
-        "1 file is there, as they should be\n"
-    )
+    assert cli("inspect", out / "net_ctx.onnx", "--verify").output.endswith("verified: 1 file\n")
 
 
 @needs_qnn
-def test_the_blob_inside_under_any_name(cli: Cli, source: Path, out: Path) -> None:
+def test_an_embedded_blob_and_any_file_name(cli: Cli, source: Path, out: Path) -> None:
     file = out / "anything.onnx"
     cli("compile", source, "-o", file, *QNN, "--dim", "batch=1", "--embed", "--no-validate", "-q")
     assert names(out) == ["anything.onnx"]
@@ -54,16 +54,16 @@ def test_the_blob_inside_under_any_name(cli: Cli, source: Path, out: Path) -> No
 
 
 @needs_qnn
-def test_weights_are_shared_as_the_tool_of_onnx_runtime_does(
+def test_weights_are_shared_as_by_the_tool_of_onnx_runtime(
     cli: Cli, tmp_path: Path, out: Path
 ) -> None:
     models = [save(transformer(n), tmp_path / f"model{n}.onnx") for n in (64, 1)]
-    told = cli(
+    printed = cli(
         "compile", *models, "-o", out, "-p", "qnn", "-O", "soc_model=60",
         "-O", "htp_graph_finalization_optimization_mode=3",
         "-C", "ep.context_node_name_prefix=_part1", "--share-weights",
     )  # fmt: skip
-    assert "saved by sharing" in told.stderr
+    assert "saved by sharing" in printed.stderr
     contexts = [onnx.load(out / f"model{n}_ctx.onnx") for n in (64, 1)]
     named = {
         attribute.s for model in contexts for node in model.graph.node
@@ -73,7 +73,7 @@ def test_weights_are_shared_as_the_tool_of_onnx_runtime_does(
     assert names(out) == ["model1_ctx.onnx", "model64_ctx.onnx", "model64_ctx_qnn.bin"]
 
 
-def test_an_optimized_graph_for_the_cpu(cli: Cli, source: Path, out: Path) -> None:
+def test_the_cpu_provider_writes_an_optimized_graph(cli: Cli, source: Path, out: Path) -> None:
     x = np.ones((2, 1, 8, 8), np.float32)
     np.savez(source.parent / "x.npz", x=x)
     arguments = ("-i", source.parent / "x.npz", "-l", "extended", "--shape", "x=2,1,8,8")
@@ -83,9 +83,7 @@ def test_an_optimized_graph_for_the_cpu(cli: Cli, source: Path, out: Path) -> No
     assert session.run(None, {"x": x})[0].shape == (2, 10)
 
 
-def test_several_models_into_a_folder_each_with_its_own_shapes(
-    cli: Cli, source: Path, out: Path
-) -> None:
+def test_several_models_have_their_own_shapes(cli: Cli, source: Path, out: Path) -> None:
     other = save(network("n"), source.parent / "other.onnx")
     shapes = ("--dim", "net:batch=3", "--dim", "other:n=2")
     report = json.loads(
@@ -99,77 +97,80 @@ def test_several_models_into_a_folder_each_with_its_own_shapes(
     assert found == [3, 2]
 
 
-def test_all_that_is_wrong_is_told_with_its_flag(cli: Cli, source: Path, out: Path) -> None:
-    told = cli(
+def test_all_problems_name_their_flags(cli: Cli, source: Path, out: Path) -> None:
+    printed = cli(
         "compile", source, "-o", out, "-p", "qnn", "-O", "soc_modle=60", "-O", "htp_arch=999",
         "-C", "session.nothing=1", "--dim", "batch=-1", "--set", "min-coverage=2",
-        "-i", source.parent / "absent.npz", code=2,
+        "-i", source.parent / "missing.npz", code=2,
     ).stderr  # fmt: skip
     for line in (
-        "--option soc_modle",
-        "--option htp_arch",
-        '--config "session.nothing"',
-        f"{source}: --dim batch",
-        "--set min-coverage",
-        f"{source}: --inputs",
+        "--option soc_modle: EPC013",
+        "--option htp_arch: EPC014",
+        '--config "session.nothing": EPC019',
+        f"{source}: --dim batch: EPC005",
+        "--set min-coverage: EPC005",
+        f"{source}: --inputs: EPC021",
+        "    Add --set allow-unknown-options=true",
     ):
-        assert line in told.splitlines()
-    assert "tool.epcontext" not in told
-    assert 'Did you mean "soc_model"?' in told
+        assert line in printed.splitlines()
+    assert "tool.epcontext" not in printed
+    assert 'Did you mean "soc_model"?' in printed
     assert not out.exists()
 
 
 @needs_qnn
-def test_an_open_dimension_is_told_with_the_flag_that_fixes_it(
+def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
     cli: Cli, source: Path, out: Path
 ) -> None:
-    told = cli("compile", source, "-o", out, "-p", "qnn", code=1).stderr
-    assert f"{source}\n    the input 'x' has an open dimension" in told
-    assert "\n    Fix it: --dim batch=1" in told
-    told = cli("compile", save(network(None), source), "-o", out, "-p", "qnn", code=1).stderr
-    assert "\n    Fix it: --shape x=1,1,8,8" in told
+    printed = cli("compile", source, "-o", out, "-p", "qnn", code=1).stderr
+    assert f"{source}: EPC204\n    the input 'x' has an open dimension" in printed
+    assert "\n    Add --dim batch=1\n" in printed
+    printed = cli("compile", save(network(None), source), "-o", out, "-p", "qnn", code=1).stderr
+    assert "\n    Add --shape x=1,1,8,8\n" in printed
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (("-p", "nothing"), '--provider\n    "nothing" is not a provider'),
+        (("-p", "nothing"), '--provider: EPC008\n    "nothing" is not a known provider'),
         (("-p", "cpu", "--dim", "batch"), '"batch" is not key=value'),
         (("-p", "cpu", "--set", "editable=1"), '"editable" is not a key that can be set'),
         (("-p", "cpu", "--share-weights"), "--share-weights is for two models or more"),
-        (("-p", "cpu", "--embed"), "--embed\n    the cpu provider makes no contexts"),
+        (("-p", "cpu", "--embed"), "--embed: EPC007\n    the cpu provider has no contexts"),
         ((), "Missing option '-p'"),
     ],
 )
 def test_wrong_usage(
-    cli: Cli, source: Path, out: Path, arguments: tuple[str, ...], told: str
+    cli: Cli, source: Path, out: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert told in cli("compile", source, "-o", out, *arguments, code=2).stderr
+    assert message in cli("compile", source, "-o", out, *arguments, code=2).stderr
     assert not out.exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="there the provider has packages")
-def test_a_provider_without_packages_for_this_system(cli: Cli, source: Path, out: Path) -> None:
-    told = cli("compile", source, "-o", out, "-p", "directml", "-l", "all", code=1).stderr
-    assert "--provider\n    the directml provider has no packages for this system" in told
-    assert "\n    Run this elsewhere." in told
+@pytest.mark.skipif(sys.platform != "linux", reason="the provider has packages for this system")
+def test_a_provider_without_packages_for_this_system_is_an_error(
+    cli: Cli, source: Path, out: Path
+) -> None:
+    printed = cli("compile", source, "-o", out, "-p", "directml", "-l", "all", code=1).stderr
+    assert "target directml: EPC103\n    the directml provider has no packages for this" in printed
+    assert "\n    Build on another machine" in printed
 
 
 @needs("onnxruntime_ep_openvino")
-def test_a_device_that_is_not_there(cli: Cli, source: Path, out: Path) -> None:
-    told = cli("compile", source, "-o", out, "-p", "openvino", "-d", "npu", code=1).stderr
-    assert "OpenVINOExecutionProvider finds no device" in told
-    assert "HATCH_EPCONTEXT" not in told
+def test_a_missing_device_is_an_error(cli: Cli, source: Path, out: Path) -> None:
+    printed = cli("compile", source, "-o", out, "-p", "openvino", "-d", "npu", code=1).stderr
+    assert "OpenVINOExecutionProvider finds no device" in printed
+    assert "HATCH_EPCONTEXT" not in printed
     assert not out.exists()
 
 
-def test_what_is_there_is_not_replaced_unasked(cli: Cli, source: Path, out: Path) -> None:
+def test_existing_files_are_only_replaced_with_overwrite(cli: Cli, source: Path, out: Path) -> None:
     arguments = ("compile", source, "-p", "cpu", "-q", "-o")
     cli(*arguments, out)
     (file,) = out.iterdir()
     file.write_bytes(b"theirs")
-    assert "is there already" in cli(*arguments, out, code=1).stderr
+    assert "exists already" in cli(*arguments, out, code=1).stderr
     assert file.read_bytes() == b"theirs"
     cli(*arguments, out, "--overwrite")
     assert file.read_bytes() != b"theirs"
@@ -178,22 +179,23 @@ def test_what_is_there_is_not_replaced_unasked(cli: Cli, source: Path, out: Path
 def test_the_source_is_never_replaced(cli: Cli, tmp_path: Path) -> None:
     source = save_with_data(network(), tmp_path / "net.onnx", "net_ctx_qnn.bin")
     before = source.read_bytes()
-    told = cli("compile", source, "-p", "cpu", "-o", source, "--overwrite", code=1).stderr
-    assert "is the source's own file" in told
+    printed = cli("compile", source, "-p", "cpu", "-o", source, "--overwrite", code=1).stderr
+    assert "is a file of the source model" in printed
     assert source.read_bytes() == before
 
 
-def test_twins(cli: Cli, source: Path, out: Path) -> None:
-    twin = save(network(), source.parent / "more" / "net.onnx")
+def test_models_with_the_same_name_are_an_error(cli: Cli, source: Path, out: Path) -> None:
+    duplicate = save(network(), source.parent / "more" / "net.onnx")
     assert (
-        "are both called net" in cli("compile", source, twin, "-o", out, "-p", "cpu", code=2).stderr
+        "both have the name net"
+        in cli("compile", source, duplicate, "-o", out, "-p", "cpu", code=2).stderr
     )
-    assert "has to be a folder" in cli(
-        "compile", source, twin, "-o", out / "a.onnx", "-p", "cpu", code=2
+    assert "several models need a folder" in cli(
+        "compile", source, duplicate, "-o", out / "a.onnx", "-p", "cpu", code=2
     ).stderr  # fmt: skip
 
 
-def test_settings_of_a_project_do_not_count(
+def test_variables_about_a_projects_targets_and_models_do_not_count(
     cli: Cli, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_TARGETS", "x-elite")
@@ -201,10 +203,10 @@ def test_settings_of_a_project_do_not_count(
     assert "ran and agrees" in cli("compile", source, "-o", out, "-p", "cpu").stderr
 
 
-def test_any_other_key(cli: Cli, source: Path, out: Path) -> None:
+def test_set_takes_any_other_key(cli: Cli, source: Path, out: Path) -> None:
     strict = (
         "--set",
-        "tolerance={atol=0.0, rtol=0.0, cosine=1.0}",
+        "validate.tolerance={atol=0.0, rtol=0.0, cosine=1.0}",
         "--set",
         "external-initializers=true",
     )
@@ -221,3 +223,27 @@ def test_any_other_key(cli: Cli, source: Path, out: Path) -> None:
         "external-initializers-threshold=0",
     )
     assert names(out) == ["net_optimized.data", "net_optimized.onnx"]
+
+
+def test_a_model_among_several_is_named_with_the_flag_that_fixes_it(
+    cli: Cli, source: Path, out: Path
+) -> None:
+    other = save(network("n"), source.parent / "other.onnx")
+    printed = cli("compile", source, other, "-o", out, "-p", "qnn", code=1).stderr
+    assert "\n    Add --dim net:batch=1\n" in printed
+    assert printed.endswith("\n    Add --dim other:n=1\n")
+
+
+def test_a_moved_key_names_its_new_place(cli: Cli, source: Path, out: Path) -> None:
+    arguments = ("--set", "tolerance={atol=0.5}", "--set", "timeout=5")
+    printed = cli("compile", source, "-o", out, "-p", "cpu", *arguments, code=2).stderr
+    assert "--set tolerance: EPC002" in printed
+    assert "Add --set 'validate.tolerance={ atol = 0.5 }'" in printed
+    assert "Add --set build.timeout=5" in printed
+
+
+def test_a_timeout_names_the_flag_that_raises_it(cli: Cli, source: Path, out: Path) -> None:
+    arguments = ("-o", out, "-p", "cpu", "--set", "build.timeout=0.01")
+    printed = cli("compile", source, *arguments, code=1).stderr
+    assert "compiling failed, nothing is written:" in printed
+    assert printed.endswith("\n    Add --set build.timeout\n")

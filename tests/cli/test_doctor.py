@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from hatch_epcontext.build import requirements
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.tools import doctor
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn
 
@@ -28,7 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def _only_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each EP's library is loaded in a process of its own, which takes a while."""
-    monkeypatch.setattr(survey, "PROVIDERS", {"cpu": PROVIDERS["cpu"]})
+    monkeypatch.setattr(doctor, "PROVIDERS", {"cpu": PROVIDERS["cpu"]})
 
 
 def state(found: dict[str, Any], provider: str) -> dict[str, Any]:
@@ -37,11 +38,11 @@ def state(found: dict[str, Any], provider: str) -> dict[str, Any]:
     return result
 
 
-def test_every_provider_is_told_with_its_devices_or_why_it_has_none(found: dict[str, Any]) -> None:
+def test_every_provider_has_devices_or_a_reason_for_none(found: dict[str, Any]) -> None:
     assert [each["provider"] for each in found["providers"]] == list(PROVIDERS)
-    assert all(each["devices"] or each["why"] for each in found["providers"])
+    assert all(each["devices"] or each["reason"] for each in found["providers"])
     assert state(found, "cpu")["devices"] == ["CPUExecutionProvider loads"]
-    assert state(found, "vitisai")["why"] == "onnxruntime-vitisai is not installed."
+    assert state(found, "vitisai")["reason"] == "onnxruntime-vitisai is not installed."
     assert (found["distributions"], found["problems"]) == (
         {"onnxruntime": found["distributions"]["onnxruntime"]},
         [],
@@ -50,55 +51,55 @@ def test_every_provider_is_told_with_its_devices_or_why_it_has_none(found: dict[
 
 
 @needs_qnn
-def test_a_plugin_that_works(found: dict[str, Any]) -> None:
+def test_a_plugin_ep_lists_its_devices(found: dict[str, Any]) -> None:
     qnn = state(found, "qnn")
     assert qnn["package"].startswith("onnxruntime-qnn ")
     assert qnn["devices"][0].startswith("QNNExecutionProvider on ")
 
 
 @needs("onnxruntime_ep_nv_tensorrt_rtx")
-@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is an NVIDIA GPU here")
-def test_a_plugin_that_misses_its_driver(found: dict[str, Any]) -> None:
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA GPU")
+def test_a_plugin_ep_without_its_driver_has_a_reason(found: dict[str, Any]) -> None:
     rtx = state(found, "tensorrt-rtx")
     assert rtx["devices"] == []
-    assert "libcuda.so.1" in rtx["why"]
+    assert "libcuda.so.1" in rtx["reason"]
 
 
 @pytest.mark.usefixtures("_only_cpu")
-def test_it_is_for_reading(cli: Cli, tmp_path: Path) -> None:
-    told = cli("doctor", tmp_path).stdout
-    assert "There is no pyproject.toml here." in told
-    assert f"cache: {tmp_path / 'user-cache'}, 0 artifacts" in told
-    assert "to be mended" not in told
+def test_the_environment_is_printed(cli: Cli, tmp_path: Path) -> None:
+    printed = cli("doctor", tmp_path).stdout
+    assert "There is no pyproject.toml here." in printed
+    assert f"cache: {tmp_path / 'user-cache'}, 0 artifacts" in printed
+    assert "problems:" not in printed
     assert not (tmp_path / "user-cache").exists()
 
 
 @pytest.mark.usefixtures("_only_cpu")
 @pytest.mark.parametrize(
-    ("toml", "told", "code"),
+    ("toml", "message", "code"),
     [
-        ("[project]\n", "The project here does not use hatch-epcontext.", 0),
+        ("[project]\n", "This project does not use hatch-epcontext.", 0),
         (f'{HOOK}[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "with 1 job.", 0),
         (('[tool.hatch.build.hooks.epcontext]\n[tool.epcontext]\nprovider = "cpu"\n'
          'models = ["models/*.onnx"]'), "with 2 jobs.", 0),
-        ('[tool.epcontext]\nprovider = "cpu"\n', "[tool.epcontext] is there, and no hook.", 1),
-        (HOOK, "[tool.epcontext]\n        is not in pyproject.toml", 1),
+        ('[tool.epcontext]\nprovider = "cpu"\n', "- [tool.epcontext]: EPC025", 1),
+        (HOOK, "- [tool.epcontext]: EPC025\n        is missing in pyproject.toml", 1),
         (f'{HOOK}[tool.epcontext]\nprovder = "cpu"\n', 'Did you mean "provider"?', 1),
         ("[tool", "cannot be read", 1),
         ("tool = 3", "cannot be read", 1),
     ],
 )  # fmt: skip
-def test_what_is_said_of_the_project(
-    cli: Cli, project: Path, toml: str, told: str, code: int
+def test_the_project_is_summarized(
+    cli: Cli, project: Path, toml: str, message: str, code: int
 ) -> None:
     (project / "pyproject.toml").write_text(toml, encoding="utf-8")
     output = cli("doctor", project, code=code).stdout
-    assert told in output
-    assert ("to be mended:" in output) == bool(code)
+    assert message in output
+    assert ("problems:" in output) == bool(code)
 
 
 @pytest.mark.usefixtures("_only_cpu")
-def test_two_flavours_have_to_be_mended(
+def test_two_onnx_runtime_distributions_are_a_problem(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = requirements.installed
@@ -107,18 +108,18 @@ def test_two_flavours_have_to_be_mended(
         return "1.31.1" if name == "onnxruntime-gpu" else real(name)
 
     monkeypatch.setattr(requirements, "installed", both)
-    monkeypatch.setattr(survey, "installed", both)
-    told = cli("doctor", tmp_path, code=1).stdout
-    assert "ONNX Runtime: onnxruntime 1." in told
-    assert "are both installed, and overwrite one another" in told
+    monkeypatch.setattr(doctor, "installed", both)
+    printed = cli("doctor", tmp_path, code=1).stdout
+    assert "ONNX Runtime: onnxruntime 1." in printed
+    assert "are both installed, and overwrite each other" in printed
 
 
-def test_an_environment_without_onnx_runtime(
+def test_an_environment_without_onnx_runtime_is_a_problem(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requirements, "installed", lambda name: None)
-    monkeypatch.setattr(survey, "installed", lambda name: None)
-    told = cli("doctor", tmp_path, code=1).stdout
-    assert "ONNX Runtime: none" in told
-    assert "No ONNX Runtime is installed" in told
-    assert "onnxruntime-qnn>=2.7 is not installed." in told
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    printed = cli("doctor", tmp_path, code=1).stdout
+    assert "ONNX Runtime: none" in printed
+    assert "No ONNX Runtime is installed" in printed
+    assert "onnxruntime-qnn>=2.7 is not installed." in printed

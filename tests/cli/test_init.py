@@ -28,16 +28,16 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     (new_project / "models" / "damaged.onnx").write_text("text", encoding="utf-8")
     cli("compile", new_project / "models" / "a.onnx", "-o", new_project / "models" / "a_ctx.onnx",
         "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1", "-q")  # fmt: skip
-    told = cli("init", "--project", new_project)
-    assert "a_ctx.onnx: it is a context model already" in told.stderr
-    assert "damaged.onnx: is not an ONNX model" in told.stderr
-    assert "epcontext build --dry-run" in told.stdout
+    printed = cli("init", "--project", new_project)
+    assert "a_ctx.onnx: is a context model already" in printed.stderr
+    assert "damaged.onnx: is not an ONNX model" in printed.stderr
+    assert "epcontext build --dry-run" in printed.stdout
     planned = json.loads(cli("build", new_project, "--dry-run", "--json").stdout)
     assert [job["job"] for job in planned["jobs"]] == ["a -> qnn", "b -> qnn"]
-    assert "has all of it already" in cli("init", "--project", new_project).stdout
+    assert "has all models already" in cli("init", "--project", new_project).stdout
 
 
-def test_some_models_for_several_providers(
+def test_chosen_models_for_several_providers(
     cli: Cli, new_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(new_project)
@@ -49,13 +49,13 @@ def test_some_models_for_several_providers(
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, new_project: Path) -> None:
-    told = cli("init", "--project", new_project, "-p", "cpu", "--dry-run").stdout
-    assert '+path = "models/a.onnx"' in told
-    assert ' name = "my-app"  # ours' in told
+    printed = cli("init", "--project", new_project, "-p", "cpu", "--dry-run").stdout
+    assert '+path = "models/a.onnx"' in printed
+    assert ' name = "my-app"  # ours' in printed
     assert (new_project / "pyproject.toml").read_text(encoding="utf-8") == BEFORE
 
 
-def test_line_ends_and_mode_stay(cli: Cli, new_project: Path) -> None:
+def test_line_ends_and_the_mode_of_the_file_are_kept(cli: Cli, new_project: Path) -> None:
     file = new_project / "pyproject.toml"
     file.write_bytes(BEFORE.replace("\n", "\r\n").encode())
     file.chmod(0o640)
@@ -64,19 +64,23 @@ def test_line_ends_and_mode_stay(cli: Cli, new_project: Path) -> None:
     assert text.startswith(BEFORE.replace("\n", "\r\n").encode())
     assert text.count(b"\n") == text.count(b"\r\n")
     assert file.stat().st_mode & 0o777 == 0o640
-    assert "has all of it already" in cli("init", "--project", new_project).stdout
+    assert "has all models already" in cli("init", "--project", new_project).stdout
 
 
-def test_what_cannot_be_done(cli: Cli, new_project: Path, tmp_path: Path) -> None:
+def test_unusable_models_and_projects_are_errors(
+    cli: Cli, new_project: Path, tmp_path: Path
+) -> None:
     elsewhere = save(network(), tmp_path / "elsewhere.onnx")
-    told = cli("init", elsewhere, "--project", new_project, code=2).stderr
-    assert "is not inside the project" in told
+    printed = cli("init", elsewhere, "--project", new_project, code=2).stderr
+    assert "is not inside the project" in printed
     (new_project / "models" / "a.onnx").write_text("text", encoding="utf-8")
-    told = cli("init", new_project / "models" / "a.onnx", "--project", new_project, code=1).stderr
-    assert "is not an ONNX model" in told
+    printed = cli(
+        "init", new_project / "models" / "a.onnx", "--project", new_project, code=1
+    ).stderr
+    assert "is not an ONNX model" in printed
     assert (new_project / "pyproject.toml").read_text(encoding="utf-8") == BEFORE
     (tmp_path / "empty").mkdir()
-    assert "is not there" in cli("init", "--project", tmp_path / "empty", code=2).stderr
+    assert "does not exist" in cli("init", "--project", tmp_path / "empty", code=2).stderr
     (tmp_path / "empty" / "pyproject.toml").touch()
     assert "has no ONNX models" in cli("init", "--project", tmp_path / "empty", code=2).stderr
     assert "Invalid value for '-p'" in cli("init", "-p", "nothing", code=2).stderr

@@ -29,8 +29,8 @@ SHIPPED = {
     "__init__.py",
     "epcontext.json",
     "digits/cpu/digits_optimized.onnx",
-    "digits/snapdragon/digits_ctx.onnx",
-    "digits/snapdragon/digits_ctx_qnn.bin",
+    "digits/x-elite/digits_ctx.onnx",
+    "digits/x-elite/digits_ctx_qnn.bin",
     "digits/source/digits.onnx",
 }
 
@@ -61,9 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, env: Env) -> Path:
     folder = tmp_path_factory.mktemp("example")
     project = copy_example(folder / "digits-app")
     text = with_build(project, folder / "dist", env)
-    compiled = (
-        "digits -> snapdragon (qnn): 10/10 nodes in 1 context, for soc_model 60, htp_arch 73, "
-    )
+    compiled = "digits -> x-elite (qnn): 10/10 nodes in 1 context, for soc_model 60, htp_arch 73, "
     assert f"{compiled}ran and agrees" in text
     assert "digits -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
     return folder / "dist" / WHEEL
@@ -137,7 +135,7 @@ def test_the_compiled_context_reads_digits(app: Environment, tmp_path: Path) -> 
         encoding="utf-8",
     )
     text = app.python(script, tmp_path / "held_out.npz", tmp_path / "outputs.npz")
-    assert "snapdragon source QNNExecutionProvider" in text
+    assert "x-elite source QNNExecutionProvider" in text
     outputs = np.load(tmp_path / "outputs.npz")
     compiled, source = outputs["compiled"], outputs["source"]
     assert len(labels) == 450
@@ -153,9 +151,9 @@ def test_a_simulated_npu_does_not_count_as_an_npu(app: Environment) -> None:
     text = run(command, sample, "--explain", cwd=app.folder, env=app.env)
     assert text.startswith("7 (")
     assert "on cpu)" in text.splitlines()[0]
-    assert "snapdragon: skipped, QNNExecutionProvider finds no npu, only cpu" in text
+    assert "x-elite: skipped, QNNExecutionProvider finds no npu, only cpu" in text
     text = run(command, sample, "--device", "any", cwd=app.folder, env=app.env)
-    assert "on snapdragon)" in text
+    assert "on x-elite)" in text
     text = run(command, sample, "--device", "npu", cwd=app.folder, env=app.env, fails=True)
     assert "digits-app: the model 'digits' cannot be opened on this machine:" in text
     assert "Traceback" not in text
@@ -166,7 +164,7 @@ def test_without_the_eps_package_the_app_falls_back_and_explains_it(plain_app: E
     command = plain_app.executable("digits-app")
     text = run(command, sample, "--explain", cwd=plain_app.folder, env=plain_app.env)
     assert text.startswith("3 (")
-    assert "snapdragon: skipped, onnxruntime-qnn is not installed" in text
+    assert "x-elite: skipped, onnxruntime-qnn is not installed" in text
     assert "cpu: opened, CPUExecutionProvider on cpu" in text
 
 

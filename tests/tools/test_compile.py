@@ -6,30 +6,30 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.build.artifact import Artifact
-from hatch_epcontext.errors import OutputError
-from hatch_epcontext.tools.compile import places, publish, refuse_sources
+from hatch_epcontext.errors import ConfigError, OutputError
+from hatch_epcontext.tools.compile import destinations, is_file, publish, refuse_sources
 from tests.results import configured, resulting
 
 
 @pytest.fixture
 def files(project: Path, artifact: Artifact, tmp_path: Path) -> dict[Path, Path]:
     built = resulting(configured(project), artifact).built
-    return places(built, tmp_path / "new" / "out")
+    return destinations(built, tmp_path / "new" / "out")
 
 
-def test_sidecars_come_before_what_names_them(files: dict[Path, Path]) -> None:
+def test_sidecars_come_before_context_models(files: dict[Path, Path]) -> None:
     assert [target.name for target in files] == ["a_ctx_qnn.bin", "a_ctx.onnx"]
 
 
-def test_the_context_model_may_be_called_otherwise(
+def test_the_context_model_can_have_another_name(
     project: Path, artifact: Artifact, tmp_path: Path
 ) -> None:
     built = resulting(configured(project), artifact).built
-    found = places(built, tmp_path, "model.onnx")
+    found = destinations(built, tmp_path, "model.onnx")
     assert [target.name for target in found] == ["a_ctx_qnn.bin", "model.onnx"]
 
 
-def test_all_are_copied_and_nothing_else_is_left(files: dict[Path, Path]) -> None:
+def test_all_files_are_copied_and_nothing_else_is_left(files: dict[Path, Path]) -> None:
     publish(files, overwrite=False)
     folder = next(iter(files)).parent
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
@@ -37,11 +37,11 @@ def test_all_are_copied_and_nothing_else_is_left(files: dict[Path, Path]) -> Non
     }
 
 
-def test_what_is_there_stays_unless_it_may_be_replaced(files: dict[Path, Path]) -> None:
+def test_existing_files_are_only_replaced_with_overwrite(files: dict[Path, Path]) -> None:
     folder = next(iter(files)).parent
     folder.mkdir(parents=True)
     (folder / "a_ctx.onnx").write_bytes(b"theirs")
-    with pytest.raises(OutputError, match=r"a_ctx\.onnx\n    is there already"):
+    with pytest.raises(OutputError, match=r"a_ctx\.onnx: EPC501\n    exists already"):
         publish(files, overwrite=False)
     assert [path.name for path in folder.iterdir()] == ["a_ctx.onnx"]
     assert (folder / "a_ctx.onnx").read_bytes() == b"theirs"
@@ -49,7 +49,7 @@ def test_what_is_there_stays_unless_it_may_be_replaced(files: dict[Path, Path]) 
     assert (folder / "a_ctx.onnx").read_bytes() == b"context"
 
 
-def test_a_copy_that_fails_leaves_nothing(
+def test_a_failed_copy_leaves_nothing(
     files: dict[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copyfile
@@ -67,6 +67,15 @@ def test_a_copy_that_fails_leaves_nothing(
 
 def test_a_source_is_never_replaced(project: Path, artifact: Artifact) -> None:
     result = resulting(configured(project), artifact)
-    with pytest.raises(OutputError, match="is the source's own file"):
+    with pytest.raises(OutputError, match="is a file of the source model"):
         refuse_sources([project / "models" / ".." / "models" / "a.onnx"], result.sources)
     refuse_sources([project / "models" / "other.onnx"], result.sources)
+
+
+def test_only_a_single_model_can_be_compiled_into_a_file(tmp_path: Path) -> None:
+    assert is_file(tmp_path / "a.onnx", ["a"])
+    assert not is_file(tmp_path / "out", ["a", "b"])
+    (tmp_path / "b.onnx").mkdir()
+    assert not is_file(tmp_path / "b.onnx", ["a", "b"])
+    with pytest.raises(ConfigError, match="several models need a folder"):
+        is_file(tmp_path / "a.onnx", ["a", "b"])

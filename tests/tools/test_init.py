@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError
-from hatch_epcontext.ipc.protocol import TensorFacts
+from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.tools.init import HOOK, NewModel, scaffold
+from hatch_epcontext.tools.init import HOOK, NewModel, add_models
 
 QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
 
@@ -25,8 +26,8 @@ def models_of(text: str) -> list[object]:
     return models
 
 
-def test_a_project_gets_all_that_it_needs(project: Path) -> None:
-    made = scaffold(project, '[project]\nname = "a"  # ours\n', [new()], [QNN])
+def test_a_new_project_gets_all_tables(project: Path) -> None:
+    made = add_models(project, '[project]\nname = "a"  # ours\n', [new()], [QNN])
     assert made.startswith('[project]\nname = "a"  # ours\n\n[build-system]\n')
     values = parse(made)
     assert values["build-system"] == {
@@ -41,23 +42,23 @@ def test_a_project_gets_all_that_it_needs(project: Path) -> None:
     assert "# in: x: float32, batch x 3\n# out: y: float32, 1\n" in made
 
 
-def test_open_dimensions_are_a_comment_where_they_may_stay_open(project: Path) -> None:
-    made = scaffold(project, "", [new()], [CPU])
+def test_open_dimensions_are_a_comment_if_the_ep_takes_them(project: Path) -> None:
+    made = add_models(project, "", [new()], [CPU])
     assert models_of(made) == [{"path": "models/a.onnx"}]
     assert "# dims = { batch = 1 }" in made
-    assert models_of(scaffold(project, "", [new()], [CPU, QNN])) == [
+    assert models_of(add_models(project, "", [new()], [CPU, QNN])) == [
         {"path": "models/a.onnx", "dims": {"batch": 1}}
     ]
 
 
-def test_what_has_no_name_gets_a_shape_and_what_may_be_frozen_a_comment(project: Path) -> None:
+def test_unnamed_dimensions_get_a_shape_and_possible_constants_a_comment(project: Path) -> None:
     tensors = (
         TensorFacts("im:age.0", "float32", (None, 3, "h", None)),
         TensorFacts("sr", "int64", ()),
         TensorFacts('quo"ted', "int32", (1,)),
         TensorFacts("line\nbreak", "string", ("new\nline",)),
     )
-    made = scaffold(project, "", [new("models/a.onnx", *tensors)], [QNN])
+    made = add_models(project, "", [new("models/a.onnx", *tensors)], [QNN])
     (model,) = models_of(made)
     assert model == {
         "path": "models/a.onnx",
@@ -86,8 +87,8 @@ def test_what_has_no_name_gets_a_shape_and_what_may_be_frozen_a_comment(project:
         "# a comment at the end",
     ],
 )
-def test_what_is_there_stays(project: Path, before: str) -> None:
-    made = scaffold(project, before, [new()], [QNN])
+def test_existing_tables_and_comments_stay(project: Path, before: str) -> None:
+    made = add_models(project, before, [new()], [QNN])
     kept, values = parse(before), parse(made)
     requires = kept.get("build-system", {}).get("requires", [])
     assert values["build-system"]["requires"][: len(requires)] == requires
@@ -99,44 +100,55 @@ def test_what_is_there_stays(project: Path, before: str) -> None:
     assert str(values).count("'epcontext': {") == 2
 
 
-def test_again_nothing_changes_and_later_models_are_added(project: Path) -> None:
-    made = scaffold(project, "", [new()], [QNN])
-    assert scaffold(project, made, [new()], []) == made
-    more = scaffold(project, made, [new(), new("models/b.onnx")], [])
+def test_a_second_run_adds_only_new_models(project: Path) -> None:
+    made = add_models(project, "", [new()], [QNN])
+    assert add_models(project, made, [new()], []) == made
+    more = add_models(project, made, [new(), new("models/b.onnx")], [])
     assert more.startswith(made)
     assert [model["path"] for model in models_of(more)] == ["models/a.onnx", "models/b.onnx"]  # type: ignore[index]
 
 
-def test_models_are_added_to_a_list_too(project: Path) -> None:
+def test_models_are_added_to_an_existing_list(project: Path) -> None:
     before = '[tool.epcontext]\nprovider = "cpu"\nmodels = [\n    "models/a.onnx",  # first\n]\n'
     static = TensorFacts("x", "float32", (1,))
-    more = scaffold(project, before, [new("models/b.onnx", static)], [])
+    more = add_models(project, before, [new("models/b.onnx", static)], [])
     assert models_of(more) == ["models/a.onnx", "models/b.onnx"]
     assert "# first" in more
-    opened = scaffold(project, before, [new("models/b.onnx")], [])
+    opened = add_models(project, before, [new("models/b.onnx")], [])
     assert models_of(opened)[1] == {"path": "models/b.onnx", "dims": {"batch": 1}}
 
 
-def test_names_are_given_where_a_file_has_none_or_another_has_it(project: Path) -> None:
+def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> None:
     for name in ("my model", "A"):
         (project / "models" / f"{name}.onnx").touch()
     models = [new("models/a.onnx"), new("models/A.onnx"), new("models/my model.onnx")]
-    made = scaffold(project, "", models, [CPU])
+    made = add_models(project, "", models, [CPU])
     assert [model.get("name") for model in models_of(made)] == [None, "A-2", "my-model"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("before", "told"),
+    ("before", "message"),
     [
         ("[tool", "is not TOML"),
         (
             '[build-system]\nbuild-backend = "setuptools.build_meta"',
-            "is a hook of Hatch's build backend",
+            "the hook needs Hatch's build backend",
         ),
-        ('[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "is there already"),
-        ("tool = { ruff = {} }", "has tables that cannot be added to"),
+        ('[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "exists already"),
+        ("tool = { ruff = {} }", "has inline tables"),
     ],
 )
-def test_what_cannot_be_done_is_told(project: Path, before: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        scaffold(project, before, [new()], [QNN])
+def test_an_unusable_pyproject_is_an_error(project: Path, before: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        add_models(project, before, [new()], [QNN])
+
+
+def test_the_minimum_coverage_is_a_comment_in_the_targets_table(project: Path) -> None:
+    made = add_models(project, "", [new()], [QNN, CPU])
+    commented = made.replace("# min-coverage", "min-coverage")
+    targets = parse(commented)["tool"]["epcontext"]["targets"]
+    assert {name: target.get("min-coverage") for name, target in targets.items()} == {
+        "qnn": 0.9,
+        "cpu": None,
+    }
+    load(project, parse(commented)["tool"]["epcontext"], {}, {})

@@ -14,7 +14,7 @@ from hatch_epcontext.tools.plot import draw
 
 def measured(case: Case, *seconds: float) -> Measured:
     if not seconds:
-        return Measured(case, failed="it crashed")
+        return Measured(case, error="it crashed")
     return Measured(case, Series(seconds), Series(seconds), None)
 
 
@@ -29,7 +29,7 @@ def texts(made: Bench, path: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
 
 
-def test_a_bar_for_each_way_with_its_median(tmp_path: Path) -> None:
+def test_each_case_has_a_bar_with_its_median(tmp_path: Path) -> None:
     found = texts(
         bench(
             measured(Case("a", "source", None, False), 1.0, 1.25, 9.0),
@@ -52,7 +52,7 @@ def test_a_bar_for_each_way_with_its_median(tmp_path: Path) -> None:
     assert "qnn: onnxruntime 1.31.1; median of 3 runs" in found
 
 
-def test_what_failed_has_no_bar(tmp_path: Path) -> None:
+def test_a_failed_case_has_no_bar(tmp_path: Path) -> None:
     found = texts(
         bench(
             measured(Case("a", "source", None, False), 1.0),
@@ -65,6 +65,6 @@ def test_what_failed_has_no_bar(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf"])
-def test_nothing_to_show_is_a_chart_too(tmp_path: Path, suffix: str) -> None:
+def test_a_chart_without_measurements_is_written(tmp_path: Path, suffix: str) -> None:
     draw(bench(), tmp_path / f"c{suffix}")
     assert (tmp_path / f"c{suffix}").stat().st_size > 1000

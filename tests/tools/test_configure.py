@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Kind
+from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure, name_models
+
+
+def test_models_have_the_names_of_their_files() -> None:
+    paths = [Path("a.onnx"), Path("x/my model.v2.onnx"), Path("_.onnx")]
+    assert list(name_models(paths)) == ["a", "my_model.v2", "model"]
+    assert list(name_models([Path("a.onnx")], Path("out/b_ctx.onnx"))) == ["b"]
+    with pytest.raises(ConfigError, match="both have the name a"):
+        name_models([Path("a.onnx"), Path("x/a.onnx")])
+
+
+def config(folder: Path, **job_settings: Any) -> Config:
+    paths = {name: folder / f"{name}.onnx" for name in ("a", "b")}
+    for path in paths.values():
+        path.touch()
+    return configure(paths, "cpu", JobSettings(**job_settings))
+
+
+def test_a_key_with_a_models_name_counts_for_that_model(tmp_path: Path) -> None:
+    dims = {"n": 1, "a:m": 2, "b:m": 3, "c:m": 4}
+    found = config(tmp_path, dims=dims, shapes={"b:x": (1, 3)}, constants={"a:y": [1.5]})
+    a, b = found.models
+    assert a.dims == {"n": 1, "m": 2, "c:m": 4}
+    assert b.dims == {"n": 1, "m": 3, "c:m": 4}
+    assert (a.shapes, b.shapes) == ({}, {"x": (1, 3)})
+    assert (a.constants, b.constants) == ({"y": [1.5]}, {})
+
+
+def test_any_other_key_goes_to_its_table(tmp_path: Path) -> None:
+    settings = {"validate": "require", "min-coverage": 0.5, "build.timeout": 5.0}
+    found = config(tmp_path, settings=settings)
+    assert found.build.timeout == 5
+    for model in found.models:
+        assert (model.validate.mode, model.targets[0].min_coverage) == ("require", 0.5)
+
+
+def test_settings_of_validate_are_merged(tmp_path: Path) -> None:
+    (tmp_path / "x.npz").touch()
+    validate = {"inputs": tmp_path / "x.npz", "mode": "structure"}
+    settings = {
+        "validate": {"mode": "require"},
+        "validate.tolerance": {"atol": 0.1},
+        "validate.tolerance.rtol": 0.2,
+    }
+    for model in config(tmp_path, validate=validate, settings=settings).models:
+        assert model.validate.mode == "require"
+        assert model.validate.inputs == str(tmp_path / "x.npz")
+        assert model.validate.tolerance == {"atol": 0.1, "rtol": 0.2}
+    found = config(tmp_path, validate="require", settings={"validate.tolerance": False})
+    assert found.models[0].validate.mode == "require"
+    assert found.models[0].validate.tolerance is False
+
+
+def test_an_unknown_key_is_an_error_with_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='Did you mean "min-coverage"'):
+        config(tmp_path, settings={"min-coverag": 1})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tolerance", "validate.tolerance"),
+        ("inputs", "validate.inputs"),
+        ("timeout", "build.timeout"),
+        ("jobs", "build.jobs"),
+    ],
+)
+def test_a_moved_key_is_an_error_with_its_new_place(tmp_path: Path, old: str, new: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(tmp_path, settings={old: 1})
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.MOVED_KEY
+    assert str(problem.settings[0]) == f"tool.epcontext.{new} = 1"
+
+
+def test_keys_of_flags_and_of_wheels_cannot_be_set() -> None:
+    assert {
+        "validate",
+        "validate.tolerance",
+        "validate.tolerance.atol",
+        "build.timeout",
+        "library",
+        "ep-name",
+        "profiles",
+    } <= set(SETTABLE)
+    assert not {"models", "provider", "path", "output", "wheel.tag", "editable"} & set(SETTABLE)
+
+
+def test_variables_about_the_build_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_JOBS", "3")
+    monkeypatch.setenv("HATCH_EPCONTEXT_TARGETS", "x-elite")
+    monkeypatch.setenv("HATCH_EPCONTEXT_VALIDATE", "false")
+    found = config(tmp_path)
+    assert found.build.jobs == 3
+    assert found.models[0].validate.mode == "auto"
+    assert found.cache_dir == tmp_path / "user-cache"
+    assert config(tmp_path, cache_dir=tmp_path / "other").cache_dir == tmp_path / "other"
