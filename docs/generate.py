@@ -53,7 +53,7 @@ PROVIDERS_INTRODUCTION = """\
 Which execution providers (EPs) and options are there, and what was tested? A provider has a name on this
 page. ONNX Runtime's name of the EP and other spellings of both are valid too, in any case.
 
-EPs accept unknown options and impossible values in silence. In this package an unknown option, a value
+EPs accept unknown options and impossible values silently. In this package an unknown option, a value
 out of range, two options that exclude each other, and an option of an older release are errors, with a
 suggestion. If an EP is newer than this page, `allow-unknown-options = true` in the target's table
 accepts its options without a check. `true`, `false` and numbers become the strings that the EP takes,

@@ -2,36 +2,56 @@
 
 All functions run ONNX Runtime and EPs in worker processes, and so import neither onnxruntime nor onnx.
 They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a location, a message and a
-hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it stands for.
+hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it stands for. Paths can
+be strings or path objects.
 
 These environment variables count, as in a build: ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS``
-and ``_TIMEOUT``.
+and ``_TIMEOUT``. An argument wins over them. ``_REPORT`` counts only for the commands.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hatch_epcontext.build.artifact import Result, Validation, ValidationStatus
+from hatch_epcontext.build.artifact import (
+    Preparation,
+    Result,
+    Times,
+    Validation,
+    ValidationStatus,
+)
 from hatch_epcontext.build.plan import Plan
-from hatch_epcontext.build.report import JobReport, ModelReport, Report
-from hatch_epcontext.build.run import build, open_cache
+from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, Report
+from hatch_epcontext.build.run import IncompleteError, build, open_cache
 from hatch_epcontext.config.settings import Optimization, ValidationMode
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
     EpcontextError,
     InspectionError,
+    Key,
     Kind,
     MissingError,
     ModelError,
     OutputError,
     Problem,
     RequirementError,
+    Setting,
 )
+from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import (
+    Agreement,
+    ContextFacts,
+    Coverage,
+    CoverageStatus,
+    InspectReply,
+    NodeFacts,
+    TensorFacts,
+)
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.tools import compile as compile_tool
 from hatch_epcontext.tools import compile_bytes
@@ -41,20 +61,34 @@ from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.validate import ValidatedContext
 
 __all__ = [
+    "Agreement",
     "BuildError",
     "CompileResult",
     "ConfigError",
+    "ContextFacts",
+    "Coverage",
+    "CoverageStatus",
     "EpcontextError",
+    "FailureReport",
+    "FileRecord",
+    "IncompleteError",
+    "InspectReply",
     "InspectionError",
     "JobReport",
+    "Key",
     "Kind",
     "MissingError",
     "ModelError",
     "ModelReport",
+    "NodeFacts",
     "OutputError",
+    "Preparation",
     "Problem",
     "Report",
     "RequirementError",
+    "Setting",
+    "TensorFacts",
+    "Times",
     "ValidatedContext",
     "Validation",
     "ValidationStatus",
@@ -63,10 +97,12 @@ __all__ = [
     "validate_context",
 ]
 
+StrPath = str | os.PathLike[str]
+
 
 def compile_models(
-    models: Path | Sequence[Path] | Mapping[str, Path],
-    output: Path,
+    models: StrPath | Sequence[StrPath] | Mapping[str, StrPath],
+    output: StrPath,
     provider: str,
     *,
     provider_options: Mapping[str, OptionValue] | None = None,
@@ -81,12 +117,13 @@ def compile_models(
     validate: ValidationMode | Mapping[str, Any] = "auto",
     settings: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    cache_dir: Path | None = None,
+    cache_dir: StrPath | None = None,
     log: Callable[[str], None] | None = None,
 ) -> CompileResult:
     """Compile ONNX models for one execution provider, validate the results, and write them.
 
-    The same as ``epcontext compile``: nothing is written unless all models succeed.
+    The same as ``epcontext compile``, except that it writes no HTML report: nothing is written unless
+    all models succeed.
 
     ``models``: one file, several, or files by name. The default name is the file's stem.
     ``output``: a folder; or for one model the context model's own file, which ends with ``.onnx``.
@@ -127,10 +164,12 @@ def compile_models(
     >>> result.report.jobs[0].models[0].validation.status  # doctest: +SKIP
     <ValidationStatus.RAN: 'ran'>
     """
+    output = Path(output)
     if isinstance(models, Mapping):
-        named = dict(models)
+        named = {name: Path(path) for name, path in models.items()}
     else:
-        paths = [models] if isinstance(models, Path) else list(models)
+        several = [models] if isinstance(models, str | os.PathLike) else models
+        paths = [Path(path) for path in several]
         named = name_models(paths, output if compile_tool.is_file(output, paths) else None)
     job_settings = JobSettings(
         provider_options=provider_options or {},
@@ -144,7 +183,7 @@ def compile_models(
         constants=constants or {},
         validate=validate,
         settings=settings or {},
-        cache_dir=cache_dir,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
     )
     config = configure(named, provider, job_settings)
 
@@ -159,9 +198,9 @@ def compile_models(
 
 
 def validate_context(
-    context: Path,
+    context: StrPath,
     *,
-    source: Path | None = None,
+    source: StrPath | None = None,
     provider: str | None = None,
     provider_options: Mapping[str, OptionValue] | None = None,
     session_options: Mapping[str, OptionValue] | None = None,
@@ -169,13 +208,13 @@ def validate_context(
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
     constants: Mapping[str, Any] | None = None,
-    inputs: str | Path = "random",
+    inputs: StrPath = "random",
     tolerance: Mapping[str, float] | Literal[False] | None = None,
     settings: Mapping[str, Any] | None = None,
     structure_only: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> ValidatedContext:
-    """Validate a context model, or an optimized graph, that any tool made.
+    """Validate a context model, or an optimized graph, that any tool wrote.
 
     The same as ``epcontext validate``. All files that the model names must be in its folder. Unless
     ``structure_only`` is set, a copy of them in another folder must open without compiling, and run.
@@ -189,7 +228,9 @@ def validate_context(
     (of its dtype and shape), or a folder with ``input_*.pb``.
     ``tolerance``: limits that differ from the provider's: ``rtol``, ``atol``, ``cosine``; False to compare
     nothing.
-    ``settings``: any other keys of a target, a model or the build, as in TOML.
+    ``settings``: any other keys of a target, a model or the build, as in TOML, except for the mode of the
+    validation.
+    ``structure_only``: check the files only, and run nothing.
     ``log``: gets the steps of the worker, and each line that it prints.
 
     Returns the facts of the model, and its validation, whose ``agreements`` are empty without a source.
@@ -203,7 +244,7 @@ def validate_context(
     >>> validated.validation.agreements  # doctest: +SKIP
     (Agreement(output='probs', max_abs=0.0007, cosine=0.99999),)
     """
-    table: dict[str, Any] = {"inputs": inputs}
+    table: dict[str, Any] = {"inputs": os.fspath(inputs)}
     if tolerance is not None:
         table["tolerance"] = tolerance
     job_settings = JobSettings(
@@ -217,9 +258,9 @@ def validate_context(
         settings=settings or {},
     )
     return validate_tool.validate_context(
-        context,
+        Path(context),
         provider,
-        source,
+        None if source is None else Path(source),
         job_settings,
         lambda timeout: Workers(timeout, log),
         structure_only=structure_only,
@@ -233,8 +274,8 @@ def compile_to_bytes(
     *,
     data: Mapping[str, bytes] | None = None,
     device: Device | None = None,
-    optimization: Optimization = "basic",
-    timeout: float = 1800.0,
+    optimization: Optimization | None = None,
+    timeout: float | None = None,
 ) -> bytes:
     """Compile an ONNX model from memory to memory: a context model with the compiled blob inside.
 
@@ -245,12 +286,13 @@ def compile_to_bytes(
     ``provider_options``: checked by name and value.
     ``data``: the contents of the files of its external data, by the location that the model has for each.
     ``device``: the device to compile for; the default is the provider's.
-    ``optimization``: ONNX Runtime's graph optimization before partitioning.
-    ``timeout``: seconds for the worker.
+    ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
+    ``timeout``: seconds for the worker; the default is 1800.
 
-    Returns the contents of the context model. Raises ConfigError when the provider does not exist, does
-    not compile contexts or does not have these options, RequirementError when ONNX Runtime or onnx is
-    not installed, and BuildError when the EP is unavailable, compiles nothing or takes too long.
+    Returns the contents of the context model. Raises ConfigError for invalid arguments, such as a
+    provider that does not compile contexts; RequirementError when ONNX Runtime or onnx is not installed;
+    and BuildError when the model is invalid or has open dimensions that the EP cannot compile, or when
+    the EP is unavailable, compiles nothing or takes too long.
 
     >>> context = compile_to_bytes(
     ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -18,9 +18,12 @@ T = TypeVar("T")
 ROOT = "tool.epcontext"
 """The table of ``pyproject.toml`` that holds the configuration."""
 
+HOOK = "tool.hatch.build.targets.wheel.hooks.epcontext"
+"""Hatch's own table for the hook, which switches it on."""
+
 
 class Kind(Enum):
-    """The kinds of problems: id, title, what it means, what to do. An id is never used again."""
+    """The kinds of problems: id, title, what it means, what to do. An id is never reused."""
 
     id: str
     title: str
@@ -55,7 +58,7 @@ class Kind(Enum):
         "EPC004",
         "Missing key",
         "A required key is missing.",
-        "Add it. The message shows an example.",
+        "Add it.",
     )
     INVALID_VALUE = (
         "EPC005",
@@ -84,7 +87,7 @@ class Kind(Enum):
     UNKNOWN_TARGET = (
         "EPC009",
         "Unknown target",
-        "A name that should be a target is not one, or no target is named at all.",
+        "No target has this name, or the configuration names no target.",
         "Use a name of `[tool.epcontext.targets]`.",
     )
     UNKNOWN_MODEL = (
@@ -108,13 +111,13 @@ class Kind(Enum):
     UNKNOWN_OPTION = (
         "EPC013",
         "Unknown provider option",
-        "The execution provider does not have this option. It would ignore it in silence.",
+        "The execution provider does not have this option. It would ignore it silently.",
         "Check the spelling. If the EP is newer than this package: `allow-unknown-options = true`.",
     )
     INVALID_OPTION = (
         "EPC014",
         "Invalid provider option",
-        "The execution provider does not take this value. Many EPs accept impossible values in silence.",
+        "The execution provider does not take this value. Many EPs accept impossible values silently.",
         "Write a value that the message allows.",
     )
     RESERVED_OPTION = (
@@ -144,7 +147,7 @@ class Kind(Enum):
     UNKNOWN_SESSION_OPTION = (
         "EPC019",
         "Unknown session option",
-        "ONNX Runtime does not have this session option. It would ignore it in silence.",
+        "ONNX Runtime does not have this session option. It would ignore it silently.",
         "Check the spelling.",
     )
     INVALID_VARIABLE = (
@@ -247,7 +250,7 @@ class Kind(Enum):
         "EPC204",
         "Open dimension",
         "An input has an open dimension, and the EP compiles only fixed shapes.",
-        "Fix it with `dims` or `shapes`.",
+        'Fix it with `dims` or `shapes`, such as `{ path = "a.onnx", dims = { n = 1 } }` in `models`.',
     )
     UNKNOWN_INPUT = (
         "EPC205",
@@ -255,7 +258,7 @@ class Kind(Enum):
         "The configuration names an input or dimension that the model does not have.",
         "Use a name that the message lists.",
     )
-    MISMATCH = (
+    VALUE_MISMATCH = (
         "EPC206",
         "Value does not fit the model",
         "A shape, constant or array does not fit the input that it is for.",
@@ -411,7 +414,7 @@ class Kind(Enum):
         "A file that a manifest or a model names is missing, or is not as it was recorded.",
         "Restore the file, or build again.",
     )
-    WRONG_MAKER = (
+    WRONG_PROVIDER = (
         "EPC507",
         "Contexts of another provider",
         "The context model has no contexts, or contexts of another EP or chip than named.",
@@ -421,21 +424,30 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in."""
+    """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in.
+
+    ``model``: the path of the model in whose table the key is, because an index says little, and one
+    glob stands for several models.
+    """
 
     parts: tuple[str | int, ...] = ()
+    model: str | None = field(default=None, compare=False)
 
     def __truediv__(self, part: str | int) -> Key:
-        return Key((*self.parts, part))
+        return Key((*self.parts, part), self.model)
 
     def __str__(self) -> str:
-        return ROOT + "".join(
-            f"[{part}]" if isinstance(part, int) else f".{quoted_key(part)}" for part in self.parts
-        )
+        return ROOT + _dotted(self.parts)
 
     def contains(self, other: Key) -> bool:
         """Whether ``other`` is this key, or lies inside its table or list."""
         return other.parts[: len(self.parts)] == self.parts
+
+
+def _dotted(parts: tuple[str | int, ...]) -> str:
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{quoted_key(part)}" for part in parts
+    )
 
 
 @dataclass(frozen=True)
@@ -453,12 +465,21 @@ class KeyNames:
     """How messages name keys: as dotted keys of ``pyproject.toml``. The command line names flags."""
 
     def key(self, key: Key) -> str:
-        """The name of ``key``."""
-        return str(key)
+        """The name of ``key``, with its model if it has one."""
+        return f"{key} ({key.model})" if key.model else str(key)
 
     def setting(self, setting: Setting) -> str:
         """The sentence that tells a user to write ``setting``."""
-        return f"Set {setting}"
+        list_name, *rest = setting.key.parts or ("",)
+        if list_name != "models" or len(rest) < 2:
+            return f"Change {setting}" if setting.value is None else f"Set {setting}"
+        name = _dotted(tuple(rest[1:])).removeprefix(".")
+        if setting.value is None:
+            return f"Change {name} in the model's table"
+        text = f"{name} = {to_toml(setting.value)}"
+        model = setting.key.model
+        example = f": {{ path = {to_toml(model)}, {text} }}" if model and len(rest) == 2 else ""
+        return f"Set {text} in the model's table{example}"
 
 
 @dataclass(frozen=True)
@@ -564,7 +585,7 @@ class MissingError(RequirementError):
 class BuildError(EpcontextError):
     """A model could not be compiled, or its validation failed."""
 
-    headline = "build failed, no wheel is written"
+    headline = "build failed"
 
 
 class ModelError(BuildError):

@@ -22,7 +22,7 @@ class FileRecord:
     sha256: str
 
 
-def replace(file: Path, text: str) -> Path:
+def write_atomically(file: Path, text: str) -> Path:
     """Write ``file`` so that readers see the old text or the new one; its folder is made if needed.
 
     An existing file keeps its mode. Characters that are not Unicode, which file names can have, are

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from cattrs import Converter
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _LEAVES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 
 
-class Mismatch(ValueError):
+class _Mismatch(ValueError):
     """A value of another type than its key takes."""
 
     def __init__(self, allowed: str, found: Any) -> None:
@@ -68,14 +68,14 @@ def _leaf(value: Any, type_: Any) -> Any:
     if type_ is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
-        raise Mismatch(_LEAVES[type_], value)
+        raise _Mismatch(_LEAVES[type_], value)
     return value
 
 
 def _literal(value: Any, type_: Any) -> Any:
     # `1 == True` in Python, so the type must be equal too.
     if not any(value == choice and type(value) is type(choice) for choice in get_args(type_)):
-        raise Mismatch(describe_type(type_), value)
+        raise _Mismatch(describe_type(type_), value)
     return value
 
 
@@ -95,10 +95,10 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
                 continue
             try:
                 return converter.structure(value, member)
-            except (Mismatch, IterableValidationError):
+            except (_Mismatch, IterableValidationError):
                 if isinstance(value, list) and is_sequence(member):
                     raise
-        raise Mismatch(describe_type(type_), value)
+        raise _Mismatch(describe_type(type_), value)
 
     def guarded(factory: Any, shape: type, allowed: str) -> Any:
         def make(type_: Any, *_: Any) -> Any:
@@ -107,7 +107,7 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
             def structure(value: Any, type_: Any) -> Any:
                 # A string is iterable too, and would become a list of characters.
                 if not isinstance(value, shape):
-                    raise Mismatch(allowed, value)
+                    raise _Mismatch(allowed, value)
                 return inner(value, type_)
 
             return structure
@@ -145,18 +145,18 @@ _TOML = _converter(dashes=True, strict=True)
 # Other versions of the package read what this one writes: unknown keys are no errors.
 _JSON = _converter(dashes=False, strict=False)
 
-Place = tuple["str | int", ...]
+_Place = tuple["str | int", ...]
 
 
 def from_toml(table: Any, type_: type[T], key: Key) -> Checked[T]:
-    """Return ``table``, which stands at ``key``, as a ``type_``; yield all wrong types.
+    """Return ``table``, which is at ``key``, as a ``type_``; yield all wrong types.
 
     Invalid parts are left out of the result, so that the rest can be checked too: every field must
     have a default.
     """
     try:
         return _TOML.structure(table, type_)
-    except Mismatch as error:
+    except _Mismatch as error:
         yield from _problems(key, (), error, table)
         return type_()
     except ClassValidationError as error:
@@ -180,7 +180,7 @@ def from_text(text: str, type_: Any) -> Any:
     for value in (*_scalars(text), text):
         try:
             return _TOML.structure(value, type_)
-        except Mismatch:
+        except _Mismatch:
             continue
     raise ValueError(describe_type(type_))
 
@@ -192,7 +192,7 @@ def _scalars(text: str) -> Iterator[int | float]:
         yield float(text)
 
 
-def _leave_out(table: Any, path: Place) -> None:
+def _leave_out(table: Any, path: _Place) -> None:
     """Remove what is at ``path``.
 
     An item of a list of tables becomes an empty table, so that the others keep their indices; any
@@ -217,7 +217,7 @@ def _has_tables(items: list[Any]) -> bool:
     return any(isinstance(item, dict) for item in items)
 
 
-def _flat(error: BaseException, path: Place) -> Iterator[tuple[Place, BaseException]]:
+def _flat(error: BaseException, path: _Place) -> Iterator[tuple[_Place, BaseException]]:
     """All errors inside ``error``, each with its place."""
     if isinstance(error, ClassValidationError):
         fields, bare = error.group_exceptions()
@@ -238,25 +238,40 @@ def _flat(error: BaseException, path: Place) -> Iterator[tuple[Place, BaseExcept
         yield from _flat(nested, path)
 
 
-def _problems(key: Key, path: Place, error: BaseException, table: Any) -> Iterator[Problem]:
+def _problems(key: Key, path: _Place, error: BaseException, table: Any) -> Iterator[Problem]:
     place = Key((*key.parts, *path))
     if isinstance(error, ForbiddenExtraKeysError):
         name = str(path[-1])
-        if moved := getattr(error.cl, "MOVED", {}).get(name):
-            new = Key((*place.parts[:-1], *moved.split(".")))
-            setting = Setting(new, _value_at(table, path))
-            yield Problem.at(place, Kind.MOVED_KEY, "has moved.", None, setting)
+        moved: Mapping[str, str] = getattr(error.cl, "MOVED", {})
+        if name in moved:
+            setting = _moved(Key(place.parts[:-1]), name, moved, _value_at(table, path[:-1]))
+            message = f"has moved to {moved[name]}."
+            yield Problem.at(place, Kind.MOVED_KEY, message, None, setting)
         else:
             allowed = sorted(toml_key(f.name) for f in dataclasses.fields(error.cl))
             hint = suggestion(name, allowed)
             yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", hint)
-    elif isinstance(error, KeyError):
-        yield Problem.at(place, Kind.MISSING_KEY, "is required.")
     else:
-        yield Problem.at(place, Kind.WRONG_TYPE, str(error))
+        value = _value_at(table, path)
+        hint = None
+        if isinstance(value, dict) and "must be a list" in str(error):
+            hint = f"A list of tables has two brackets: [[{place}]]."
+        yield Problem.at(place, Kind.WRONG_TYPE, str(error), hint)
 
 
-def _value_at(table: Any, path: Place) -> Any:
+def _moved(key: Key, name: str, moved: Mapping[str, str], table: Mapping[str, Any]) -> Setting:
+    """The setting for the key ``name`` in its new place; ``table``, at ``key``, has the old ones."""
+    group, *inside = moved[name].split(".")
+    if not key.parts or len(inside) != 1:
+        return Setting(Key((*key.parts, group, *inside)), table[name])
+    # An inline table is written as a whole: with its other keys, and with all that move there.
+    current = table.get(group, {})
+    whole = dict(current) if isinstance(current, dict) else {"mode": current}
+    whole |= {new.split(".")[1]: table[old] for old, new in moved.items() if old in table}
+    return Setting(key / group, whole)
+
+
+def _value_at(table: Any, path: _Place) -> Any:
     for part in path:
         table = table[part]
     return table
@@ -266,7 +281,7 @@ def from_json(text: str | bytes, type_: type[T]) -> T:
     """The ``type_`` that `to_json` wrote; raises ValueError if the text is not one."""
     try:
         return _JSON.structure(json.loads(text), type_)
-    except (ClassValidationError, Mismatch) as error:
+    except (ClassValidationError, _Mismatch) as error:
         reasons = "; ".join(
             f"{'.'.join(map(str, (type_.__name__, *path)))}: {nested}"
             for path, nested in _flat(error, ())

@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+_MOST_ALLOWED = 12
+"""With a near name, longer lists of allowed names are not printed."""
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -34,7 +37,7 @@ def _escaped(character: str) -> str:
 
 def show(value: Any) -> str:
     """``value`` as it is written in TOML, short enough for a message."""
-    text = json.dumps(value, default=str)
+    text = to_toml(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -70,9 +73,11 @@ def parse_size(size: int | str) -> int:
 
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
-    """A hint for an unknown ``name``: the nearest of ``allowed``, and all of them."""
+    """A hint for an unknown ``name``: the nearest of ``allowed``, and all of them if they are few."""
     allowed = list(allowed)
     near = difflib.get_close_matches(name, allowed, n=1)
+    if near and len(allowed) > _MOST_ALLOWED:
+        return f'Did you mean "{near[0]}"?'
     return (f'Did you mean "{near[0]}"? ' if near else "") + f"Allowed: {', '.join(allowed)}."
 
 

@@ -1,4 +1,4 @@
-"""The result of a build, without a build, for the rooms that use one."""
+"""The result of a build, without a build, for tests that need one."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ from hatch_epcontext.api import (
     ConfigError,
     InspectionError,
     Kind,
+    ModelError,
     OutputError,
     ValidationStatus,
     compile_models,
@@ -177,6 +179,7 @@ def test_bytes_of_which_nothing_is_compiled_are_an_error() -> None:
         ("cpu", {}, '"cpu" is not a provider that compiles contexts'),
         ("qn", {}, 'Did you mean "qnn"'),
         ("qnn", {"soc_mdel": 60}, "is not an option of the qnn provider"),
+        ("qnn", {"soc_model": 60, "htp_arch": 75}, "EPC018"),
     ],
 )
 def test_invalid_arguments_for_bytes_are_errors(
@@ -184,3 +187,61 @@ def test_invalid_arguments_for_bytes_are_errors(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         compile_to_bytes(b"", provider, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("device", "tpu"), ("optimization", "foo"), ("timeout", -1)]
+)
+def test_each_invalid_argument_for_bytes_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"tool\.epcontext\.(build\.)?{name}: EPC"):
+        compile_to_bytes(b"", "qnn", OPTIONS, **{name: value})
+
+
+@needs_qnn
+def test_an_open_dimension_of_bytes_is_an_error() -> None:
+    with pytest.raises(ModelError, match="the input 'x' has an open dimension") as raised:
+        compile_to_bytes(network().SerializeToString(), "qnn", OPTIONS)
+    (problem,) = raised.value.problems
+    assert (problem.kind, problem.location) == (Kind.OPEN_DIMENSION, "model -> qnn")
+    assert (problem.hint, problem.settings) == ("Give the model fixed shapes.", ())
+
+
+def test_bytes_that_are_no_model_are_an_error() -> None:
+    with pytest.raises(ModelError, match="is not an ONNX model") as raised:
+        compile_to_bytes(b"text", "qnn", OPTIONS)
+    assert raised.value.problems[0].location == "model -> qnn"
+
+
+def test_paths_can_be_strings(source: Path, tmp_path: Path) -> None:
+    inputs = source.parent / "x.npz"
+    np.savez(inputs, x=np.ones((1, 1, 8, 8), np.float32))
+    dims, cache = {"batch": 1}, str(tmp_path / "cache")
+    out = tmp_path / "out"
+    for models in (str(source), [str(source)], {"net": str(source)}):
+        result = compile_models(
+            models, str(out), "cpu", dims=dims, overwrite=True, cache_dir=cache,
+            validate={"inputs": inputs},
+        )  # fmt: skip
+        assert result.files == (out / "net_optimized.onnx",)
+    assert (tmp_path / "cache").is_dir()
+    validated = validate_context(
+        str(result.files[0]), source=str(source), provider="cpu", dims=dims, inputs=str(inputs)
+    )
+    assert validated.validation.status is ValidationStatus.RAN
+
+
+def test_a_path_without_a_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InspectionError, match=r"no\.onnx: EPC505\n    does not exist"):
+        validate_context(tmp_path / "no.onnx")
+    with pytest.raises(InspectionError, match="EPC505\n    is a folder"):
+        validate_context(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"validate": False}, {"validate.mode": "structure"}, {"validate": {"mode": "auto"}}],
+)
+def test_the_mode_of_a_validation_cannot_be_set(source: Path, settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="cannot be set for this validation") as raised:
+        validate_context(source, provider="cpu", settings=settings)
+    assert raised.value.problems[0].kind is Kind.NOT_APPLICABLE

@@ -1,4 +1,4 @@
-"""The rules that keep the house in order; `CONTRIBUTING.md` explains them."""
+"""The rules about imports; `CONTRIBUTING.md` explains them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = Path(hatch_epcontext.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"onnx", "onnxruntime", "numpy"}
 
-FLOORS = [
+LAYERS = [
     {"errors", "files", "loader", "providers", "serialize", "text"},
     {"config"},
     {"ipc"},
@@ -27,11 +27,11 @@ FLOORS = [
     {"api", "cli", "plugin"},
     {"hooks"},
 ]
-"""The rooms from the ground up."""
+"""The folders and modules of the package by layer, the lowest first."""
 
 RULE = (
-    "Data goes one way: pyproject -> Config -> Plan -> artifacts -> model package -> wheel. A room "
-    "imports only rooms on its own floor or below, so that a reader can understand the lower rooms "
+    "Data goes one way: pyproject -> Config -> Plan -> artifacts -> model package -> wheel. A part "
+    "imports only parts of its own layer or below, so that a reader can understand the lower parts "
     "without the upper ones. Move the code down, or pass what it needs as a parameter."
 )
 
@@ -47,8 +47,8 @@ def imported(module: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def rooms_imported(module: Path) -> set[str]:
-    """The rooms of the package that ``module`` imports."""
+def parts_imported(module: Path) -> set[str]:
+    """The parts of the package that ``module`` imports."""
     parts = (name.split(".") for name in imported(module))
     return {each[1] for each in parts if each[0] == "hatch_epcontext" and len(each) > 1}
 
@@ -57,27 +57,27 @@ def name_of(module: Path) -> str:
     return module.relative_to(PACKAGE).as_posix()
 
 
-def room_of(module: Path) -> str:
+def part_of(module: Path) -> str:
     return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
-def test_rooms_import_only_their_own_floor_and_lower_ones(module: Path) -> None:
-    floor = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
-    room = room_of(module)
-    if room in ("worker", "__init__"):
+def test_parts_import_only_their_own_layer_and_lower_ones(module: Path) -> None:
+    layer = {part: index for index, parts in enumerate(LAYERS) for part in parts}
+    part = part_of(module)
+    if part in ("worker", "__init__"):
         return
-    assert room in floor, f"{room} has no floor. {RULE}"
-    above = {other for other in rooms_imported(module) if floor.get(other, 0) > floor[room]}
+    assert part in layer, f"{part} has no layer. {RULE}"
+    above = {other for other in parts_imported(module) if layer.get(other, 0) > layer[part]}
     assert not above, f"{name_of(module)} imports {', '.join(sorted(above))}. {RULE}"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_workers_are_started_and_never_imported(module: Path) -> None:
-    if room_of(module) == "worker":
-        assert not rooms_imported(module) & {"build", "package", "tools", "cli", "plugin", "api"}
+    if part_of(module) == "worker":
+        assert not parts_imported(module) & {"build", "package", "tools", "cli", "plugin", "api"}
     else:
-        assert "worker" not in rooms_imported(module), (
+        assert "worker" not in parts_imported(module), (
             "A vendor's compiler may crash or hang: what workers do happens in their own processes. "
             "Send a request through ipc.process."
         )
@@ -100,7 +100,7 @@ def _parts(module: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_only_workers_import_onnx_and_onnxruntime(module: Path) -> None:
     roots = {name.split(".")[0] for name in imported(module)}
-    if room_of(module) == "worker":
+    if part_of(module) == "worker":
         return
     # The loader is shipped in other wheels, and not run by a build.
     allowed = {"onnxruntime"} if module.name == "loader.py" else set()
@@ -112,10 +112,10 @@ def test_the_loader_imports_only_the_standard_library_and_onnxruntime() -> None:
     assert roots <= {*sys.stdlib_module_names, "onnxruntime"}
 
 
-def test_the_tests_mirror_the_rooms() -> None:
-    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+def test_the_tests_mirror_the_folders() -> None:
+    parts = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     mirrored = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
-    assert rooms <= mirrored
+    assert parts <= mirrored
     modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "hooks"}
     assert modules <= {
         path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("*.py")

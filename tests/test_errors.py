@@ -137,23 +137,23 @@ def test_a_problem_can_name_keys_in_another_way() -> None:
     assert problem.text(Flags()) == (
         "--dims: EPC204\n    has an open dimension.\n    Fix it.\n    Add --dim=3\n    Add --shape=x"
     )
-    assert "Set tool.epcontext.models[0].dim = 3" in problem.text()
+    assert "Set dim = 3 in the model's table" in problem.text()
     assert problem.advice(Flags()) == "Fix it.\nAdd --dim=3\nAdd --shape=x"
     assert "--dims: EPC204" in ConfigError(problem).text(Flags())
     assert "tool.epcontext.models[0].dims: EPC204" in str(ConfigError(problem))
 
 
 def test_a_location_that_is_no_key_keeps_its_name() -> None:
-    text = Problem(Kind.MISMATCH, "dims", "message").text(Flags())
+    text = Problem(Kind.VALUE_MISMATCH, "dims", "message").text(Flags())
     assert text == "dims: EPC206\n    message"
 
 
 def test_a_problem_without_hint_and_settings_has_no_advice() -> None:
-    assert Problem(Kind.MISMATCH, "a", "message").advice() == ""
+    assert Problem(Kind.VALUE_MISMATCH, "a", "message").advice() == ""
 
 
 def test_collecting_gives_the_value_and_all_problems() -> None:
-    one, two = (Problem(Kind.MISMATCH, name, "message") for name in "ab")
+    one, two = (Problem(Kind.VALUE_MISMATCH, name, "message") for name in "ab")
 
     def inner() -> Checked[int]:
         yield two
@@ -164,3 +164,23 @@ def test_collecting_gives_the_value_and_all_problems() -> None:
         return 1 + (yield from inner())
 
     assert collect(outer()) == (2, [one, two])
+
+
+def test_a_setting_of_a_model_shows_the_models_table() -> None:
+    key = Key(("models", 3), "models/a b.onnx")
+    location = "tool.epcontext.models[3] (models/a b.onnx): EPC204"
+    problem = Problem.at(key, Kind.OPEN_DIMENSION, "m", None, Setting(key / "dims", {"n": 1}))
+    assert problem.text() == (
+        f"{location}\n    m\n    Set dims = {{ n = 1 }} in the model's table: "
+        '{ path = "models/a b.onnx", dims = { n = 1 } }'
+    )
+    names = KeyNames()
+    assert names.setting(Setting(key / "validate" / "tolerance")) == (
+        "Change validate.tolerance in the model's table"
+    )
+    assert names.setting(Setting(Key() / "build" / "timeout", 5)) == (
+        "Set tool.epcontext.build.timeout = 5"
+    )
+    assert names.setting(Setting(Key() / "output")) == "Change tool.epcontext.output"
+    # A glob is one item of the list, and several models.
+    assert key == Key(("models", 3), "models/other.onnx")

@@ -16,13 +16,13 @@ from hatch_epcontext.files import (
     link_or_copy,
     record_file,
     record_files,
-    replace,
     stream_sha256,
+    write_atomically,
 )
 
 
 def test_the_folder_is_made_and_contains_nothing_else(tmp_path: Path) -> None:
-    file = replace(tmp_path / "new" / "a.txt", "one\r\ntwo\n")
+    file = write_atomically(tmp_path / "new" / "a.txt", "one\r\ntwo\n")
     assert file.read_bytes() == b"one\r\ntwo\n"
     assert list(file.parent.iterdir()) == [file]
 
@@ -32,7 +32,7 @@ def test_an_existing_file_keeps_its_mode(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("old", encoding="utf-8")
     file.chmod(0o640)
-    replace(file, "new")
+    write_atomically(file, "new")
     assert (file.read_text(encoding="utf-8"), file.stat().st_mode & 0o777) == ("new", 0o640)
 
 
@@ -47,13 +47,13 @@ def test_the_old_text_stays_when_the_new_one_cannot_be_written(
 
     monkeypatch.setattr(Path, "replace", fails)
     with pytest.raises(OSError, match="full"):
-        replace(file, "new")
+        write_atomically(file, "new")
     assert list(tmp_path.iterdir()) == [file]
     assert file.read_text(encoding="utf-8") == "old"
 
 
 def test_characters_that_are_not_unicode_are_escaped(tmp_path: Path) -> None:
-    assert replace(tmp_path / "a.txt", "caf\udce9").read_bytes() == b"caf\\udce9"
+    assert write_atomically(tmp_path / "a.txt", "caf\udce9").read_bytes() == b"caf\\udce9"
 
 
 def test_files_are_recorded_by_their_path_in_the_folder(tmp_path: Path) -> None:

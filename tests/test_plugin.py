@@ -375,7 +375,7 @@ def test_a_wheel_that_is_too_large_is_removed(
 def test_a_large_wheel_is_one_warning(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.package.wheel.WARN_AT", 1000)
+    monkeypatch.setattr("hatch_epcontext.package.wheel._WARN_AT", 1000)
     make(root)
     text = capsys.readouterr().err
     assert text.count("By default package indexes accept files of up to") == 1

@@ -136,3 +136,10 @@ def test_numbers_with_their_noun() -> None:
 )
 def test_file_names_are_portable(text: str, name: str) -> None:
     assert file_name(text, "_") == name
+
+
+def test_a_long_list_is_left_out_beside_a_near_name() -> None:
+    names = [f"name-{index}" for index in range(20)]
+    assert suggestion("name-1x", names) == 'Did you mean "name-1"?'
+    assert suggestion("other", names).startswith("Allowed: name-0, name-1,")
+    assert suggestion("on", ["one", "two"]) == 'Did you mean "one"? Allowed: one, two.'

@@ -22,10 +22,10 @@ from pathlib import Path
 import platformdirs
 
 from hatch_epcontext.build.artifact import GENERATOR, Artifact, Record, Validation
-from hatch_epcontext.files import is_intact, link_or_copy, replace, sync
+from hatch_epcontext.files import is_intact, link_or_copy, sync, write_atomically
 from hatch_epcontext.serialize import from_json, to_json
 
-LAYOUT = "v2"
+_LAYOUT = "v2"
 
 
 def default_root() -> Path:
@@ -64,7 +64,7 @@ class Cache:
         if self._root is None:
             return
         with contextlib.suppress(OSError):
-            replace(self._latest(self._root, settings_key), f"{fingerprint}\n")
+            write_atomically(self._latest(self._root, settings_key), f"{fingerprint}\n")
 
     def latest(self, settings_key: str) -> Artifact | None:
         """The latest artifact with these settings, if every byte of it is as it was stored."""
@@ -99,14 +99,14 @@ class Cache:
     def store_validation(self, artifact: Artifact, key: str, validation: Validation) -> None:
         """Store ``validation`` beside ``artifact``, if the cache can be written."""
         with contextlib.suppress(OSError):
-            replace(self._validation_file(artifact, key), to_json(validation))
+            write_atomically(self._validation_file(artifact, key), to_json(validation))
 
     def store_report(self, name: str, text: str) -> Path | None:
         """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
         if self._root is None:
             return None
         try:
-            return replace(self._root / "reports" / f"{name}.json", text)
+            return write_atomically(self._root / "reports" / f"{name}.json", text)
         except OSError:
             return None
 
@@ -115,10 +115,10 @@ class Cache:
         return artifact.folder.parent / f"validation-{digest}.json"
 
     def _latest(self, root: Path, settings_key: str) -> Path:
-        return root / LAYOUT / "latest" / settings_key
+        return root / _LAYOUT / "latest" / settings_key
 
     def _entry(self, root: Path, fingerprint: str) -> Path:
-        return root / LAYOUT / fingerprint[:2] / fingerprint
+        return root / _LAYOUT / fingerprint[:2] / fingerprint
 
     def _store(self, root: Path, fingerprint: str, folder: Path, record: Record) -> Artifact:
         entry = self._entry(root, fingerprint)
@@ -129,7 +129,7 @@ class Cache:
             for file in (staged / "files").rglob("*"):
                 if file.is_file():
                     sync(file)
-            replace(staged / "record.json", to_json(record))
+            write_atomically(staged / "record.json", to_json(record))
             return self._publish(staged, entry, record)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
@@ -142,10 +142,10 @@ class Cache:
             existing = self._intact(entry)
             if existing is not None:
                 return existing
-            doomed = Path(tempfile.mkdtemp(prefix=".doomed-", dir=entry.parent))
-            entry.rename(doomed / "entry")
+            trash = Path(tempfile.mkdtemp(prefix=".trash-", dir=entry.parent))
+            entry.rename(trash / "entry")
             staged.rename(entry)
-            shutil.rmtree(doomed, ignore_errors=True)
+            shutil.rmtree(trash, ignore_errors=True)
         return Artifact(entry / "files", record)
 
     def _intact(self, entry: Path) -> Artifact | None:
@@ -183,7 +183,7 @@ class Store:
 
     def entries(self) -> list[Entry]:
         """All artifacts, the most recently used first."""
-        folders = (self.root / LAYOUT).glob("??/*")
+        folders = (self.root / _LAYOUT).glob("??/*")
         # In any folder that a user names, only entries that a build can have stored are touched.
         found = [_entry(f) for f in folders if re.fullmatch(r"[0-9a-f]{64}", f.name) and f.is_dir()]
         return sorted(found, key=lambda entry: entry.used, reverse=True)
@@ -199,19 +199,19 @@ class Store:
     def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
         """Remove artifacts unused for ``older_than``, and the longest unused beyond ``max_size`` bytes."""
         oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
-        kept, doomed = 0, []
+        kept, removed = 0, []
         for entry in self.entries():
             fits = max_size is None or kept + entry.size <= max_size
             if fits and (oldest is None or entry.used >= oldest):
                 kept += entry.size
             else:
-                doomed.append(entry)
-        return self._remove(doomed)
+                removed.append(entry)
+        return self._remove(removed)
 
     def clear(self) -> list[Entry]:
         """Remove all artifacts, and everything else that builds wrote into the folder."""
         removed = self._remove(self.entries())
-        for file in (self.root / LAYOUT / "latest").glob("*"):
+        for file in (self.root / _LAYOUT / "latest").glob("*"):
             if re.fullmatch(r"[0-9a-f]{64}", file.name):
                 file.unlink(missing_ok=True)
         for file in (self.root / "reports").glob("*.json"):
@@ -222,9 +222,9 @@ class Store:
     def _remove(self, entries: list[Entry]) -> list[Entry]:
         for entry in entries:
             # Renamed first: a build finds the whole entry or nothing.
-            doomed = Path(tempfile.mkdtemp(prefix=".doomed-", dir=entry.folder.parent))
-            entry.folder.rename(doomed / "entry")
-            shutil.rmtree(doomed, ignore_errors=True)
+            trash = Path(tempfile.mkdtemp(prefix=".trash-", dir=entry.folder.parent))
+            entry.folder.rename(trash / "entry")
+            shutil.rmtree(trash, ignore_errors=True)
         return entries
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.ipc.protocol import Coverage, NodeFacts
 from hatch_epcontext.text import count
 
-MOST_NODES = 10
+_MOST_NODES = 10
 """The number of uncovered nodes that a message names."""
 
 
@@ -26,7 +28,7 @@ def check_coverage(coverage: Coverage | None, target: Target, location: str) -> 
     """
     if coverage is None or coverage.share >= target.min_coverage:
         return
-    named = [_describe_node(node) for node in coverage.uncovered[:MOST_NODES]]
+    named = [_describe_node(node) for node in coverage.uncovered[:_MOST_NODES]]
     more = len(coverage.uncovered) - len(named)
     raise BuildError(
         Problem(
@@ -36,7 +38,9 @@ def check_coverage(coverage: Coverage | None, target: Target, location: str) -> 
             f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
             f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
             f"{_hint(coverage, target)} Or accept it:",
-            settings=(Setting(target.key / "min-coverage"),),
+            settings=(
+                Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
+            ),
         )
     )
 

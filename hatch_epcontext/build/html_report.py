@@ -10,11 +10,11 @@ from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.errors import Problem
-from hatch_epcontext.files import replace
+from hatch_epcontext.files import write_atomically
 from hatch_epcontext.ipc.protocol import CoverageStatus
 from hatch_epcontext.text import count, show_size
 
-STYLE = Path(__file__).with_name("html_report.css")
+_STYLE = Path(__file__).with_name("html_report.css")
 
 _RATINGS = {
     ValidationStatus.RAN: "good",
@@ -28,7 +28,7 @@ _RATINGS = {
 
 def write(report: Report, title: str, path: Path) -> None:
     """Write the page for ``report`` to ``path``, whose folder is made if needed."""
-    replace(path, render(report, title))
+    write_atomically(path, render(report, title))
 
 
 def render(report: Report, title: str) -> str:
@@ -38,7 +38,7 @@ def render(report: Report, title: str) -> str:
         _e("meta", charset="utf-8"),
         _e("meta", name="viewport", content="width=device-width, initial-scale=1"),
         _e("title", f"{title}: models"),
-        _e("style", STYLE.read_text(encoding="utf-8")),
+        _e("style", _STYLE.read_text(encoding="utf-8")),
     )
     main = _e("main", *_failures(report), *_matrix(report), *_loading(report), *_jobs(report))
     page = _e("html", head, _e("body", _header(report, title), main), lang="en")
@@ -91,9 +91,9 @@ def _failed(failure: FailureReport) -> ET.Element:
 
 def _problem(problem: Problem) -> Iterator[ET.Element]:
     yield _e("p", f"{problem.location}: {problem.kind.id}", class_="quiet")
-    yield _e("p", problem.message, class_="said")
+    yield _e("p", problem.message, class_="message")
     if advice := problem.advice():
-        yield _e("p", advice, class_="said fix")
+        yield _e("p", advice, class_="message hint")
     if problem.log:
         yield _e("p", "The end of the worker's log:", class_="quiet")
         yield _e("pre", problem.log, tabindex="0")

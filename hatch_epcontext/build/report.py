@@ -24,7 +24,7 @@ from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.protocol import Context, Coverage
 from hatch_epcontext.text import show_size
 
-MOST_CHARACTERS = 90
+_MOST_CHARACTERS = 90
 """Characters of a failed preparation's message in a summary; the report has all of it."""
 
 
@@ -144,10 +144,12 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
         failed = "; ".join(_short(failure) for failure in preparation.failed)
         yield f"prepared with {preparation.simplifier} ({failed})"
     yield describe_coverage(context.coverage)
-    if chip := built.job.target.provider.compiled_for(context.compatibility):
-        yield "for " + ", ".join(f"{name} {value}" for name, value in chip.items())
+    chip = built.job.target.provider.compiled_for(context.compatibility)
+    # "0" means that the option is not set.
+    if named := [f"{name} {value}" for name, value in chip.items() if value != "0"]:
+        yield f"for {', '.join(named)}"
     yield describe_validation(built.validations[context.model])
 
 
 def _short(text: str) -> str:
-    return textwrap.shorten(text.rstrip("."), MOST_CHARACTERS, placeholder=" ...")
+    return textwrap.shorten(text.rstrip("."), _MOST_CHARACTERS, placeholder=" ...")

@@ -36,7 +36,7 @@ _IN_TURN = (
 )
 
 
-def relevant_distributions(target: Target) -> frozenset[str]:
+def _relevant_distributions(target: Target) -> frozenset[str]:
     """The distributions whose versions can change what is compiled for ``target``."""
     wanted = target.requirements or target.provider.requirements
     named: set[str] = {canonicalize_name(Requirement(r).name) for r in wanted}
@@ -58,7 +58,7 @@ def _owners(package: str) -> set[str]:
 
 def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[str, str]:
     """The versions, out of ``installed_versions``, of all that ``target`` is compiled with."""
-    named = relevant_distributions(target)
+    named = _relevant_distributions(target)
     versions = {
         name: installed_versions[name] for name in sorted(named & installed_versions.keys())
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import sys
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from pathlib import Path
 from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
 from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.build.plan import Job
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.files import file_sha256, record_files
 from hatch_epcontext.ipc.protocol import ValidateReply
@@ -109,12 +110,14 @@ def validation_of_shared(job: Job, model: Model, alone: Validation) -> Validatio
 
 def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
     """The error for a model that must be run, and cannot be."""
+    validate = model.key / "validate"
+    only_mode = dataclasses.replace(model.validate, mode="auto") == ValidateSettings()
     return BuildError(
         Problem(
             Kind.NOT_RUN,
             f"{job.location}: validation",
             f'{reason.rstrip(".")}, and validate is "require".',
             "Build on another machine, or check only what this one can:",
-            settings=(Setting(model.key / "validate", "auto"),),
+            settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
         )
     )

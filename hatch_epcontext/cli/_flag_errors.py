@@ -13,7 +13,7 @@ import click
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, KeyNames, Setting
 from hatch_epcontext.text import quoted_key, to_toml
 
-Parts = tuple["str | int", ...]
+_Parts = tuple["str | int", ...]
 
 _META = f"{__name__}.wording"
 
@@ -74,7 +74,7 @@ class FlagNames(KeyNames):
         return _pairs("--set", "", _dotted(parts), value)
 
 
-def _split(key: Key) -> tuple[int | None, Parts]:
+def _split(key: Key) -> tuple[int | None, _Parts]:
     """The index of the key's model, if it has one, and the rest of the key inside its table."""
     parts = key.parts
     if parts[:1] == ("models",) and len(parts) > 1:
@@ -84,7 +84,7 @@ def _split(key: Key) -> tuple[int | None, Parts]:
     return None, parts[2:] if parts[:1] == ("targets",) else parts
 
 
-def _flag(parts: Parts) -> str:
+def _flag(parts: _Parts) -> str:
     name, *rest = parts
     if parts == ("models",):
         return "MODEL"
@@ -119,7 +119,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else to_toml(value)
 
 
-def _dotted(parts: Parts) -> str:
+def _dotted(parts: _Parts) -> str:
     text = ""
     for part in parts:
         if isinstance(part, int):

@@ -126,7 +126,7 @@ _SETTING = _pairs(
     "settings",
     metavar="KEY=TOML",
     help="Any other key of a target, a model or the build, such as min-coverage=0.9, "
-    "validate.tolerance={atol=0.1} or build.timeout=600; repeatable.",
+    "'validate.tolerance={atol=0.1}' or build.timeout=600; repeatable.",
 )
 
 _SETTINGS = (

@@ -9,19 +9,19 @@ from typing import Any
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.tools.configure import JobSettings
 
-Texts = Mapping[str, str]
+_Texts = Mapping[str, str]
 
 
 def job_settings(
     *,
-    options: Texts,
-    configs: Texts,
+    options: _Texts,
+    configs: _Texts,
     device: str | None,
-    dims: Texts,
-    shapes: Texts,
-    constants: Texts,
+    dims: _Texts,
+    shapes: _Texts,
+    constants: _Texts,
     inputs: str | None,
-    settings: Texts,
+    settings: _Texts,
     optimization: str | None = None,
 ) -> JobSettings:
     """The settings that flags give; a text that is not a valid value stays as it is, for the checks."""
@@ -38,7 +38,7 @@ def job_settings(
     )
 
 
-def _read(texts: Texts, read: Callable[[str], Any]) -> dict[str, Any]:
+def _read(texts: _Texts, read: Callable[[str], Any]) -> dict[str, Any]:
     return {key: read(text) for key, text in texts.items()}
 
 

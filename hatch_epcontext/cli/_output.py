@@ -5,20 +5,20 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 240
+_WIDTH = 240
 """The number of columns where the output is not a terminal: enough to break no name."""
 
 
 def table(*columns: str) -> Table:
     """A table with these columns; sizes and counts are aligned to the right."""
-    made = Table()
+    result = Table()
     for column in columns:
         numbers = column in ("size", "files")
-        made.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    return made
+        result.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    return result
 
 
-def show(made: Table) -> None:
+def show(rows: Table) -> None:
     """Print a table."""
     console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(made)
+    (console if console.is_terminal else Console(width=_WIDTH)).print(rows)

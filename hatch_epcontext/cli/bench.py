@@ -17,7 +17,7 @@ from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import show
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.files import replace
+from hatch_epcontext.files import write_atomically
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import show_size
@@ -72,7 +72,7 @@ def bench_(
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Measure what compiling models gains.
+    """Measure how much faster compiled models open.
 
     The source of each MODEL (with fixed shapes, and simplified) and its compiled form are opened from disk
     and from memory, with the blob beside and inside the context model. A fresh process opens each, and runs
@@ -93,12 +93,13 @@ def bench_(
     with temp_dir() as staging, verbosity.progress("measuring", _steps(plans)) as log:
         measured = bench(plans, staging, runs, workers, log)
     if json_path is not None:
-        replace(json_path, to_json(measured))
+        write_atomically(json_path, to_json(measured))
     if plot_path is not None:
         from hatch_epcontext.tools.plot import draw
 
         draw(measured, plot_path)
-    show(_table(measured, markdown=markdown))
+    if measured.measured:
+        show(_table(measured, markdown=markdown))
     for each in measured.measured:
         if each.error is not None:
             click.echo(f"epcontext: {each.case}: {each.error}", err=True)
@@ -145,29 +146,33 @@ def _table(bench: Bench, *, markdown: bool) -> Table:
     for compiled in sorted(bench.compiled, key=lambda each: order.index(each.model)):
         for buffer in (False, True):
             source = by_case[compiled.model, "source", None, buffer]
-            made = by_case[compiled.model, "artifact", compiled.embedded, buffer]
+            artifact = by_case[compiled.model, "artifact", compiled.embedded, buffer]
             with_cache = by_case.get((compiled.model, "cache", compiled.embedded, buffer))
             table.add_row(
                 compiled.model,
                 "memory" if buffer else "disk",
                 {None: "-", True: "inside", False: "beside"}[compiled.embedded],
-                *_cells(compiled, source, made, with_cache if cached else None),
+                *_cells(compiled, source, artifact, with_cache if cached else None),
             )
     return table
 
 
 def _cells(
-    compiled: Compiled, source: Measured, made: Measured, cached: Measured | None
+    compiled: Compiled, source: Measured, artifact: Measured, cached: Measured | None
 ) -> list[str]:
-    faster = f"{source.load.median / made.load.median:.1f} x" if source.load and made.load else "-"
+    faster = (
+        f"{source.load.median / artifact.load.median:.1f} x"
+        if source.load and artifact.load
+        else "-"
+    )
     return [
         _cell(source, source.load, _seconds),
         f"{compiled.seconds:.2f} s",
-        _cell(made, made.load, _seconds),
+        _cell(artifact, artifact.load, _seconds),
         *([_cell(cached, cached.load, _seconds)] if cached else []),
         faster,
-        " -> ".join(_cell(each, each.first, _plain_seconds) for each in (source, made)),
-        " -> ".join(_cell(each, each.memory, _bytes) for each in (source, made)),
+        " -> ".join(_cell(each, each.first, _plain_seconds) for each in (source, artifact)),
+        " -> ".join(_cell(each, each.memory, _bytes) for each in (source, artifact)),
     ]
 
 

@@ -18,6 +18,7 @@ from hatch_epcontext.cli._common import (
     warn,
 )
 from hatch_epcontext.cli._output import show, table
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import tool_table
 from hatch_epcontext.config.settings import Config
@@ -29,7 +30,7 @@ from hatch_epcontext.tools.temporary import temp_dir
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedJob:
+class _PlannedJob:
     """A job of ``--dry-run --json``."""
 
     job: str
@@ -39,10 +40,10 @@ class PlannedJob:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedBuild:
+class _PlannedBuild:
     """The result of ``--dry-run --json``."""
 
-    jobs: tuple[PlannedJob, ...]
+    jobs: tuple[_PlannedJob, ...]
     requirements: tuple[str, ...]
 
 
@@ -82,23 +83,7 @@ def build(
 
 
 def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
-    environ = dict(os.environ)
-    if targets:
-        environ["HATCH_EPCONTEXT_TARGETS"] = ",".join(targets)
-    try:
-        config = load(project, tool_table(project), {}, environ)
-    except ConfigError as error:
-        if not targets:
-            raise
-        # `--target` sets the variable, and is what the user wrote.
-        raise ConfigError(
-            *(
-                dataclasses.replace(problem, location="--target")
-                if problem.location == "HATCH_EPCONTEXT_TARGETS"
-                else problem
-                for problem in error.problems
-            )
-        ) from error
+    config = _load(project, targets)
     if not models:
         return config
     names = [model.name for model in config.models]
@@ -120,24 +105,40 @@ def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) ->
     return dataclasses.replace(config, models=chosen)
 
 
+def _load(project: Path, targets: tuple[str, ...]) -> Config:
+    """The project's configuration, for ``targets`` if there are any."""
+    table = tool_table(project)
+    if not targets:
+        return load(project, table, {})
+    variable = f"{PREFIX}TARGETS"
+    environ = {name: text for name, text in os.environ.items() if name != variable}
+    # Raises all other problems: those of the second configuration are about `targets` alone.
+    load(project, table, {}, environ)
+    try:
+        return load(project, table, {}, {**environ, variable: ",".join(targets)})
+    except ConfigError as error:
+        problems = (dataclasses.replace(each, location="--target") for each in error.problems)
+        raise ConfigError(*problems) from error
+
+
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
     runs = dry_run(planned, staging, open_cache(planned.config, staging, warn))
     if as_json:
         jobs = tuple(
-            PlannedJob(
+            _PlannedJob(
                 each.job.location, each.job.target.provider.name, each.fingerprint, each.cached
             )
             for each in runs
         )
-        click.echo(to_json(PlannedBuild(jobs, planned.requirements)), nl=False)
+        click.echo(to_json(_PlannedBuild(jobs, planned.requirements)), nl=False)
         return
-    made = table("job", "provider", "fingerprint", "cache")
+    rows = table("job", "provider", "fingerprint", "cache")
     for each in runs:
-        made.add_row(
+        rows.add_row(
             each.job.location,
             each.job.target.provider.name,
             each.fingerprint[:12],
             "cached" if each.cached else "not cached",
         )
-    show(made)
+    show(rows)
     click.echo(f"requires: {', '.join(planned.requirements)}")

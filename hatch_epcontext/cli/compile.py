@@ -16,17 +16,17 @@ from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.compile import compile_models, is_file
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 
-HEADLINE = "compiling failed, nothing is written"
+_HEADLINE = "compiling failed, nothing is written"
 
 # Click keeps the lines of a paragraph that begins with a backspace.
-EXAMPLES = """\b
+_EXAMPLES = """\b
 Examples:
   epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 --dim batch=1
   epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights
 """
 
 
-@click.command("compile", epilog=EXAMPLES)
+@click.command("compile", epilog=_EXAMPLES)
 @models_argument
 @click.option(
     "-o",
@@ -74,7 +74,7 @@ def compile_(
     if share_weights and len(models) == 1:
         raise click.UsageError("--share-weights is for two models or more.")
     named = name_models(models, output if is_file(output, models) else None)
-    use_flag_names(named, HEADLINE)
+    use_flag_names(named, _HEADLINE)
     validate = {**job.validate, "mode": False} if no_validate else job.validate
     job = dataclasses.replace(job, embed=embed, share_weights=share_weights, validate=validate)
     config = configure(named, provider, job)

@@ -13,12 +13,12 @@ import click
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
-from hatch_epcontext.files import replace
+from hatch_epcontext.files import write_atomically
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.tools.init import NewModel, add_models
 from hatch_epcontext.tools.inspect import inspect_model
 
-WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
+_WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
 
 @click.command()
@@ -28,7 +28,7 @@ WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_l
     "--provider",
     "providers",
     multiple=True,
-    type=click.Choice(WRITABLE, case_sensitive=False),
+    type=click.Choice(_WRITABLE, case_sensitive=False),
     help="A provider to compile for; repeatable. The default is qnn, or cpu where qnn has no packages.",
 )
 @click.option(
@@ -82,7 +82,7 @@ def init(
     elif after == before:
         click.echo(f"{file} has all models already")
     else:
-        replace(file, after)
+        write_atomically(file, after)
         click.echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
 
 

@@ -65,7 +65,7 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
     for name, text in given.items():
         location = PREFIX + name
         if (variable := VARIABLES.get(name)) is None:
-            hint = suggestion(name, VARIABLES)
+            hint = suggestion(location, [PREFIX + each for each in VARIABLES])
             yield Problem(Kind.INVALID_VARIABLE, location, "is not a known variable.", hint)
             continue
         try:

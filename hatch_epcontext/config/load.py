@@ -23,7 +23,7 @@ from hatch_epcontext.errors import ROOT, Checked, ConfigError, Key, Kind, Proble
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size
 
-MOST_JOBS = 4
+_MOST_JOBS = 4
 """The default number of workers at once is at most this: each needs the memory of a compiler."""
 
 
@@ -69,7 +69,7 @@ def _load(
         yield Problem(
             Kind.INVALID_PYPROJECT,
             f"[{ROOT}]",
-            "is missing in pyproject.toml, but the hook is switched on.",
+            "is missing in pyproject.toml.",
             'The shortest configuration: provider = "qnn" and models = ["models/name.onnx"].',
         )
         return None
@@ -108,7 +108,7 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
         fallback=table.fallback,
         editable=environment.editable or table.editable,
         build=BuildSettings(
-            min(os.cpu_count() or 1, MOST_JOBS) if build.jobs == "auto" else build.jobs,
+            min(os.cpu_count() or 1, _MOST_JOBS) if build.jobs == "auto" else build.jobs,
             build.timeout,
         ),
         wheel=WheelSettings(wheel.tag, None if wheel.max_size is None else _size(wheel.max_size)),

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hatch_epcontext.errors import ConfigError, Kind, Problem
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -18,6 +20,17 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def tool_table(root: Path) -> Any:
-    """``[tool.epcontext]`` of the project in ``root``, or None if it is missing."""
-    values = parse((root / "pyproject.toml").read_text(encoding="utf-8"))
-    return values.get("tool", {}).get("epcontext")
+    """``[tool.epcontext]`` of the project in ``root``, or None if it is missing.
+
+    Raises ConfigError when ``pyproject.toml`` is missing or is not TOML.
+    """
+    file = root / "pyproject.toml"
+    try:
+        values = parse(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), "is missing.")) from None
+    except ValueError as error:
+        message = f"is not TOML: {error}."
+        raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message)) from None
+    tool = values.get("tool", {})
+    return tool.get("epcontext") if isinstance(tool, dict) else None

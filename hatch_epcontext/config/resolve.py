@@ -71,18 +71,24 @@ class Resolver:
             yield from self._check_names(names, location)
         models = []
         for index, item in enumerate(self._table.models):
-            key = Key() / "models" / index
+            key = Key(("models", index))
             if isinstance(item, ModelTable):
+                key = dataclasses.replace(key, model=item.path or None)
                 path = yield from self._finder.file(key / "path", item.path, "model")
                 model = yield from self._model(key, item, path or self._root / item.path)
                 models.append(model)
             else:
                 for path in (yield from self._finder.models(key, item)):
-                    model = yield from self._model(key, ModelTable(path=item), path)
+                    found = dataclasses.replace(key, model=self._relative(path))
+                    model = yield from self._model(found, ModelTable(path=item), path)
                     models.append(model)
         yield from check_duplicates(((model.key, model.name) for model in models), "model")
         yield from check_groups((model.key, model.name, model.share_weights) for model in models)
         return models
+
+    def _relative(self, path: Path) -> str:
+        inside = path.is_relative_to(self._root)
+        return (path.relative_to(self._root) if inside else path).as_posix()
 
     def _read_targets(self) -> Checked[Mapping[str, NamedTarget]]:
         table = self._table
@@ -135,7 +141,7 @@ class Resolver:
         table = given if isinstance(given, ValidateTable) else ValidateTable(mode=given)
         inputs = table.inputs
         if inputs not in SYNTHETIC:
-            what = f"file or folder of inputs (nor is it one of {', '.join(SYNTHETIC)})"
+            what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
             path = yield from self._finder.file(key / "inputs", inputs, what, or_folder=True)
             inputs = str(path)
         tolerance: Mapping[str, float] | Literal[False] = {}
@@ -244,6 +250,7 @@ def _compile_settings(
         "provider": provider.name,
         "ep": provider.ep,
         "registration_name": plugin.registration_name if plugin else None,
+        "library_module": (plugin.module or None) if plugin else None,
         "library_sha256": library_sha256,
         "provider_options": options,
         "session_options": render_options(table.session_options),

@@ -36,14 +36,15 @@ class CompileSettings:
     The fingerprint hashes all fields, the request carries them, and the manifest writes them: a
     field that is added here reaches all three. What counts only for loading or checking stays out.
 
-    ``library_sha256`` stands for an EP library that is given by its path, which differs between
-    machines. ``external_initializers``: bytes from which an initializer outside the contexts goes
-    into a file of its own, or None.
+    ``library_module`` is the package of the EP's library. ``library_sha256`` replaces the path of a
+    library, which differs between machines. ``external_initializers``: bytes from which an
+    initializer outside the contexts goes into a file of its own, or None.
     """
 
     provider: str
     ep: str
     registration_name: str | None = None
+    library_module: str | None = None
     library_sha256: str | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
     session_options: Mapping[str, str] = field(default_factory=dict)

@@ -26,10 +26,10 @@ from hatch_epcontext.ipc.protocol import (
 )
 from hatch_epcontext.serialize import from_json, to_json
 
-TAIL = 40
+_TAIL = 40
 """The number of lines of a worker's log that an error shows."""
 
-POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 """Seconds between two reads of the log of a worker that is followed."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -118,7 +118,7 @@ class Workers:
                     Kind.WORKER_TIMEOUT,
                     location,
                     f"the worker was stopped after {self.timeout:g} seconds.",
-                    settings=(Setting(Key() / "build" / "timeout"),),
+                    settings=(Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3)),),
                     log=tail,
                 )
             )
@@ -203,7 +203,7 @@ def _follow(
     offset, rest = 0, b""
     last = False
     while not last:
-        last = ended.wait(POLL_SECONDS)
+        last = ended.wait(_POLL_SECONDS)
         if not log_path.is_file():
             continue
         with log_path.open("rb") as file:
@@ -226,7 +226,7 @@ def _interrupted(location: str) -> BuildError:
 
 def _tail(log_path: Path) -> str:
     text = log_path.read_text(encoding="utf-8", errors="replace")
-    return "\n".join(_plain(line) for line in text.rstrip().splitlines()[-TAIL:])
+    return "\n".join(_plain(line) for line in text.rstrip().splitlines()[-_TAIL:])
 
 
 def _describe_exit(code: int) -> str:

@@ -22,7 +22,7 @@ Tree = Mapping[str, Path]
 OUTPUT = Key() / "output"
 """The configuration key of the package's folder in the wheel."""
 
-MAX_SIZE = Key() / "wheel" / "max-size"
+_MAX_SIZE = Key() / "wheel" / "max-size"
 """The configuration key of the wheel's maximum size."""
 
 
@@ -177,7 +177,7 @@ def verify(wheel: Path, output: PurePosixPath) -> int:
     return len(listed)
 
 
-WARN_AT = 100 * 10**6
+_WARN_AT = 100 * 10**6
 """The size in bytes above which package indexes refuse a wheel by default."""
 
 _LARGEST = 10
@@ -190,21 +190,21 @@ def check_size(wheel: Path, max_size: int | None) -> str | None:
     Raises WheelError if it is larger than ``max_size`` bytes.
     """
     size = wheel.stat().st_size
-    if size <= (WARN_AT if max_size is None else max_size):
+    if size <= (_WARN_AT if max_size is None else max_size):
         return None
     message = f"{wheel.name} has {show_size(size)}\n{_largest_files(wheel)}"
     if max_size is None:
         return (
-            f"{message}\n  By default package indexes accept files of up to {show_size(WARN_AT)}: "
-            f"request a higher limit, ship fewer targets, or set {MAX_SIZE} to the size that you expect."
+            f"{message}\n  By default package indexes accept files of up to {show_size(_WARN_AT)}: "
+            f"request a higher limit, ship fewer targets, or set {_MAX_SIZE} to the size that you expect."
         )
     raise WheelError(
         Problem.at(
-            MAX_SIZE,
+            _MAX_SIZE,
             Kind.LARGE_WHEEL,
             f"{message}\nAt most {show_size(max_size)} are allowed.",
             "Ship fewer targets, share weights, or raise the limit.",
-            Setting(MAX_SIZE),
+            Setting(_MAX_SIZE, f"{-(-size // 10**6)} MB"),
         )
     )
 

@@ -48,18 +48,30 @@ def compile_models(
 
     ``run`` runs a plan in the temporary folder that it gets. Nothing is written unless all jobs
     succeed. Raises what ``run`` raises, ConfigError when one environment cannot build the targets, and
-    OutputError when a file exists, or is one of the source's own, whatever ``overwrite`` is.
+    OutputError when a file exists; when the folder is a file or the result would replace a source's
+    own file, whatever ``overwrite`` is.
     """
     file = is_file(output, config.models)
+    _check_folder(output.parent if file else output)
     if not overwrite:
-        refuse_existing(_expected(config, output, file=file))
+        _refuse_existing(_expected(config, output, file=file))
     with temp_dir() as staging:
         result = run(plan(config), staging)
         folder, name = (output.parent, output.name) if file else (output, None)
-        files = destinations(result.built, folder, name)
-        refuse_sources(files, result.sources)
-        publish(files, overwrite=overwrite)
+        files = _destinations(result.built, folder, name)
+        _refuse_sources(files, result.sources)
+        _publish(files, overwrite=overwrite)
     return CompileResult(tuple(files), make_report(result))
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise OutputError if ``folder`` or one of its parents is a file."""
+    for each in (folder, *folder.parents):
+        if each.exists() and not each.is_dir():
+            message = "is a file, and not a folder."
+            raise OutputError(
+                Problem(Kind.FILE_EXISTS, str(each), message, "Choose another place.")
+            )
 
 
 def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
@@ -73,7 +85,9 @@ def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:
     ]
 
 
-def destinations(built: Iterable[Built], folder: Path, name: str | None = None) -> dict[Path, Path]:
+def _destinations(
+    built: Iterable[Built], folder: Path, name: str | None = None
+) -> dict[Path, Path]:
     """Each file's place below ``folder`` -> the file itself; ``name`` renames the context model.
 
     Sidecars come first, so that no published model names a file that is not published yet.
@@ -89,11 +103,14 @@ def destinations(built: Iterable[Built], folder: Path, name: str | None = None) 
     return {**sidecars, **models}
 
 
-def refuse_existing(paths: Iterable[Path]) -> None:
+def _refuse_existing(paths: Iterable[Path]) -> None:
     """Raise OutputError if any of ``paths`` exists."""
     problems = [
         Problem(
-            Kind.FILE_EXISTS, str(path), "exists already.", "Choose another place, or overwrite it."
+            Kind.FILE_EXISTS,
+            str(path),
+            "exists already.",
+            "Choose another place, or allow overwriting.",
         )
         for path in paths
         if path.exists()
@@ -102,7 +119,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
         raise OutputError(*problems)
 
 
-def refuse_sources(paths: Iterable[Path], sources: Iterable[Source]) -> None:
+def _refuse_sources(paths: Iterable[Path], sources: Iterable[Source]) -> None:
     """Raise OutputError if any of ``paths`` is a source model, or a file of its external data."""
     theirs = {
         (source.model.path.parent / name).resolve()
@@ -120,13 +137,13 @@ def refuse_sources(paths: Iterable[Path], sources: Iterable[Source]) -> None:
         raise OutputError(*problems)
 
 
-def publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
+def _publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
     """Copy each file of ``files`` (target -> source) to its place, once all copies are complete.
 
     Folders are made if needed. Raises OutputError when a target exists and ``overwrite`` is not set.
     """
     if not overwrite:
-        refuse_existing(files)
+        _refuse_existing(files)
     staged: dict[Path, Path] = {}
     folders: list[Path] = []
     try:
@@ -141,5 +158,5 @@ def publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
         for target, copy in staged.items():
             copy.replace(target)
     finally:
-        for made in folders:
-            shutil.rmtree(made, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)

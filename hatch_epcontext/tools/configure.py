@@ -19,11 +19,11 @@ from hatch_epcontext.config.tables import BuildTable, ModelTable, RootTable, Tar
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.text import file_name, show, suggestion, toml_key
 
-GROUP = "shared-weights"
+_GROUP = "shared-weights"
 """The name of the group of models that share weights."""
 
-Tables = dict[str, Any]
-Part = Literal["target", "model", "build"]
+_Tables = dict[str, Any]
+_Part = Literal["target", "model", "build"]
 
 _VARIABLES = frozenset(
     {"CACHE_DIR", "NO_CACHE", "REPORT", *(n for n, v in VARIABLES.items() if v.table == "build")}
@@ -57,7 +57,7 @@ class JobSettings:
     cache_dir: Path | None = None
 
 
-def _settable() -> Iterator[tuple[str, Part]]:
+def _settable() -> Iterator[tuple[str, _Part]]:
     targets = set(_names(TargetTable)) - _TARGET_KEYS_OF_PROJECTS
     models = set(_names(ModelTable)) - set(_names(TargetTable)) - _MODEL_KEYS_OF_PROJECTS
     hints = get_type_hints(ModelTable)
@@ -87,7 +87,7 @@ def _keys_inside(type_: Any) -> Iterator[str]:
                 yield f"{toml_key(key.name)}.{inside}"
 
 
-SETTABLE: Mapping[str, Part] = dict(sorted(_settable()))
+SETTABLE: Mapping[str, _Part] = dict(sorted(_settable()))
 """The keys that can be set for models without a project, dotted, and the table that each belongs to."""
 
 
@@ -117,10 +117,11 @@ def name_models(models: Sequence[Path], file: Path | None = None) -> dict[str, P
 def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettings) -> Config:
     """The configuration for ``models`` by name and one target; raises ConfigError as `load` does.
 
-    The environment variables of `BuildTable`, of the cache and of the report count.
+    The environment variables of `BuildTable`, of the cache and of the report count, unless
+    ``job_settings`` sets the same.
     """
     tables = [_model_table(name, models, job_settings) for name in models]
-    target: Tables = {
+    target: _Tables = {
         "provider": provider,
         "provider-options": _plain(job_settings.provider_options),
         "session-options": _plain(job_settings.session_options),
@@ -128,7 +129,7 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
     for key in ("device", "optimization", "embed"):
         if (value := getattr(job_settings, key)) is not None:
             target[key] = value
-    build: Tables = {}
+    build: _Tables = {}
     _check_settable(job_settings.settings)
     for dotted, value in job_settings.settings.items():
         key, _, inside = dotted.partition(".")
@@ -139,20 +140,27 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
                 table[key] = {**table[key], **_validate_table(value)}
             else:
                 _assign(table, dotted, value)
-    environ = {
-        name: text
-        for name, text in os.environ.items()
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX) in _VARIABLES
-    }
     root = {**target, "models": tables, "build": build}
-    config = load(Path.cwd(), root, {}, environ, confined=False)
+    config = load(Path.cwd(), root, {}, _environ(build, job_settings), confined=False)
     if job_settings.cache_dir is None:
         return config
     return dataclasses.replace(config, cache_dir=job_settings.cache_dir.expanduser().absolute())
 
 
-def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSettings) -> Tables:
-    table: Tables = {
+def _environ(build: _Tables, job_settings: JobSettings) -> Mapping[str, str]:
+    """The variables that count, without those that set what ``build`` or ``job_settings`` set."""
+    explicit = {key.upper().replace("-", "_") for key in build}
+    if job_settings.cache_dir is not None:
+        explicit.add("CACHE_DIR")
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) in _VARIABLES - explicit
+    }
+
+
+def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSettings) -> _Tables:
+    table: _Tables = {
         "name": name,
         "path": str(models[name].absolute()),
         "dims": _for_model(name, models, job_settings.dims),
@@ -160,25 +168,25 @@ def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSetting
         "constants": _for_model(name, models, job_settings.constants),
         "validate": _validate_table(job_settings.validate),
     }
-    return {**table, "share-weights": GROUP} if job_settings.share_weights else table
+    return {**table, "share-weights": _GROUP} if job_settings.share_weights else table
 
 
 def _for_model(
     model: str, models: Mapping[str, Path], values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Those of ``values`` that are for ``model``: all but those with the name of another model."""
-    found = {}
+    result = {}
     for key, value in values.items():
         head, colon, rest = key.partition(":")
         if not (colon and head in models):
-            found[key] = _plain(value)
+            result[key] = _plain(value)
         elif head == model:
-            found[rest] = _plain(value)
-    return found
+            result[rest] = _plain(value)
+    return result
 
 
-def _validate_table(value: Any) -> Tables:
-    table: Tables = _plain(value) if isinstance(value, Mapping) else {"mode": value}
+def _validate_table(value: Any) -> _Tables:
+    table: _Tables = _plain(value) if isinstance(value, Mapping) else {"mode": value}
     return table
 
 
@@ -200,7 +208,7 @@ def _check_settable(settings: Mapping[str, Any]) -> None:
         raise ConfigError(*problems)
 
 
-def _assign(table: Tables, dotted: str, value: Any) -> None:
+def _assign(table: _Tables, dotted: str, value: Any) -> None:
     """Set the dotted key in ``table``; what is in its way is replaced by a table."""
     *outer, last = dotted.split(".")
     for name in outer:
@@ -216,4 +224,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

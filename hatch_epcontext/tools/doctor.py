@@ -11,7 +11,7 @@ from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.requirements import TOOLS, check_environment, installed
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import ROOT, BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import DevicesRequest
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
@@ -20,8 +20,6 @@ from hatch_epcontext.tools.temporary import temp_dir
 
 TIMEOUT = 120.0
 """Seconds for loading one EP's library."""
-
-_HOOK = "tool.hatch.build.targets.wheel.hooks.epcontext"
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
     """A sentence about the project in ``folder``, and its problems."""
     file = folder / "pyproject.toml"
     if not file.is_file():
-        return "There is no pyproject.toml here.", ()
+        return "The folder has no pyproject.toml.", ()
     try:
         tool = parse(file.read_text(encoding="utf-8")).get("tool", {})
         table = tool.get("epcontext")
@@ -144,7 +142,7 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
             Kind.INVALID_PYPROJECT,
             f"[{ROOT}]",
             "is configured, but the hook is not switched on.",
-            f"Add [{_HOOK}] to pyproject.toml.",
+            f"Add [{HOOK}] to pyproject.toml.",
         )
         return "The hook is not switched on.", (problem,)
     try:

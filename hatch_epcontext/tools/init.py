@@ -18,14 +18,13 @@ from tomlkit.items import AoT, Array
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import ROOT, ConfigError, Kind, Problem
+from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
 from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, show, to_toml
 
-PACKAGE = "hatch-epcontext"
-BACKEND = "hatchling.build"
-HOOK = "tool.hatch.build.targets.wheel.hooks.epcontext"
+_PACKAGE = "hatch-epcontext"
+_BACKEND = "hatchling.build"
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,20 @@ def _build_system(document: tomlkit.TOMLDocument, before: Mapping[str, Any]) -> 
     """Add this package to the build requirements; yield the whole table if there is none."""
     system = before.get("build-system")
     if system is None:
-        yield f'[build-system]\nrequires = ["hatchling", "{PACKAGE}"]\nbuild-backend = "{BACKEND}"\n'
+        yield f'[build-system]\nrequires = ["hatchling", "{_PACKAGE}"]\nbuild-backend = "{_BACKEND}"\n'
         return
-    if system.get("build-backend") != BACKEND:
+    if system.get("build-backend") != _BACKEND:
         raise ConfigError(
             Problem(
                 Kind.INVALID_PYPROJECT,
                 "build-system.build-backend",
                 f"is {show(system.get('build-backend'))}, and the hook needs Hatch's build backend.",
-                f'Change the project to build-backend = "{BACKEND}".',
+                f'Change the project to build-backend = "{_BACKEND}".',
             )
         )
     names = [re.split(r"[^A-Za-z0-9._-]", each)[0] for each in system.get("requires", ())]
-    if PACKAGE not in {str(canonicalize_name(name)) for name in names}:
-        document["build-system"]["requires"].append(PACKAGE)
+    if _PACKAGE not in {str(canonicalize_name(name)) for name in names}:
+        document["build-system"]["requires"].append(_PACKAGE)
 
 
 def _has_hook(tool: Mapping[str, Any]) -> bool:
@@ -126,7 +125,7 @@ def _head(providers: Iterable[Provider]) -> Iterator[str]:
         if provider.example:
             lines.append(provider.example)
         if provider.product == "context":
-            lines.append("# min-coverage = 0.9  # accept a model of which a part is not compiled")
+            lines.append("# min-coverage = 0.9  # accept partly compiled models")
         lines.append('# platforms = ["win_arm64"]  # the wheels that it is for; default: all')
         yield "\n".join(lines) + "\n"
 

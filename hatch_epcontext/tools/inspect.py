@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.build.requirements import check_environment
+from packaging.requirements import Requirement
+
+from hatch_epcontext.build.requirements import TOOLS, check_environment
 from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import InspectReply, InspectRequest
@@ -16,7 +18,7 @@ from hatch_epcontext.package.manifest import Manifest
 from hatch_epcontext.serialize import from_json
 from hatch_epcontext.tools.temporary import temp_dir
 
-READING = ("onnx>=1.19", "numpy>=2.0")
+READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
 """The requirements to read an ONNX file."""
 
 TIMEOUT = 300.0
@@ -60,6 +62,9 @@ def inspect(path: Path) -> Inspection:
 
 def inspect_model(path: Path) -> InspectReply:
     """Read the facts of the ONNX file at ``path``; raises as `inspect` does."""
+    if not path.is_file():
+        message = "is a folder, and not an ONNX file." if path.is_dir() else "does not exist."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message))
     check_environment((), READING)
     request = InspectRequest(str(path.resolve()))
     with temp_dir() as folder:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.plan import Job, model_spec_for, plan, target_spec
@@ -27,7 +28,7 @@ from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspect import inspect_model, verify_model
 from hatch_epcontext.tools.temporary import temp_dir
 
-SMALL = 2**20
+_SMALL = 2**20
 """The largest size in bytes of a context model whose blobs are in sidecars."""
 
 
@@ -57,72 +58,86 @@ def validate_context(
 ) -> ValidatedContext:
     """Validate the artifact at ``context``, as `hatch_epcontext.api.validate_context` describes.
 
-    ``make_workers`` gets the timeout in seconds.
+    ``make_workers`` gets the timeout in seconds. Raises ConfigError when ``job_settings`` sets the mode of
+    the validation: ``structure_only`` alone decides what is checked.
     """
+    _refuse_mode(job_settings.settings)
     model = inspect_model(context)
     verify_model(context, model)
-    found = provider_of(context, model, provider)
+    known = _provider_of(context, model, provider)
     (name,) = name_models([context])
-    planned = plan(configure({name: source or context}, found.name, job_settings))
+    planned = plan(configure({name: source or context}, known.name, job_settings))
     (job,) = planned.jobs
-    check_chip(context, model, job)
+    _check_chip(context, model, job)
     validation = Validation(ValidationStatus.STRUCTURE)
     if not structure_only:
         check_environment(planned.config.targets, planned.requirements)
         workers = make_workers(planned.config.build.timeout)
         with temp_dir() as staging:
             validation = _run(context, model, job, staging, workers, has_source=source is not None)
-    return ValidatedContext(str(context), found.name, found.ep, model, validation)
+    return ValidatedContext(str(context), known.name, known.ep, model, validation)
 
 
-def provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:
+def _refuse_mode(settings: Mapping[str, Any]) -> None:
+    key = Key() / "validate"
+    value = settings.get("validate", {})
+    if "validate.mode" in settings or (isinstance(value, Mapping) and "mode" in value):
+        key /= "mode"
+    elif isinstance(value, Mapping):
+        return
+    message = "cannot be set for this validation, which always runs the model."
+    hint = "To run nothing, check only the structure of its files."
+    raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
+
+
+def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:
     """The provider that compiled the artifact; ``named`` is the provider that the user names, if any.
 
     Raises ConfigError when ``named`` is unknown, and InspectionError when another provider compiled the
     artifact, or an unknown one.
     """
     sources = list(dict.fromkeys(context.source for context in model.contexts))
-    given = find(named) if named is not None else None
-    if named is not None and given is None:
+    chosen = find(named) if named is not None else None
+    if named is not None and chosen is None:
         message = f"{show(named)} is not a known provider."
         hint = suggestion(named, PROVIDERS)
         raise ConfigError(Problem.at(Key() / "provider", Kind.UNKNOWN_PROVIDER, message, hint))
     if not sources:
-        if given is not None and given.product == "optimized":
-            return given
+        if chosen is not None and chosen.product == "optimized":
+            return chosen
         raise InspectionError(
             Problem(
-                Kind.WRONG_MAKER,
+                Kind.WRONG_PROVIDER,
                 str(path),
                 "has no EPContext node: it is not compiled.",
                 "For an optimized graph name its provider.",
             )
         )
-    if given is not None and given.needs_library:
-        return replace(given, ep=sources[0])
-    found = given or find(sources[0])
-    if found is None:
+    if chosen is not None and chosen.needs_library:
+        return replace(chosen, ep=sources[0])
+    known = chosen or find(sources[0])
+    if known is None:
         raise InspectionError(
             Problem(
-                Kind.WRONG_MAKER,
+                Kind.WRONG_PROVIDER,
                 str(path),
                 f"has contexts of {listing(map(repr, sources))}, which is not a known provider.",
                 "Name the provider to load them with: plugin, with its library.",
             )
         )
-    if sources != [found.ep]:
+    if sources != [known.ep]:
         raise InspectionError(
             Problem(
-                Kind.WRONG_MAKER,
+                Kind.WRONG_PROVIDER,
                 str(path),
-                f"has contexts of {listing(map(repr, sources))}, and not of {found.ep} alone.",
+                f"has contexts of {listing(map(repr, sources))}, and not of {known.ep} alone.",
                 "Name another provider, or none: each context names its own.",
             )
         )
-    return found
+    return known
 
 
-def check_chip(path: Path, model: InspectReply, job: Job) -> None:
+def _check_chip(path: Path, model: InspectReply, job: Job) -> None:
     """Raise InspectionError when ``model`` was compiled for another chip than the job's options name."""
     provider, settings = job.target.provider, job.target.settings
     options = {**settings.device_filter, **settings.provider_options}
@@ -130,10 +145,10 @@ def check_chip(path: Path, model: InspectReply, job: Job) -> None:
     versions = (context.ep_sdk_version for context in model.contexts)
     problems = [
         Problem(
-            Kind.WRONG_MAKER,
+            Kind.WRONG_PROVIDER,
             str(path),
-            f"was not compiled for these options: {disagreement}.",
-            f"Its compatibility string: {compatibility}",
+            f"was not compiled for these options: {disagreement}.\n"
+            f"Its compatibility string is {compatibility or 'missing'}.",
         )
         for disagreement in provider.disagreements(compatibility, versions, options)
     ]
@@ -148,7 +163,7 @@ def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> 
     others = [
         other
         for other in path.parent.glob("*.onnx")
-        if other.name != path.name and other.stat().st_size < SMALL
+        if other.name != path.name and other.stat().st_size < _SMALL
     ]
     for sidecar in {context.sidecar for context in model.contexts if context.sidecar}:
         for other in others:

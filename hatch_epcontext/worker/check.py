@@ -15,7 +15,7 @@ from hatch_epcontext.ipc.protocol import (
     TensorFacts,
 )
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.fix import feeds_for, fix, unknown_name
+from hatch_epcontext.worker.fix import feeds_for, fix_inputs, unknown_name
 
 
 def handle(request: CheckRequest) -> CheckReply:
@@ -41,7 +41,7 @@ def _check_model(spec: ModelSpec, static_for: str | None) -> ModelFacts:
     path = Path(spec.path)
     model = graph.read(path, spec.key)
     data = graph.external_data(model, path.parent, spec.key)
-    fix(model, spec)
+    fix_inputs(model, spec)
     inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
     problems = list(_check_inputs(inputs, spec, static_for))
     if problems:
@@ -72,11 +72,18 @@ def _check_inputs(
         yield Problem.at(
             spec.key,
             Kind.OPEN_DIMENSION,
-            f"the input {each.name!r} has an open dimension ({each.shape_text}), and {static_for} "
-            "compiles only fixed shapes.",
+            open_dimension_message(each, static_for),
             "Fix it, for example with size 1.",
             setting,
         )
+
+
+def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
+    """The message about an input with open dimensions, for an EP that needs fixed shapes."""
+    return (
+        f"the input {tensor.name!r} has an open dimension ({tensor.shape_text}), and {ep} compiles "
+        "only fixed shapes."
+    )
 
 
 def _check_profiles(given: ModelProfiles, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:

@@ -35,7 +35,7 @@ def _compile(request: CompileRequest, spec: ModelSpec, prepared: Path) -> Contex
     target, provider = request.target, provider_of(request.target)
     result = Path(request.folder) / provider.result_file(spec.name)
     if provider.product == "context":
-        compile_context(prepared, result, target)
+        compile_context(prepared, result, target, key=spec.key)
         return read_context(spec, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)
     return read_optimized(spec.name, result)

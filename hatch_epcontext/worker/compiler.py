@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
 from hatch_epcontext.ipc.protocol import TargetSpec
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker import graph
@@ -21,14 +21,15 @@ def compile_context(
     result: Path,
     target: TargetSpec,
     session_options: Mapping[str, str] | None = None,
+    key: Key | None = None,
 ) -> None:
     """Compile ``prepared`` into the context model ``result``, with its sidecars beside it.
 
-    ``session_options`` are added to the target's. Raises BuildError with an explanation of the EP's
-    error where there is one.
+    ``session_options`` are added to the target's; ``key`` is the model's place in the configuration.
+    Raises BuildError with an explanation of the EP's error where there is one.
     """
     provider = provider_of(target)
-    with explained(provider, lambda: _graph(prepared)):
+    with explained(provider, lambda: _graph(prepared), key):
         if target.settings.in_memory:
             model = onnx.load(prepared, load_external_data=False)
             data = {
@@ -43,7 +44,7 @@ def compile_context(
             provider_options = {**target.settings.provider_options, **own}
             _with_session(prepared, options(target, provider_options), target)
     if not result.is_file():
-        raise BuildError(_nothing_compiled(provider, _graph(prepared)))
+        raise BuildError(_nothing_compiled(provider, _graph(prepared), key))
 
 
 def compile_buffers(model: bytes, data: Mapping[str, bytes], target: TargetSpec) -> bytes:
@@ -69,17 +70,20 @@ def compile_buffers(model: bytes, data: Mapping[str, bytes], target: TargetSpec)
 
 
 @contextlib.contextmanager
-def explained(provider: Provider, graph_of: Callable[[], onnx.GraphProto]) -> Iterator[None]:
+def explained(
+    provider: Provider, graph_of: Callable[[], onnx.GraphProto], key: Key | None = None
+) -> Iterator[None]:
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
-    An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled.
+    An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled,
+    and ``key`` is its model's place in the configuration, if it has one.
     """
     try:
         yield
     except EpcontextError:
         raise
     except Exception as error:
-        if (problem := _explanation(str(error), provider, graph_of())) is None:
+        if (problem := _explanation(str(error), provider, graph_of(), key)) is None:
             raise
         raise BuildError(problem) from error
 
@@ -116,10 +120,12 @@ def _graph(prepared: Path) -> onnx.GraphProto:
     return onnx.load(prepared, load_external_data=False).graph
 
 
-def _explanation(message: str, provider: Provider, source: onnx.GraphProto) -> Problem | None:
+def _explanation(
+    message: str, provider: Provider, source: onnx.GraphProto, key: Key | None
+) -> Problem | None:
     """Return what an error of ONNX Runtime or the EP means; None where that is not known."""
     if "Unable to compile any nodes" in message:
-        return _nothing_compiled(provider, source)
+        return _nothing_compiled(provider, source, key)
     if "NULL EPContext node" in message:
         return Problem(
             Kind.NOTHING_COMPILED,
@@ -140,15 +146,21 @@ def _explanation(message: str, provider: Provider, source: onnx.GraphProto) -> P
     return None
 
 
-def _nothing_compiled(provider: Provider, source: onnx.GraphProto) -> Problem:
+def _nothing_compiled(provider: Provider, source: onnx.GraphProto, key: Key | None) -> Problem:
+    message = f"{provider.ep} compiled no node of the model."
     control = graph.control_flow(source)
-    inside = f" It has {' and '.join(control)}, which few EPs compile." if control else ""
+    if not control:
+        return Problem(
+            Kind.NOTHING_COMPILED,
+            "",
+            message,
+            "Check that the provider options name a chip that the EP supports, and that the EP has "
+            "the model's operators.",
+        )
     return Problem(
         Kind.NOTHING_COMPILED,
         "",
-        f"{provider.ep} compiled no node of the model.{inside}",
-        "Freeze the inputs that they depend on with `constants`, or remove them from the model."
-        if control
-        else "Check that `provider-options` names a chip that the EP supports, and that the EP has "
-        "the model's operators.",
+        f"{message} It has {' and '.join(control)}, which few EPs compile.",
+        "Remove them from the model, or freeze the inputs that they depend on.",
+        settings=() if key is None else (Setting(key / "constants"),),
     )

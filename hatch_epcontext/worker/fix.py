@@ -20,7 +20,7 @@ def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
     return dummy_inputs(inputs, spec, graph.index_bounds(model.graph))
 
 
-def fix(model: onnx.ModelProto, spec: ModelSpec) -> None:
+def fix_inputs(model: onnx.ModelProto, spec: ModelSpec) -> None:
     """Fix the constants, shapes and dims of ``spec`` in ``model``, in place.
 
     Raises ModelError with everything that does not fit the model's inputs.
@@ -49,14 +49,14 @@ def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
         except (TypeError, ValueError, OverflowError) as error:
             yield Problem.at(
                 key,
-                Kind.MISMATCH,
+                Kind.VALUE_MISMATCH,
                 f"the value does not fit the input, which has the dtype {facts.dtype}: {error}.",
             )
             continue
         if not facts.takes(array.shape):
             yield Problem.at(
                 key,
-                Kind.MISMATCH,
+                Kind.VALUE_MISMATCH,
                 f"the value has the shape {list(array.shape)}, but the input has the shape "
                 f"{facts.shape_text}.",
             )
@@ -87,7 +87,7 @@ def _fix_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
         if not facts.takes(shape):
             yield Problem.at(
                 key,
-                Kind.MISMATCH,
+                Kind.VALUE_MISMATCH,
                 f"the shape {list(shape)} does not fit the input, which has the shape "
                 f"{facts.shape_text}.",
             )
@@ -97,7 +97,7 @@ def _fix_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
             if isinstance(size, str) and dims.setdefault(size, given) != given:
                 yield Problem.at(
                     key,
-                    Kind.MISMATCH,
+                    Kind.VALUE_MISMATCH,
                     f"the dimension {size!r} is {given} in this shape, but {dims[size]} elsewhere.",
                 )
         for dim, given in zip(by_name[name].type.tensor_type.shape.dim, shape, strict=True):

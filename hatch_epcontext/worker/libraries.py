@@ -41,8 +41,8 @@ def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
                 Kind.UNLOADABLE_LIBRARY,
                 "",
                 f"{plugin.package} was registered as {name!r} and offers {listing(offered)}, not {ep}.",
-                "Set `ep-name` to the name that it offers. Some libraries name their EP after their "
-                "registration: for these set `registration-name`.",
+                "Set ep-name to the name that it offers. Some libraries name their EP after their "
+                "registration: for these set registration-name.",
             )
         )
 
@@ -53,14 +53,14 @@ def _registration_problem(plugin: Plugin, ep: str, error: Exception, library: Pa
             Kind.UNLOADABLE_LIBRARY,
             "",
             f"the package of {ep} cannot be imported: {error}.",
-            f"Install {plugin.package}, or add the package that contains it to `requirements`.",
+            f"Install {plugin.package}, or add the package that contains it to its requirements.",
         )
     if isinstance(error, AttributeError):
         return Problem(
             Kind.UNLOADABLE_LIBRARY,
             "",
             f"{plugin.module} is not the package of a plugin EP: {error}.",
-            "Such a package has get_library_path(). Without one, set `library` to the library's path.",
+            "Such a package has get_library_path(). Without one, set library to the library's path.",
         )
     if "CreateEpFactories" in str(error):
         return Problem(

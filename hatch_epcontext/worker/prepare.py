@@ -18,7 +18,7 @@ from hatch_epcontext.ipc.protocol import (
 )
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.fix import feeds_for, fix
+from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.reference import check_outputs, reference
 from hatch_epcontext.worker.session import cpu_options, open_session
@@ -78,7 +78,7 @@ def _write_fixed(spec: ModelSpec, folder: Path, simplifier: Simplifier) -> Path:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         copy((source.parent / name).resolve(), target)
-    fix(model, spec)
+    fix_inputs(model, spec)
     name = f"{spec.name}.fixed.onnx"
     while name in data:
         name = f"_{name}"

@@ -45,7 +45,7 @@ def read_context(spec: ModelSpec, prepared: Path, result: Path, target: TargetSp
     problems = [
         *_wrong_contexts(contexts, result, provider),
         *_wrong_chip(compatibility, contexts, provider, target),
-        *_not_embeddable(contexts, provider, target),
+        *_not_embeddable(contexts, spec, provider, target),
         *_too_large(result, spec, target),
     ]
     if problems:
@@ -130,8 +130,8 @@ def _wrong_chip(
         yield Problem(
             Kind.WRONG_RESULT,
             f"target {target.name}",
-            f"{provider.ep} did not compile for the target's options: {difference}.",
-            f"The compatibility string of the result is {compatibility}",
+            f"{provider.ep} did not compile for the target's options: {difference}.\n"
+            f"The compatibility string of the result is {compatibility or 'missing'}.",
         )
 
 
@@ -155,7 +155,7 @@ def _check_data(model: onnx.ModelProto, result: Path, spec: ModelSpec, provider:
 
 
 def _not_embeddable(
-    contexts: list[onnx.NodeProto], provider: Provider, target: TargetSpec
+    contexts: list[onnx.NodeProto], spec: ModelSpec, provider: Provider, target: TargetSpec
 ) -> Iterator[Problem]:
     if target.settings.embed and provider.embeds_one and len(contexts) > 1:
         yield Problem(
@@ -163,7 +163,8 @@ def _not_embeddable(
             "",
             f"the model became {len(contexts)} contexts, and {provider.ep} loads only one that is "
             "embedded.",
-            "Remove `embed`: the blobs are then in a file beside the context model.",
+            "Put the blobs into a file beside the context model.",
+            settings=(Setting(spec.key / "embed", False),),
         )
 
 
@@ -176,6 +177,12 @@ def _too_large(result: Path, spec: ModelSpec, target: TargetSpec) -> Iterator[Pr
         Kind.TOO_LARGE,
         "",
         f"{result.name} has {size / 2**30:.1f} GiB, but an ONNX file cannot be larger than 2 GiB.",
-        "Remove `embed`." if embed else "Give large weights a file of their own.",
-        settings=() if embed else (Setting(spec.key / "external-initializers", True),),
+        "Put the blob into a file beside the context model."
+        if embed
+        else "Give large weights a file of their own.",
+        settings=(
+            Setting(spec.key / "embed", False)
+            if embed
+            else Setting(spec.key / "external-initializers", True),
+        ),
     )

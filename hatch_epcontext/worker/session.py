@@ -150,7 +150,7 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
         kinds = [each for each in offered if each.device.type.name.lower() == settings.device]
         if provider.cross_compiles:
             kinds = kinds or offered
-    chosen = [each for each in kinds if matches(each, settings.device_filter)]
+    chosen = [each for each in kinds if _matches(each, settings.device_filter)]
     if chosen:
         # Devices that fit are interchangeable, unless a policy chooses among them.
         return chosen if settings.policy else chosen[:1]
@@ -170,14 +170,14 @@ def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
                     *(f"  {line}" for line in incompatibilities(provider.ep)),
                 ]
             ),
-            "Choose one with `device` and `device-filter`."
+            "Choose one with device and device-filter."
             if offered
             else "Build on a machine that has one, or leave the target out.",
         )
     )
 
 
-def matches(device: Any, wanted: Mapping[str, str]) -> bool:
+def _matches(device: Any, wanted: Mapping[str, str]) -> bool:
     """Whether an EP's device has the properties of a ``device-filter``; case does not matter."""
     facts = {
         **dict(device.device.metadata),

@@ -32,8 +32,8 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
         }
         if result == results[-1]:
             sharing["ep.stop_share_ep_contexts"] = "1"
-        compile_context(Path(path), result, target, sharing)
-    equalize_spill_fill(results)
+        compile_context(Path(path), result, target, sharing, spec.key)
+    _equalize_spill_fill(results)
     contexts = tuple(
         read_context(spec, Path(path), result, target)
         for spec, path, result in zip(request.models, request.prepared, results, strict=True)
@@ -61,7 +61,7 @@ def _sidecars(result: Path) -> set[str]:
     }
 
 
-def equalize_spill_fill(results: list[Path]) -> None:
+def _equalize_spill_fill(results: list[Path]) -> None:
     """Give every context the largest ``max_size`` of all: the size of QNN's spill-fill buffer.
 
     The first member that is opened allocates the buffer for all, and it can be any of them.

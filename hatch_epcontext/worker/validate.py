@@ -10,7 +10,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.protocol import ValidateReply, ValidateRequest
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.fix import feeds_for, fix
+from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.inputs import dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.reference import check_outputs, reference
@@ -62,14 +62,14 @@ def _feeds(request: ValidateRequest) -> dict[str, Array]:
     if not request.has_source:
         return dummy_inputs(request.context.inputs, spec)
     source = graph.read(Path(spec.path), spec.key)
-    fix(source, spec)
+    fix_inputs(source, spec)
     feeds = feeds_for(source, spec)
     if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
         inputs = "the inputs" if len(more) > 1 else "the input"
         raise ModelError(
             Problem.at(
                 spec.key,
-                Kind.MISMATCH,
+                Kind.VALUE_MISMATCH,
                 f"the source model has {inputs} {', '.join(map(repr, more))}, and the compiled model "
                 "does not.",
                 "Give the values to which they were frozen.",

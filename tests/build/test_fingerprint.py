@@ -18,6 +18,7 @@ CHANGED: dict[str, Any] = {
     "provider": "other",
     "ep": "OtherExecutionProvider",
     "registration_name": "other",
+    "library_module": "other",
     "library_sha256": "11",
     "provider_options": {"a": "1"},
     "session_options": {"a": "1"},

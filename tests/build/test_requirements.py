@@ -11,8 +11,8 @@ from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.requirements import (
     INSPECTION,
     TOOLS,
+    _relevant_distributions,
     check_environment,
-    relevant_distributions,
     versions_of,
 )
 from hatch_epcontext.errors import ConfigError, RequirementError
@@ -206,9 +206,9 @@ def test_a_machine_without_packages_of_the_provider(
 
 def test_only_the_versions_of_the_target_count(project: Path) -> None:
     npu, cpu = config(project).models[0].targets
-    assert "onnxruntime-qnn" in relevant_distributions(npu)
-    assert "onnxruntime-qnn" not in relevant_distributions(cpu)
-    assert "onnxruntime" in relevant_distributions(cpu)
+    assert "onnxruntime-qnn" in _relevant_distributions(npu)
+    assert "onnxruntime-qnn" not in _relevant_distributions(cpu)
+    assert "onnxruntime" in _relevant_distributions(cpu)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.conftest import needs_qnn
 from tests.models import network, save, unknown_operator
 
 
@@ -39,6 +40,16 @@ def test_a_failed_model_is_reported_and_the_others_are_measured(
     assert " net " in result.stdout
     assert "not every model could be measured" in result.stderr
     assert "cannot be run on the CPU" in result.stderr
+
+
+@needs_qnn
+def test_without_measurements_there_is_no_table_and_each_problem_once(
+    cli: Cli, tmp_path: Path
+) -> None:
+    source = save(unknown_operator(), tmp_path / "other.onnx")
+    result = cli("bench", source, "-p", "qnn", "-n", "1", "-q", code=1)
+    assert result.stdout == ""
+    assert result.stderr.count("cannot be run on the CPU") == 1
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,22 @@ def test_wrong_usage(cli: Cli, app_project: Path, arguments: tuple[str, ...], me
     assert message in cli("build", app_project, *arguments, code=2).stderr
 
 
+def test_an_unknown_target_of_a_variable_names_the_variable(
+    cli: Cli, app_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_TARGETS", "thre")
+    monkeypatch.setenv("HATCH_EPCONTEXT_FROM_CACHE", "four")
+    printed = cli("build", app_project, code=2).stderr
+    assert "HATCH_EPCONTEXT_TARGETS: EPC009" in printed
+    printed = cli("build", app_project, "--target", "five", code=2).stderr
+    assert "HATCH_EPCONTEXT_FROM_CACHE: EPC009" in printed
+    assert "--target" not in printed
+
+
 def test_a_folder_without_a_project_is_an_error(cli: Cli, tmp_path: Path) -> None:
-    assert "pyproject.toml" in cli("build", tmp_path, code=1).stderr
+    assert "pyproject.toml: EPC025" in cli("build", tmp_path, code=2).stderr
+    (tmp_path / "pyproject.toml").write_text("[project", encoding="utf-8")
+    assert "pyproject.toml: EPC025" in cli("build", tmp_path, code=2).stderr
     (tmp_path / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
     assert "[tool.epcontext]" in cli("build", tmp_path, code=2).stderr
 

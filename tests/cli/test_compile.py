@@ -53,6 +53,7 @@ def test_an_embedded_blob_and_any_file_name(cli: Cli, source: Path, out: Path) -
     assert (node.op_type, node.name.startswith("QNN")) == ("EPContext", True)
 
 
+@pytest.mark.slow
 @needs_qnn
 def test_weights_are_shared_as_by_the_tool_of_onnx_runtime(
     cli: Cli, tmp_path: Path, out: Path
@@ -246,4 +247,4 @@ def test_a_timeout_names_the_flag_that_raises_it(cli: Cli, source: Path, out: Pa
     arguments = ("-o", out, "-p", "cpu", "--set", "build.timeout=0.01")
     printed = cli("compile", source, *arguments, code=1).stderr
     assert "compiling failed, nothing is written:" in printed
-    assert printed.endswith("\n    Add --set build.timeout\n")
+    assert printed.endswith("\n    Add --set build.timeout=0.02\n")

@@ -68,7 +68,7 @@ def test_a_plugin_ep_without_its_driver_has_a_reason(found: dict[str, Any]) -> N
 @pytest.mark.usefixtures("_only_cpu")
 def test_the_environment_is_printed(cli: Cli, tmp_path: Path) -> None:
     printed = cli("doctor", tmp_path).stdout
-    assert "There is no pyproject.toml here." in printed
+    assert "The folder has no pyproject.toml." in printed
     assert f"cache: {tmp_path / 'user-cache'}, 0 artifacts" in printed
     assert "problems:" not in printed
     assert not (tmp_path / "user-cache").exists()

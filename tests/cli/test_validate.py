@@ -90,6 +90,7 @@ def test_a_source_with_other_inputs_is_an_error(cli: Cli, context: Path, tmp_pat
 def test_a_context_for_another_chip_is_an_error(cli: Cli, context: Path) -> None:
     printed = cli("validate", context, "-O", "soc_model=43", code=1).stderr
     assert "soc_model = 43 was requested, but the EP compiled for 60" in printed
+    assert "\n    Its compatibility string is v2:" in printed
     cli("validate", context, "-O", "soc_model=60", "--structure")
 
 
@@ -124,6 +125,7 @@ def test_a_sidecar_in_another_folder_is_an_error(cli: Cli, context: Path) -> Non
     assert "is not in its folder" in cli("validate", context, code=1).stderr
 
 
+@pytest.mark.slow
 @needs_qnn
 def test_contexts_that_share_weights_do_not_crash_the_simulator(cli: Cli, tmp_path: Path) -> None:
     models = [save(transformer(n), tmp_path / f"m{n}.onnx") for n in (64, 1)]
@@ -189,3 +191,13 @@ def test_other_files_are_errors(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a.onnx").write_text("text", encoding="utf-8")
     assert "is not an ONNX model" in cli("validate", tmp_path / "a.onnx", code=1).stderr
     assert "does not exist" in cli("validate", tmp_path / "b.onnx", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [("validate=false", "validate"), ("validate.mode=structure", "validate.mode")],
+)
+def test_the_mode_cannot_be_set(cli: Cli, source: Path, setting: str, flag: str) -> None:
+    printed = cli("validate", source, "-p", "cpu", "--set", setting, code=2).stderr
+    assert f"--set {flag}: EPC007\n    cannot be set" in printed
+    assert "check only the structure" in printed

@@ -245,3 +245,17 @@ provider = "openvino"
     assert problem.kind is Kind.CONFLICTING_REQUIREMENTS
     assert "no single ONNX Runtime distribution fits all targets" in problem.message
     assert "amd: onnxruntime-migraphx, intel: onnxruntime or onnxruntime-gpu" in problem.message
+
+
+def test_another_library_package_gives_other_settings(project: Path) -> None:
+    settings = [
+        target(project, f'provider = "plugin"\nlibrary = "{name}"\nep-name = "X"').settings
+        for name in ("one_ep", "other_ep")
+    ]
+    assert settings[0] != settings[1]
+    assert [each.library_module for each in settings] == ["one_ep", "other_ep"]
+
+
+def test_a_model_of_a_glob_is_named_in_its_problems(project: Path) -> None:
+    config = read(project, 'provider = "cpu"\nmodels = ["models/*.onnx"]\n')
+    assert [model.key.model for model in config.models] == ["models/a.onnx", "models/b.onnx"]

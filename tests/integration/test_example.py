@@ -22,7 +22,7 @@ from tests.integration.conftest import (
     tool,
 )
 
-pytestmark = needs_qnn
+pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
 
 WHEEL = "digits_app-1.0.0-py3-none-any.whl"
 SHIPPED = {

@@ -127,6 +127,7 @@ def test_a_chip_that_the_ep_does_not_know(project: Project) -> None:
     assert "QNN_DEVICE_ERROR_INVALID_CONFIG" in text
 
 
+@pytest.mark.network
 def test_a_provider_that_is_not_installed(
     project: Project, fresh: Environment, wheelhouse: Path
 ) -> None:
@@ -164,6 +165,8 @@ def test_an_output_folder_with_other_files(project: Project) -> None:
     assert 'the project has files of its own in "my_app"' in project.failure()
 
 
+@pytest.mark.network
+@pytest.mark.slow
 def test_front_ends_show_the_message_without_a_traceback(
     project: Project, env: dict[str, str]
 ) -> None:

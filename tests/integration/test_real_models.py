@@ -10,7 +10,7 @@ from hatch_epcontext.build.artifact import Result, ValidationStatus
 from hatch_epcontext.build.report import summarize
 from tests.conftest import needs_qnn
 
-pytestmark = needs_qnn
+pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

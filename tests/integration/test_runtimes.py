@@ -16,10 +16,14 @@ from tests.integration.conftest import run
 from tests.models import network, save
 from tests.projects import PROJECT
 
-pytestmark = pytest.mark.skipif(
-    (sys.platform, platform.machine()) != ("linux", "x86_64") or sys.version_info < (3, 11),
-    reason="onnxruntime-gpu has no wheels for this Python or platform",
-)
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        (sys.platform, platform.machine()) != ("linux", "x86_64") or sys.version_info < (3, 11),
+        reason="onnxruntime-gpu has no wheels for this Python or platform",
+    ),
+]
 
 TENSORRT = """
 provider = "tensorrt"

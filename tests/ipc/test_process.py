@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
-from hatch_epcontext.ipc.process import TAIL, Workers
+from hatch_epcontext.ipc.process import _TAIL, Workers
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelSpec, PrepareRequest
 from tests.models import network, save
 
@@ -68,7 +68,7 @@ def test_a_crash_is_reported_with_its_signal_and_the_end_of_the_log(
     assert crashed.message == "the worker crashed with SIGSEGV."
     assert "Segmentation fault" in crashed.log
     assert "line 49" in crashed.log
-    assert len(crashed.log.splitlines()) == TAIL
+    assert len(crashed.log.splitlines()) == _TAIL
 
 
 def test_the_hint_for_a_killed_worker_is_memory(tmp_path: Path, fake_onnx: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_large_wheel_is_a_warning_with_its_largest_files(
     finished = {**finished, **{f"my_app/data/{n}": b"x" * n for n in range(1, 20)}}
     path = archived({**finished, "my_app/large.bin": b"x" * 100_000}, tmp_path)
     assert wheel.check_size(path, None) is None
-    monkeypatch.setattr(wheel, "WARN_AT", 50_000)
+    monkeypatch.setattr(wheel, "_WARN_AT", 50_000)
     warning = wheel.check_size(path, None)
     assert warning is not None
     lines = warning.splitlines()
@@ -199,4 +199,4 @@ def test_a_large_wheel_is_a_warning_with_its_largest_files(
         wheel.check_size(path, 60_000)
     assert "my_app/large.bin" in str(raised.value)
     (problem,) = raised.value.problems
-    assert (problem.kind, problem.key) == (Kind.LARGE_WHEEL, wheel.MAX_SIZE)
+    assert (problem.kind, problem.key) == (Kind.LARGE_WHEEL, wheel._MAX_SIZE)

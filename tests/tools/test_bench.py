@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from hatch_epcontext.build.plan import Plan, plan
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
@@ -14,6 +16,8 @@ from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.tools.bench import Bench, Case, Opened, bench
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, save, unknown_operator
+
+pytestmark = pytest.mark.slow
 
 QNN = """
 provider = "qnn"

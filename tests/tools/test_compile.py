@@ -5,16 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact
+from hatch_epcontext.build.artifact import Artifact, Result
+from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.errors import ConfigError, OutputError
-from hatch_epcontext.tools.compile import destinations, is_file, publish, refuse_sources
+from hatch_epcontext.tools.compile import (
+    _destinations,
+    _publish,
+    _refuse_sources,
+    compile_models,
+    is_file,
+)
 from tests.results import configured, resulting
 
 
 @pytest.fixture
 def files(project: Path, artifact: Artifact, tmp_path: Path) -> dict[Path, Path]:
     built = resulting(configured(project), artifact).built
-    return destinations(built, tmp_path / "new" / "out")
+    return _destinations(built, tmp_path / "new" / "out")
 
 
 def test_sidecars_come_before_context_models(files: dict[Path, Path]) -> None:
@@ -25,12 +32,12 @@ def test_the_context_model_can_have_another_name(
     project: Path, artifact: Artifact, tmp_path: Path
 ) -> None:
     built = resulting(configured(project), artifact).built
-    found = destinations(built, tmp_path, "model.onnx")
+    found = _destinations(built, tmp_path, "model.onnx")
     assert [target.name for target in found] == ["a_ctx_qnn.bin", "model.onnx"]
 
 
 def test_all_files_are_copied_and_nothing_else_is_left(files: dict[Path, Path]) -> None:
-    publish(files, overwrite=False)
+    _publish(files, overwrite=False)
     folder = next(iter(files)).parent
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
         source.name: source.read_bytes() for source in files.values()
@@ -42,10 +49,10 @@ def test_existing_files_are_only_replaced_with_overwrite(files: dict[Path, Path]
     folder.mkdir(parents=True)
     (folder / "a_ctx.onnx").write_bytes(b"theirs")
     with pytest.raises(OutputError, match=r"a_ctx\.onnx: EPC501\n    exists already"):
-        publish(files, overwrite=False)
+        _publish(files, overwrite=False)
     assert [path.name for path in folder.iterdir()] == ["a_ctx.onnx"]
     assert (folder / "a_ctx.onnx").read_bytes() == b"theirs"
-    publish(files, overwrite=True)
+    _publish(files, overwrite=True)
     assert (folder / "a_ctx.onnx").read_bytes() == b"context"
 
 
@@ -61,15 +68,15 @@ def test_a_failed_copy_leaves_nothing(
 
     monkeypatch.setattr(shutil, "copyfile", fails)
     with pytest.raises(OSError, match="full"):
-        publish(files, overwrite=True)
+        _publish(files, overwrite=True)
     assert list(next(iter(files)).parent.iterdir()) == []
 
 
 def test_a_source_is_never_replaced(project: Path, artifact: Artifact) -> None:
     result = resulting(configured(project), artifact)
     with pytest.raises(OutputError, match="is a file of the source model"):
-        refuse_sources([project / "models" / ".." / "models" / "a.onnx"], result.sources)
-    refuse_sources([project / "models" / "other.onnx"], result.sources)
+        _refuse_sources([project / "models" / ".." / "models" / "a.onnx"], result.sources)
+    _refuse_sources([project / "models" / "other.onnx"], result.sources)
 
 
 def test_only_a_single_model_can_be_compiled_into_a_file(tmp_path: Path) -> None:
@@ -79,3 +86,17 @@ def test_only_a_single_model_can_be_compiled_into_a_file(tmp_path: Path) -> None
     assert not is_file(tmp_path / "b.onnx", ["a", "b"])
     with pytest.raises(ConfigError, match="several models need a folder"):
         is_file(tmp_path / "a.onnx", ["a", "b"])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("output", ["file", "file/out", "file/out/a.onnx"])
+def test_an_output_below_a_file_is_an_error_before_anything_runs(
+    project: Path, tmp_path: Path, output: str, overwrite: bool
+) -> None:
+    (tmp_path / "file").write_bytes(b"theirs")
+
+    def run(planned: Plan, staging: Path) -> Result:
+        raise AssertionError
+
+    with pytest.raises(OutputError, match=r"file: EPC501\n    is a file, and not a folder"):
+        compile_models(configured(project), tmp_path / output, run, overwrite=overwrite)

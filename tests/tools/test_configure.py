@@ -97,10 +97,20 @@ def test_keys_of_flags_and_of_wheels_cannot_be_set() -> None:
 
 def test_variables_about_the_build_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_JOBS", "3")
+    monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "5")
     monkeypatch.setenv("HATCH_EPCONTEXT_TARGETS", "x-elite")
     monkeypatch.setenv("HATCH_EPCONTEXT_VALIDATE", "false")
     found = config(tmp_path)
-    assert found.build.jobs == 3
+    assert (found.build.jobs, found.build.timeout) == (3, 5)
     assert found.models[0].validate.mode == "auto"
     assert found.cache_dir == tmp_path / "user-cache"
     assert config(tmp_path, cache_dir=tmp_path / "other").cache_dir == tmp_path / "other"
+
+
+def test_a_setting_wins_over_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "0.1")
+    monkeypatch.setenv("HATCH_EPCONTEXT_JOBS", "3")
+    found = config(tmp_path, settings={"build.timeout": 600.0})
+    assert (found.build.timeout, found.build.jobs) == (600, 3)
+    monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "never")
+    assert config(tmp_path, settings={"build.timeout": 600.0}).build.timeout == 600

@@ -6,10 +6,10 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.tools.init import HOOK, NewModel, add_models
+from hatch_epcontext.tools.init import NewModel, add_models
 
 QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
 

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import CompileSettings
-from hatch_epcontext.errors import BuildError, Key, Kind
+from hatch_epcontext.errors import BuildError, Key, Kind, Setting
 from hatch_epcontext.ipc.protocol import (
     CompileReply,
     CompileRequest,
@@ -25,6 +25,7 @@ from hatch_epcontext.ipc.protocol import (
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker import compile as compile_worker
 from hatch_epcontext.worker import prepare as prepare_worker
+from hatch_epcontext.worker.compiler import explained
 from tests.conftest import needs_qnn
 from tests.models import (
     choosing_nothing,
@@ -207,3 +208,15 @@ def test_nothing_compiled_in_memory_is_an_error(tmp_path: Path) -> None:
     to = target("qnn", X_ELITE, embed=True, in_memory=True)
     with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
         compiled(path, to, tmp_path)
+
+
+def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model() -> None:
+    branches = helper.make_graph([helper.make_node("If", ["x"], ["y"])], "graph", [], [])
+    error = RuntimeError("Unable to compile any nodes")
+    for key, settings in ((MODEL, (Setting(MODEL / "constants"),)), (None, ())):
+        with (
+            pytest.raises(BuildError, match="It has If, which few EPs compile") as raised,
+            explained(PROVIDERS["qnn"], lambda: branches, key),
+        ):
+            raise error
+        assert raised.value.problems[0].settings == settings

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.protocol import ModelSpec
-from hatch_epcontext.worker.fix import fix
+from hatch_epcontext.worker.fix import fix_inputs
 from tests.models import model, value
 
 MODEL = Key(("models", 0))
@@ -40,26 +40,26 @@ def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:
 
 def problem(made: onnx.ModelProto, **settings: Any) -> Problem:
     with pytest.raises(ModelError) as raised:
-        fix(made, spec(**settings))
+        fix_inputs(made, spec(**settings))
     (found,) = raised.value.problems
     return found
 
 
 def test_dims_are_fixed_in_all_tensors() -> None:
     made = two_inputs()
-    fix(made, spec(dims={"n": 3}))
+    fix_inputs(made, spec(dims={"n": 3}))
     assert shapes(made) == {"x": [3, 4], "z": [3, ""], "scale": [1], "y": [3, 4]}
 
 
 def test_a_whole_shape_fixes_its_dims_in_all_tensors() -> None:
     made = two_inputs()
-    fix(made, spec(shapes={"z": (2, 4)}))
+    fix_inputs(made, spec(shapes={"z": (2, 4)}))
     assert shapes(made) == {"x": [2, 4], "z": [2, 4], "scale": [1], "y": [2, 4]}
 
 
 def test_constants_become_initializers_of_the_inputs_dtype() -> None:
     made = two_inputs()
-    fix(made, spec(constants={"scale": 2}))
+    fix_inputs(made, spec(constants={"scale": 2}))
     assert [each.name for each in made.graph.input] == ["x", "z"]
     (stored,) = made.graph.initializer
     array = numpy_helper.to_array(stored)
@@ -75,38 +75,38 @@ def test_constants_become_initializers_of_the_inputs_dtype() -> None:
         (
             {"shapes": {"x": (1,)}},
             "models[0].shapes.x",
-            Kind.MISMATCH,
+            Kind.VALUE_MISMATCH,
             "the shape [1] does not fit the input, which has the shape n x 4",
         ),
         (
             {"shapes": {"x": (1, 5)}},
             "models[0].shapes.x",
-            Kind.MISMATCH,
+            Kind.VALUE_MISMATCH,
             "the shape [1, 5] does not fit the input, which has the shape n x 4",
         ),
         (
             {"shapes": {"x": (1, 4), "z": (2, 4)}},
             "models[0].shapes.z",
-            Kind.MISMATCH,
+            Kind.VALUE_MISMATCH,
             "'n' is 2 in this shape, but 1 elsewhere",
         ),
         (
             {"dims": {"n": 2}, "shapes": {"x": (1, 4)}},
             "models[0].shapes.x",
-            Kind.MISMATCH,
+            Kind.VALUE_MISMATCH,
             "'n' is 1 in this shape",
         ),
         ({"constants": {"w": 1}}, "models[0].constants.w", Kind.UNKNOWN_INPUT, "has no input 'w'"),
         (
             {"constants": {"scale": "x"}},
             "models[0].constants.scale",
-            Kind.MISMATCH,
+            Kind.VALUE_MISMATCH,
             "does not fit the input",
         ),
         (
             {"constants": {"scale": [1, 2]}},
             "models[0].constants.scale",
-            Kind.MISMATCH,
+            Kind.VALUE_MISMATCH,
             "has the shape [2]",
         ),
     ],

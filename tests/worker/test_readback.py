@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import BuildError, Kind, Setting
 from hatch_epcontext.ipc.protocol import ModelSpec
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import readback
@@ -73,7 +73,7 @@ def test_a_context_model_that_is_too_large_is_an_error(
     monkeypatch.setattr(readback, "PROTOBUF_LIMIT", 10_000)
     with pytest.raises(BuildError, match="an ONNX file cannot be larger than 2 GiB") as raised:
         compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
-    assert raised.value.problems[0].hint == "Remove `embed`."
+    assert raised.value.problems[0].settings == (Setting(MODEL / "embed", False),)
 
 
 @needs_qnn

@@ -21,7 +21,7 @@ from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest, ModelSpec
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context
-from hatch_epcontext.worker.session import matches, options
+from hatch_epcontext.worker.session import _matches, options
 from tests.conftest import needs, needs_qnn
 from tests.models import model, network, save, value, weights
 from tests.worker.test_compile import MODEL, X_ELITE, target
@@ -144,7 +144,7 @@ def test_an_ep_that_returns_no_contexts_is_an_error(tmp_path: Path) -> None:
 def test_a_library_with_an_ep_of_another_name_is_an_error(tmp_path: Path) -> None:
     text = message(plugin_target("nxrt", "nxrt_ep_cpu", registration_name="nxrt_ep"), tmp_path)
     assert "nxrt_ep_cpu was registered as 'nxrt_ep' and offers cpu_ep, not nxrt." in text
-    assert "Set `ep-name` to the name that it offers" in text
+    assert "Set ep-name to the name that it offers" in text
 
 
 @needs_qnn
@@ -152,7 +152,7 @@ def test_an_ep_that_is_named_after_its_registration(tmp_path: Path) -> None:
     to = plugin_target("QNNExecutionProvider", "onnxruntime_qnn", registration_name="other")
     text = message(to, tmp_path)
     assert "registered as 'other' and offers other, not QNNExecutionProvider" in text
-    assert "set `registration-name`" in text
+    assert "set registration-name" in text
 
 
 @needs_qnn
@@ -238,7 +238,7 @@ def test_a_device_filter_compares_all_properties(wanted: dict[str, str], fits: b
         metadata={"is_virtual": "1"},
     )
     device = SimpleNamespace(device=hardware, ep_metadata={"npu_platform": "4000"})
-    assert matches(device, wanted) is fits
+    assert _matches(device, wanted) is fits
 
 
 @needs_qnn

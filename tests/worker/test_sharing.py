@@ -13,7 +13,7 @@ from hatch_epcontext.ipc.protocol import CompileRequest, ModelSpec
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compile import handle
 from hatch_epcontext.worker.compiler import compile_context
-from hatch_epcontext.worker.sharing import compile_group, equalize_spill_fill
+from hatch_epcontext.worker.sharing import _equalize_spill_fill, compile_group
 from tests.conftest import needs_qnn
 from tests.models import save, transformer, value
 from tests.worker.test_compile import X_ELITE, target
@@ -63,7 +63,7 @@ def test_contexts_with_a_sidecar_each_are_an_error(
 
     # An EP without weight sharing.
     monkeypatch.setattr(
-        sharing, "compile_context", lambda path, result, to, _: compile_context(path, result, to)
+        sharing, "compile_context", lambda path, result, to, *_: compile_context(path, result, to)
     )
     request = request_for(tmp_path, prefill=transformer(64), decode=transformer(1))
     with pytest.raises(
@@ -89,7 +89,7 @@ def test_every_member_gets_the_largest_spill_fill_buffer(tmp_path: Path) -> None
     # ONNX Runtime's reference tool is meant to do this too, but writes each member's own size back.
     sizes = {"a": 10, "b": 4096, "c": 0, "d": None}
     paths = [save(context_of(size), tmp_path / f"{name}.onnx") for name, size in sizes.items()]
-    equalize_spill_fill(paths)
+    _equalize_spill_fill(paths)
     nodes = [onnx.load(path).graph.node[0] for path in paths]
     assert [graph.attribute(node, "max_size", -1) for node in nodes] == [4096, 4096, 4096, -1]
     assert {graph.attribute(node, "ep_cache_context", b"") for node in nodes} == {b"shared.bin"}
@@ -98,7 +98,7 @@ def test_every_member_gets_the_largest_spill_fill_buffer(tmp_path: Path) -> None
 def test_equal_buffers_leave_the_files_unchanged(tmp_path: Path) -> None:
     paths = [save(context_of(0), tmp_path / f"{name}.onnx") for name in "ab"]
     before = [path.stat().st_mtime_ns for path in paths]
-    equalize_spill_fill(paths)
+    _equalize_spill_fill(paths)
     assert [path.stat().st_mtime_ns for path in paths] == before
 
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hatch_epcontext.errors import Key, Kind, Problem
+from hatch_epcontext.errors import Key, KeyNames, Kind, Problem
 from hatch_epcontext.text import show, toml_key
 
 
 def check_values(key: Key, table: Any) -> Iterator[Problem]:
-    """Each value of ``table``, which stands at ``key``, by the check that its key declares."""
+    """Each value of ``table``, which is at ``key``, by the check that its key declares."""
     for field in dataclasses.fields(table):
         value, check = getattr(table, field.name), field.metadata["check"]
         if value is not None and check is not None and (allowed := check(value)):
@@ -35,10 +35,11 @@ def check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Iterator[Pr
     """Keys and names: no two may be the same, in any case, because they would share a folder."""
     seen: dict[str, Key] = {}
     for key, name in named:
-        if seen.setdefault(name.casefold(), key) != key:
+        first = seen.setdefault(name.casefold(), key)
+        if first is not key:
             yield Problem.at(
                 key,
                 Kind.DUPLICATE_NAME,
-                f"has the same name as another {what}: {show(name)}.",
+                f"has the same name as {KeyNames().key(first)}: {show(name)}.",
                 f"Give each {what} its own name.",
             )

@@ -8,7 +8,7 @@ from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.providers import OptionValue, Provider, render
 from hatch_epcontext.text import listing, show, suggestion
 
-SESSION_OPTIONS = frozenset(
+_SESSION_OPTIONS = frozenset(
     """
     ep.context_node_name_prefix ep.dynamic.workload_type ep.enable_weightless
     memory.enable_memory_arena_shrinkage mlas.disable_kleidiai
@@ -37,7 +37,7 @@ SESSION_OPTIONS = frozenset(
 )
 """Session options that a user may set (``onnxruntime_session_options_config_keys.h``, ONNX Runtime 1.31)."""
 
-RESERVED_SESSION_OPTIONS = {
+_RESERVED_SESSION_OPTIONS = {
     "ep.context_enable": "compiling always sets it",
     "ep.context_embed_mode": "use embed = true or false",
     "ep.context_file_path": "the places of files in the wheel are fixed",
@@ -132,16 +132,16 @@ def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> P
 def check_session_options(key: Key, options: Mapping[str, OptionValue]) -> Iterator[Problem]:
     """The table of session options at ``key``."""
     for name, value in options.items():
-        if name in RESERVED_SESSION_OPTIONS:
-            message = f"is reserved: {RESERVED_SESSION_OPTIONS[name]}."
+        if name in _RESERVED_SESSION_OPTIONS:
+            message = f"is reserved: {_RESERVED_SESSION_OPTIONS[name]}."
             yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
-        elif name not in SESSION_OPTIONS:
-            near = suggestion(name, sorted(SESSION_OPTIONS)).split("Allowed:")[0]
+        elif name not in _SESSION_OPTIONS:
+            near = suggestion(name, sorted(_SESSION_OPTIONS)).split("Allowed:")[0]
             yield Problem.at(
                 key / name,
                 Kind.UNKNOWN_SESSION_OPTION,
                 "is not a session option of ONNX Runtime.",
-                f"{near}ONNX Runtime would accept it in silence, and ignore it.",
+                f"{near}ONNX Runtime would accept it, and ignore it silently.",
             )
         elif isinstance(value, Mapping):
             message = f"must not be a table: {show(value)}."

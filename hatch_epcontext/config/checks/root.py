@@ -8,11 +8,11 @@ from typing import Any
 
 from hatch_epcontext.config.checks.common import check_values
 from hatch_epcontext.config.tables import RootTable, TargetTable
-from hatch_epcontext.errors import ROOT, Key, Kind, Problem, Setting
+from hatch_epcontext.errors import HOOK, ROOT, Key, Kind, Problem, Setting
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import quoted_key, show, toml_key
 
-HOOK_KEYS = frozenset(
+_HOOK_KEYS = frozenset(
     {
         "dependencies",
         "enable-by-default",
@@ -25,10 +25,10 @@ HOOK_KEYS = frozenset(
 
 def check_hook(table: Mapping[str, Any]) -> Iterator[Problem]:
     """The hook's own table, which belongs to Hatch."""
-    for key in sorted(table.keys() - HOOK_KEYS):
+    for key in sorted(table.keys() - _HOOK_KEYS):
         yield Problem(
             Kind.UNKNOWN_KEY,
-            f"tool.hatch.build.targets.wheel.hooks.epcontext.{quoted_key(key)}",
+            f"{HOOK}.{quoted_key(key)}",
             "is not one of Hatch's keys for a hook.",
             f"The configuration belongs in [{ROOT}].",
         )
@@ -66,7 +66,6 @@ def check_root(table: RootTable) -> Iterator[Problem]:
 
 
 def _check_target_keys(table: RootTable) -> Iterator[Problem]:
-    first = next(iter(table.targets))
     for field in dataclasses.fields(TargetTable):
         value = getattr(table, field.name)
         empty = {} if field.default is dataclasses.MISSING else field.default
@@ -76,8 +75,12 @@ def _check_target_keys(table: RootTable) -> Iterator[Problem]:
                 Key() / name,
                 Kind.NOT_APPLICABLE,
                 "belongs to a target, and this configuration has [targets].",
-                "Move it to the table of a target.",
-                Setting(Key() / "targets" / first / name, _plain(value)),
+                "Remove it, and set it in the tables of the targets that need it.",
+                *(
+                    Setting(Key() / "targets" / target / name, _plain(value))
+                    for target, its in table.targets.items()
+                    if getattr(its, field.name) in (None, empty, "")
+                ),
             )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.config.checks.options import (
-    RESERVED_SESSION_OPTIONS,
-    SESSION_OPTIONS,
+    _RESERVED_SESSION_OPTIONS,
+    _SESSION_OPTIONS,
     check_options,
     check_session_options,
     render_options,
@@ -72,7 +72,7 @@ def test_session_options_are_known_and_not_reserved() -> None:
     assert unknown.hint is not None
     assert 'Did you mean "session.intra_op_num_threads"?' in unknown.hint
     assert "compiling always sets it" in reserved.message
-    assert not SESSION_OPTIONS & RESERVED_SESSION_OPTIONS.keys()
+    assert not _SESSION_OPTIONS & _RESERVED_SESSION_OPTIONS.keys()
 
 
 def test_rendering_leaves_out_refused_options() -> None:

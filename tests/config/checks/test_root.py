@@ -53,4 +53,7 @@ def test_a_key_of_a_target_beside_targets_names_its_place_there(project: Path) -
         'min-coverage = 0\n[targets.npu]\nprovider = "qnn"\n[targets.cpu]\nprovider = "cpu"',
     )
     assert location == "min-coverage"
-    assert found.text().endswith("Set tool.epcontext.targets.npu.min-coverage = 0.0")
+    assert [str(setting) for setting in found.settings] == [
+        "tool.epcontext.targets.npu.min-coverage = 0.0",
+        "tool.epcontext.targets.cpu.min-coverage = 0.0",
+    ]
