@@ -62,8 +62,8 @@ and so do tables where an option takes JSON.
 If an EP does not find what it needs, the error names it: a device, with all devices that there are and
 the EP's own reasons, or a library of the driver, with the package that contains it.
 
-An option counts when the model is compiled, when a session is opened, or for both. All options can stand
-in `provider-options`. Options that count only when a session is opened can also stand in `load-options`.
+An option counts when the model is compiled, when a session is opened, or for both. All options can be
+in `provider-options`. Options that count only when a session is opened can also be in `load-options`.
 Options that do not count then are not shipped. An address in the app's memory, such as that of a stream,
 can only come from the app: `load(name, provider_options={...})`.
 
@@ -177,7 +177,7 @@ Hatch's own table switches the hook on, and can be empty:
 _ABOUT: Mapping[str, str] = {
     "[tool.epcontext]": """\
 With `provider` this is the short form: one target with the name of its provider. The keys of this target
-stand in this table too.""",
+are in this table too.""",
     "[tool.epcontext.build]": """\
 How the build runs. `HATCH_EPCONTEXT_<KEY>` wins over each key.""",
     "[tool.epcontext.wheel]": """\
@@ -188,7 +188,7 @@ A named place that models are compiled for.""",
 A model. It can also have these keys of its targets, and narrows them: <narrowable>. Tables are merged,
 and other values replaced. Each counts for those targets that can use it.""",
     "validate": """\
-How a model is [validated](validation.md). The mode alone can stand in place of the table:
+How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
     "tolerance": """\
 The limits of `validate.tolerance`. An output passes if

@@ -2,7 +2,7 @@
 
 All functions run ONNX Runtime and EPs in worker processes, and so import neither onnxruntime nor onnx.
 They raise subclasses of `EpcontextError`, whose ``problems`` have a kind, a location, a message and a
-hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it stands for. Paths can
+hint. The location of a wrong argument is the key of ``[tool.epcontext]`` that it corresponds to. Paths can
 be strings or path objects.
 
 These environment variables count, as in a build: ``HATCH_EPCONTEXT_CACHE_DIR``, ``_NO_CACHE``, ``_JOBS``

@@ -427,7 +427,7 @@ class Key:
     """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in.
 
     ``model``: the path of the model in whose table the key is, because an index says little, and one
-    glob stands for several models.
+    glob can match several models.
     """
 
     parts: tuple[str | int, ...] = ()

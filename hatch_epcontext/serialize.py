@@ -176,7 +176,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Checked[T]:
 
 
 def from_text(text: str, type_: Any) -> Any:
-    """The value of ``type_`` that ``text`` stands for; raises ValueError with what is allowed."""
+    """The value of ``type_`` that ``text`` is written for; raises ValueError with what is allowed."""
     for value in (*_scalars(text), text):
         try:
             return _TOML.structure(value, type_)

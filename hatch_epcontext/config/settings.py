@@ -62,7 +62,7 @@ class CompileSettings:
 class Target:
     """A named place that a model is compiled for, with what the model narrows and all defaults.
 
-    ``key`` is where the optimization profiles stand in the configuration; they are also in
+    ``key`` is the place of the optimization profiles in the configuration; they are also in
     ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled for
     the target in this build.
     """

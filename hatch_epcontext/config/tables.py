@@ -50,7 +50,7 @@ def _key(
 
 
 def _required(doc: str, empty: Any) -> Any:
-    """A required key, which `checks` enforces: ``empty`` stands for a missing one."""
+    """A required key, which `checks` enforces: ``empty`` is the value of a missing one."""
     metadata = {"doc": doc, "otherwise": None, "when_missing": "", "check": None, "required": True}
     return field(default=empty, metadata=metadata)
 
@@ -223,7 +223,7 @@ class ToleranceTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateTable:
-    """``validate`` of a model; the mode alone may stand in its place."""
+    """``validate`` of a model; the mode alone may replace it."""
 
     mode: ValidationMode = _key(
         "`auto` runs the artifact where the provider can; `require` fails where it cannot; "

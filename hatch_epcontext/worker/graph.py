@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from numpy.typing import NDArray
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
@@ -236,18 +235,18 @@ def _indices(
         if -len(shape) <= axis < len(shape):
             yield node.input[1], shape[axis]
     elif node.op_type == "OneHot" and node.input[1] in stored:
-        yield node.input[0], int(_stored(stored[node.input[1]]).max())
+        yield node.input[0], _largest(stored[node.input[1]])
     elif node.op_type == "Equal":
         for index, range_ in (node.input, reversed(node.input)):
             if range_ in stored and max(sizes[range_], default=1) > 1:
-                yield index, int(_stored(stored[range_]).max()) + 1
+                yield index, _largest(stored[range_]) + 1
 
 
-def _stored(tensor: onnx.TensorProto) -> NDArray[np.float64]:
+def _largest(tensor: onnx.TensorProto) -> int:
     # External data is not read: such ranges are small.
     if uses_external_data(tensor):
-        return np.zeros(1)
-    return np.asarray(onnx.numpy_helper.to_array(tensor), np.float64)
+        return 0
+    return max(int(value) for value in onnx.numpy_helper.to_array(tensor).flat)
 
 
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:

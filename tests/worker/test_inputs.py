@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -104,7 +105,7 @@ def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None
     ],
 )
 def test_arrays_that_do_not_fit_are_an_error(
-    tmp_path: Path, arrays: dict[str, np.ndarray], message: str
+    tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]], message: str
 ) -> None:
     path = tmp_path / "inputs.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
