@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import json
 import subprocess
 import sys
@@ -120,6 +121,18 @@ def test_the_tests_mirror_the_folders() -> None:
     assert modules <= {
         path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("*.py")
     }
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    tests = Path(__file__).parent
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    skipped = pytestconfig.getini("norecursedirs")
+    # By default pytest leaves out every folder called "build".
+    assert not {name for folder in folders for name in folder.parts if _matches(name, skipped)}
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def loaded_after(code: str) -> set[str]:

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext.build.plan import Job, plan
+from hatch_epcontext.build.validation import (
+    describe_validation,
+    not_run_error,
+    reason_not_to_run,
+    validation_from_reply,
+    validation_key,
+    validation_of_shared,
+    validation_without_run,
+)
+from hatch_epcontext.config.settings import ValidateSettings
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
+from tests.results import configured
+
+AGREEMENTS = (Agreement("y", 0.0125, 0.9987), Agreement("z", 0.5, None))
+
+
+AGREES = "agrees with the CPU (cosine 0.99870, largest difference 0.5)"
+
+
+@pytest.fixture
+def job(project: Path) -> Job:
+    return plan(configured(project)).jobs[0]
+
+
+def with_validate(job: Job, **changes: Any) -> Job:
+    (model,) = job.models
+    validate = dataclasses.replace(model.validate, **changes)
+    return dataclasses.replace(job, models=(dataclasses.replace(model, validate=validate),))
+
+
+def elsewhere(job: Job) -> Job:
+    """The job with a provider that runs nothing on this machine."""
+    provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
+    return dataclasses.replace(job, target=dataclasses.replace(job.target, provider=provider))
+
+
+@pytest.mark.parametrize(
+    ("validation", "text"),
+    [
+        (
+            Validation(ValidationStatus.RAN, AGREEMENTS),
+            f"ran and {AGREES}",
+        ),
+        (
+            Validation(ValidationStatus.RAN, AGREEMENTS[1:]),
+            "ran and agrees with the CPU (largest difference 0.5)",
+        ),
+        (Validation(ValidationStatus.RAN), "ran, outputs finite, not compared"),
+        (
+            Validation(ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"),
+            f"ran on the CPU only (no GPU) and {AGREES}",
+        ),
+        (
+            Validation(ValidationStatus.RAN_ALONE, reason="shared"),
+            "structure checked (shared); compiled alone it ran, outputs finite, not compared",
+        ),
+        (
+            Validation(ValidationStatus.STRUCTURE, reason="no NPU"),
+            "structure checked, NOT run (no NPU)",
+        ),
+        (Validation(ValidationStatus.NOT_VALIDATED), "NOT validated (validate = false)"),
+    ],
+)
+def test_each_status_has_its_text(validation: Validation, text: str) -> None:
+    assert describe_validation(validation) == text
+
+
+@pytest.mark.parametrize(
+    ("mode", "status"),
+    [
+        (False, ValidationStatus.NOT_VALIDATED),
+        ("structure", ValidationStatus.STRUCTURE),
+        ("auto", None),
+        ("require", None),
+    ],
+)
+def test_the_mode_decides_whether_a_model_is_run(
+    job: Job, mode: Any, status: ValidationStatus | None
+) -> None:
+    job = with_validate(job, mode=mode)
+    found = validation_without_run(job, job.models[0])
+    assert (found.status if found else None) is status
+
+
+def test_a_machine_that_cannot_run_the_artifact_is_the_reason(job: Job) -> None:
+    assert reason_not_to_run(job) is None
+    job = elsewhere(job)
+    found = validation_without_run(job, job.models[0])
+    assert found is not None
+    assert found.status is ValidationStatus.STRUCTURE
+    assert found.reason is not None
+    assert "cannot run its contexts on this machine" in found.reason
+    required = with_validate(job, mode="require")
+    with pytest.raises(BuildError, match="cannot run its contexts on this machine"):
+        validation_without_run(required, required.models[0])
+
+
+def test_a_virtual_device_is_a_reason_not_to_run(job: Job) -> None:
+    settings = dataclasses.replace(job.target.settings, virtual_devices=True)
+    job = dataclasses.replace(job, target=dataclasses.replace(job.target, settings=settings))
+    assert reason_not_to_run(job) == "CPUExecutionProvider compiled for a virtual device"
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({}, 'tool.epcontext.models[0].validate = "auto"'),
+        ({"inputs": "ones"}, 'tool.epcontext.models[0].validate.mode = "auto"'),
+    ],
+)
+def test_the_hint_keeps_the_other_settings_of_validate(
+    job: Job, changes: dict[str, Any], setting: str
+) -> None:
+    job = with_validate(job, mode="require", **changes)
+    (problem,) = not_run_error(job, job.models[0], "no NPU.").problems
+    assert (problem.kind, problem.message) == (
+        Kind.NOT_RUN,
+        'no NPU, and validate is "require".',
+    )
+    assert [str(each) for each in problem.settings] == [setting]
+
+
+def test_the_status_follows_the_reply_and_the_product(artifact: Artifact) -> None:
+    ran = validation_from_reply(artifact, ValidateReply(AGREEMENTS))
+    assert ran == Validation(ValidationStatus.RAN, AGREEMENTS)
+    reply = ValidateReply(AGREEMENTS, "no GPU")
+    assert validation_from_reply(artifact, reply).status is ValidationStatus.STRUCTURE
+    record = dataclasses.replace(artifact.record, product="optimized")
+    optimized = dataclasses.replace(artifact, record=record)
+    assert validation_from_reply(optimized, reply) == Validation(
+        ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"
+    )
+
+
+def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Job) -> None:
+    (model,) = job.models
+    found = validation_of_shared(job, model, Validation(ValidationStatus.RAN, AGREEMENTS))
+    assert (found.status, found.agreements) == (ValidationStatus.RAN_ALONE, AGREEMENTS)
+    assert found.reason is not None
+    structure = Validation(ValidationStatus.STRUCTURE, reason="x")
+    assert validation_of_shared(job, model, structure) is structure
+    job = with_validate(job, mode="require")
+    with pytest.raises(BuildError, match="cannot open contexts that share weights"):
+        validation_of_shared(job, job.models[0], Validation(ValidationStatus.RAN, AGREEMENTS))
+
+
+def test_inputs_tolerance_and_load_options_are_in_the_key(job: Job, tmp_path: Path) -> None:
+    file = tmp_path / "x.npz"
+    np.savez(file, x=np.ones(1))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "input_0.pb").write_bytes(b"1")
+    jobs = [
+        job,
+        with_validate(job, inputs="ones"),
+        with_validate(job, inputs=str(file)),
+        with_validate(job, inputs=str(folder)),
+        with_validate(job, tolerance={"atol": 0.5}),
+        with_validate(job, tolerance=False),
+        dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
+    ]
+    keys = [validation_key(each, each.models[0]) for each in jobs]
+    assert len(set(keys)) == len(keys)
+    np.savez(file, x=np.zeros(1))
+    assert validation_key(jobs[2], jobs[2].models[0]) != keys[2]
+    (folder / "input_0.pb").write_bytes(b"2")
+    assert validation_key(jobs[3], jobs[3].models[0]) != keys[3]
+    # The mode does not change the result of a validation.
+    required = with_validate(job, mode="require")
+    assert validation_key(required, required.models[0]) == keys[0]
+    assert job.models[0].validate == ValidateSettings()
