@@ -298,12 +298,10 @@ def compile_to_bytes(
     ...     Path("digits.onnx").read_bytes(), "qnn", {"soc_model": 60}
     ... )  # doctest: +SKIP
     """
-    return compile_bytes.compile_to_bytes(
-        model,
-        provider,
-        provider_options,
-        data=data,
+    job_settings = JobSettings(
+        provider_options=provider_options or {},
         device=device,
         optimization=optimization,
-        timeout=timeout,
+        settings={} if timeout is None else {"build.timeout": timeout},
     )
+    return compile_bytes.compile_to_bytes(model, data or {}, provider, job_settings)

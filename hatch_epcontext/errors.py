@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
-from hatch_epcontext.text import quoted_key, to_toml
+from hatch_epcontext.text import dotted, to_toml
 
 T = TypeVar("T")
 
@@ -437,17 +437,11 @@ class Key:
         return Key((*self.parts, part), self.model)
 
     def __str__(self) -> str:
-        return ROOT + _dotted(self.parts)
+        return dotted((*ROOT.split("."), *self.parts))
 
     def contains(self, other: Key) -> bool:
         """Whether ``other`` is this key, or lies inside its table or list."""
         return other.parts[: len(self.parts)] == self.parts
-
-
-def _dotted(parts: tuple[str | int, ...]) -> str:
-    return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{quoted_key(part)}" for part in parts
-    )
 
 
 @dataclass(frozen=True)
@@ -473,7 +467,7 @@ class KeyNames:
         list_name, *rest = setting.key.parts or ("",)
         if list_name != "models" or len(rest) < 2:
             return f"Change {setting}" if setting.value is None else f"Set {setting}"
-        name = _dotted(tuple(rest[1:])).removeprefix(".")
+        name = dotted(rest[1:])
         if setting.value is None:
             return f"Change {name} in the model's table"
         text = f"{name} = {to_toml(setting.value)}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -46,6 +48,16 @@ def sync(file: Path) -> None:
     """Make the system write ``file`` to its disk: a power cut can leave a renamed file empty."""
     with file.open("rb+") as handle:
         os.fsync(handle.fileno())
+
+
+@contextlib.contextmanager
+def temp_dir() -> Iterator[Path]:
+    """A temporary folder, which is removed in the end."""
+    with tempfile.TemporaryDirectory(
+        prefix="hatch-epcontext-", ignore_cleanup_errors=True
+    ) as folder:
+        # Resolved, because a temporary folder is often behind a link, and EPs compare paths.
+        yield Path(folder).resolve()
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     PLUGIN_NAME = "epcontext"
 
-    _staging: tempfile.TemporaryDirectory[str] | None = None
+    _staging: contextlib.ExitStack | None = None
     _output: PurePosixPath | None = None
     _max_size: int | None = None
 
@@ -118,11 +117,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._info(f"report: {config.report}")
 
     def _make_staging(self) -> Path:
-        self._staging = tempfile.TemporaryDirectory(
-            prefix="hatch-epcontext-", ignore_cleanup_errors=True
-        )
-        # Resolved: a temporary folder is often behind a link, and EPs compare paths.
-        return Path(self._staging.name).resolve()
+        from hatch_epcontext.files import temp_dir
+
+        # Open until `finalize`, because Hatch packs its files after `initialize`.
+        self._staging = contextlib.ExitStack()
+        return self._staging.enter_context(temp_dir())
 
     def _output_folder(self, config: Config, files: dict[str, Path]) -> PurePosixPath:
         from hatch_epcontext.package import wheel
@@ -244,7 +243,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _clean_up(self) -> None:
         if self._staging is not None:
-            self._staging.cleanup()
+            self._staging.close()
             self._staging = None
 
     def _info(self, message: str) -> None:

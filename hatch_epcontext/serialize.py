@@ -32,6 +32,7 @@ from hatch_epcontext.text import show, suggestion, toml_key
 
 T = TypeVar("T")
 
+_LIST = "a list"
 _LEAVES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 
 
@@ -40,6 +41,7 @@ class _Mismatch(ValueError):
 
     def __init__(self, allowed: str, found: Any) -> None:
         super().__init__(f"must be {allowed}, not {show(found)}.")
+        self.is_table_for_list = allowed == _LIST and isinstance(found, dict)
 
 
 def describe_type(type_: Any) -> str:
@@ -52,7 +54,7 @@ def describe_type(type_: Any) -> str:
         members = [member for member in get_args(type_) if member is not type(None)]
         return " or ".join(describe_type(member) for member in members)
     if is_sequence(type_):
-        return "a list"
+        return _LIST
     return "a table"
 
 
@@ -129,7 +131,7 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
     converter.register_structure_hook_func(_is_literal, _literal)
     converter.register_structure_hook_func(_is_union, union)
     converter.register_structure_hook_factory(
-        is_sequence, guarded(homogenous_tuple_structure_factory, list, "a list")
+        is_sequence, guarded(homogenous_tuple_structure_factory, list, _LIST)
     )
     converter.register_structure_hook_factory(
         is_mapping, guarded(mapping_structure_factory, dict, "a table")
@@ -252,9 +254,8 @@ def _problems(key: Key, path: _Place, error: BaseException, table: Any) -> Itera
             hint = suggestion(name, allowed)
             yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", hint)
     else:
-        value = _value_at(table, path)
         hint = None
-        if isinstance(value, dict) and "must be a list" in str(error):
+        if isinstance(error, _Mismatch) and error.is_table_for_list:
             hint = f"A list of tables has two brackets: [[{place}]]."
         yield Problem.at(place, Kind.WRONG_TYPE, str(error), hint)
 

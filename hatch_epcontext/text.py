@@ -35,6 +35,14 @@ def _escaped(character: str) -> str:
     return f"\\U{code:08x}" if code == 0x7F or code > 0xFFFF else json.dumps(character)[1:-1]
 
 
+def dotted(parts: Iterable[str | int]) -> str:
+    """Names of keys and indices of list items as one key: ``a."b c"[0]``."""
+    text = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{quoted_key(part)}" for part in parts
+    )
+    return text.removeprefix(".")
+
+
 def show(value: Any) -> str:
     """``value`` as it is written in TOML, short enough for a message."""
     text = to_toml(value)
@@ -72,13 +80,19 @@ def parse_size(size: int | str) -> int:
     return count
 
 
+def near_name(name: str, allowed: Iterable[str]) -> str | None:
+    """A question about the nearest of ``allowed`` to an unknown ``name``, if one is near."""
+    near = difflib.get_close_matches(name, list(allowed), n=1)
+    return f'Did you mean "{near[0]}"?' if near else None
+
+
 def suggestion(name: str, allowed: Iterable[str]) -> str:
     """A hint for an unknown ``name``: the nearest of ``allowed``, and all of them if they are few."""
     allowed = list(allowed)
-    near = difflib.get_close_matches(name, allowed, n=1)
-    if near and len(allowed) > _MOST_ALLOWED:
-        return f'Did you mean "{near[0]}"?'
-    return (f'Did you mean "{near[0]}"? ' if near else "") + f"Allowed: {', '.join(allowed)}."
+    question = near_name(name, allowed)
+    if question and len(allowed) > _MOST_ALLOWED:
+        return question
+    return " ".join(filter(None, [question, f"Allowed: {', '.join(allowed)}."]))
 
 
 def listing(names: Iterable[str]) -> str:

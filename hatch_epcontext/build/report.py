@@ -144,10 +144,8 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
         failed = "; ".join(_short(failure) for failure in preparation.failed)
         yield f"prepared with {preparation.simplifier} ({failed})"
     yield describe_coverage(context.coverage)
-    chip = built.job.target.provider.compiled_for(context.compatibility)
-    # "0" means that the option is not set.
-    if named := [f"{name} {value}" for name, value in chip.items() if value != "0"]:
-        yield f"for {', '.join(named)}"
+    if chip := built.job.target.provider.compiled_for(context.compatibility):
+        yield "for " + ", ".join(f"{name} {value}" for name, value in chip.items())
     yield describe_validation(built.validations[context.model])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, KeyNames, Setting
-from hatch_epcontext.text import quoted_key, to_toml
+from hatch_epcontext.text import dotted, to_toml
 
 _Parts = tuple["str | int", ...]
 
@@ -71,7 +71,7 @@ class FlagNames(KeyNames):
         if name in _VALUES or parts == _INPUTS:
             flag = _flag(parts or (name,))
             return flag if value is None else f"{flag} {shlex.quote(_text(value))}"
-        return _pairs("--set", "", _dotted(parts), value)
+        return _pairs("--set", "", dotted(parts), value)
 
 
 def _split(key: Key) -> tuple[int | None, _Parts]:
@@ -91,9 +91,9 @@ def _flag(parts: _Parts) -> str:
     if parts == _INPUTS:
         return "--inputs"
     if name in _PAIRS:
-        return f"{_PAIRS[str(name)]} {_dotted(tuple(rest))}".rstrip()
+        return f"{_PAIRS[str(name)]} {dotted(rest)}".rstrip()
     flag = {**_VALUES, **_SWITCHES}.get(str(name))
-    return f"--set {_dotted(parts)}" if flag is None or rest else flag
+    return f"--set {dotted(parts)}" if flag is None or rest else flag
 
 
 def _pairs(flag: str, model: str, name: str, value: Any) -> str:
@@ -117,16 +117,6 @@ def _sizes(shape: Any) -> str:
 def _text(value: Any) -> str:
     """A value as flags take it: TOML, and strings without quotes."""
     return value if isinstance(value, str) else to_toml(value)
-
-
-def _dotted(parts: _Parts) -> str:
-    text = ""
-    for part in parts:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += f".{quoted_key(part)}" if text else quoted_key(part)
-    return text
 
 
 @dataclass(frozen=True)

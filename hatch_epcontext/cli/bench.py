@@ -17,13 +17,12 @@ from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import show
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.files import write_atomically
+from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.bench import Bench, Compiled, Measured, Series, bench
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
-from hatch_epcontext.tools.temporary import temp_dir
 
 
 @click.command("bench")

@@ -23,10 +23,10 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import tool_table
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import show as show_value
 from hatch_epcontext.text import suggestion
-from hatch_epcontext.tools.temporary import temp_dir
 
 
 @dataclasses.dataclass(frozen=True)

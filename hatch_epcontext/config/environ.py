@@ -12,7 +12,7 @@ from hatch_epcontext.config.settings import Editable, ValidationMode
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Checked, Kind, Problem
 from hatch_epcontext.serialize import from_text
-from hatch_epcontext.text import show, suggestion
+from hatch_epcontext.text import show, suggestion, toml_key
 
 PREFIX = "HATCH_EPCONTEXT_"
 
@@ -121,7 +121,7 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
     return {
         key.name.upper(): Variable(
             "VALUE",
-            f"Wins over `{name}.{key.name.replace('_', '-')}`.",
+            f"Wins over `{name}.{toml_key(key.name)}`.",
             _reader(hints[key.name], key.metadata["check"]),
             name,
         )

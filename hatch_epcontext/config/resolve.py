@@ -194,6 +194,7 @@ class Resolver:
             for option, message in provider.contradictions(options).items():
                 yield Problem.at(key / option, Kind.CONFLICTING_OPTIONS, f"{message}.")
         cached = self._environment.from_cache
+        assert merged.min_coverage is not None, "the table has a value for a missing key"
         return Target(
             name=named.name,
             key=model_key if model.profiles else named.key,
@@ -206,7 +207,7 @@ class Resolver:
             profiles=profiles,
             platforms=merged.platforms,
             requirements=merged.requirements,
-            min_coverage=1.0 if merged.min_coverage is None else merged.min_coverage,
+            min_coverage=merged.min_coverage,
             from_cache=cached is not None and named.name in cached,
         )
 

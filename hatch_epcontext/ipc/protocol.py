@@ -57,6 +57,11 @@ class TensorFacts:
         )
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether no dimension is open."""
+        return all(isinstance(size, int) for size in self.shape)
+
+    @property
     def shape_text(self) -> str:
         """The shape for a message, such as ``"batch x 3 x ?"``."""
         return " x ".join("?" if size is None else str(size) for size in self.shape)

@@ -119,7 +119,7 @@ def _contradictions(options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _compiled_for(compatibility: str) -> dict[str, str]:
+def _chip(compatibility: str) -> dict[str, str]:
     """Read ``v2:<backend>:<sdk>:<backend api>:<htp_arch>:<soc_model>:<vtcm>:...``."""
     fields = compatibility.split(":")
     if fields[0] != "v2" or len(fields) < 6:
@@ -127,12 +127,17 @@ def _compiled_for(compatibility: str) -> dict[str, str]:
     return {"soc_model": fields[5], "htp_arch": fields[4]}
 
 
+def _compiled_for(compatibility: str) -> dict[str, str]:
+    # "0" means that the option is not set.
+    return {name: value for name, value in _chip(compatibility).items() if value != "0"}
+
+
 def _disagreement(
     compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
 ) -> str | None:
     differences = [
         f"{name} = {options[name]} was requested, but the EP compiled for {value}"
-        for name, value in _compiled_for(compatibility).items()
+        for name, value in _chip(compatibility).items()
         if options.get(name, "0") not in ("0", value)
     ]
     return "; ".join(differences) or None

@@ -13,7 +13,7 @@ from hatch_epcontext.build.plan import Plan, plan
 from hatch_epcontext.build.report import Report, make_report
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
-from hatch_epcontext.tools.temporary import temp_dir
+from hatch_epcontext.files import temp_dir
 
 
 @dataclass(frozen=True)

@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hatch_epcontext.build.plan import target_spec
 from hatch_epcontext.build.requirements import ONNX_RUNTIME, check_environment
-from hatch_epcontext.config.settings import Optimization
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CompileBytesRequest
-from hatch_epcontext.providers import (
-    DISTRIBUTIONS,
-    PROVIDERS,
-    Device,
-    OptionValue,
-    Provider,
-    find,
-)
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider, find
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure
 from hatch_epcontext.tools.inspect import READING
-from hatch_epcontext.tools.temporary import temp_dir
 
 _REQUIREMENTS = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *READING)
 """The requirements to compile a model that needs no preparation."""
 
 
 def compile_to_bytes(
-    model: bytes,
-    provider: str,
-    provider_options: Mapping[str, OptionValue] | None = None,
-    *,
-    data: Mapping[str, bytes] | None = None,
-    device: Device | None = None,
-    optimization: Optimization | None = None,
-    timeout: float | None = None,
+    model: bytes, data: Mapping[str, bytes], provider: str, job_settings: JobSettings
 ) -> bytes:
     """Compile a model from memory to memory, as `hatch_epcontext.api.compile_to_bytes` describes."""
     _check_provider(provider)
-    settings = (
-        {"in-memory": True} if timeout is None else {"in-memory": True, "build.timeout": timeout}
-    )
-    job_settings = JobSettings(
-        provider_options=provider_options or {},
-        device=device,
-        optimization=optimization,
-        embed=True,
-        settings=settings,
-    )
+    settings = {**job_settings.settings, "in-memory": True}
+    job_settings = replace(job_settings, embed=True, settings=settings)
     with temp_dir() as folder:
         source, result = folder / "model.onnx", folder / "model_ctx.onnx"
         source.write_bytes(model)
@@ -56,7 +34,7 @@ def compile_to_bytes(
         (target,) = config.targets
         check_environment((), _REQUIREMENTS)
         files = {}
-        for number, (location, contents) in enumerate((data or {}).items()):
+        for number, (location, contents) in enumerate(data.items()):
             # Not under its location, which can be a path.
             file = folder / f"data-{number}"
             file.write_bytes(contents)

@@ -200,7 +200,7 @@ def _check_settable(settings: Mapping[str, Any]) -> None:
         if (new := moved.get(name)) in SETTABLE:
             assert new is not None
             setting = Setting(Key(tuple(new.split("."))), value)
-            problems.append(Problem.at(key, Kind.MOVED_KEY, "has moved.", None, setting))
+            problems.append(Problem.at(key, Kind.MOVED_KEY, f"has moved to {new}.", None, setting))
         else:
             message = f"{show(name)} is not a key that can be set."
             problems.append(Problem.at(key, Kind.UNKNOWN_KEY, message, suggestion(name, SETTABLE)))

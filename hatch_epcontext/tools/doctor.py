@@ -12,11 +12,11 @@ from hatch_epcontext.build.requirements import TOOLS, check_environment, install
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import DevicesRequest
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import count
-from hatch_epcontext.tools.temporary import temp_dir
 
 TIMEOUT = 120.0
 """Seconds for loading one EP's library."""

@@ -11,12 +11,12 @@ from packaging.requirements import Requirement
 
 from hatch_epcontext.build.requirements import TOOLS, check_environment
 from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import InspectReply, InspectRequest
 from hatch_epcontext.package import manifest, wheel
 from hatch_epcontext.package.manifest import Manifest
 from hatch_epcontext.serialize import from_json
-from hatch_epcontext.tools.temporary import temp_dir
 
 READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
 """The requirements to read an ONNX file."""

@@ -19,14 +19,13 @@ from hatch_epcontext.errors import (
     Kind,
     Problem,
 )
-from hatch_epcontext.files import link_or_copy
+from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import Context, InspectReply, ValidateRequest
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspect import inspect_model, verify_model
-from hatch_epcontext.tools.temporary import temp_dir
 
 _SMALL = 2**20
 """The largest size in bytes of a context model whose blobs are in sidecars."""
@@ -198,7 +197,7 @@ def _run(
     fixed = {
         tensor.name: tuple(size for size in tensor.shape if isinstance(size, int))
         for tensor in model.inputs
-        if all(isinstance(size, int) for size in tensor.shape)
+        if tensor.is_fixed
     }
     request = ValidateRequest(
         # The source gets the shapes that were fixed when it was compiled.

@@ -88,9 +88,7 @@ def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
 
 def _check_profiles(given: ModelProfiles, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:
     by_name = {facts.name: facts for facts in inputs}
-    open_inputs = {
-        facts.name for facts in inputs if not all(isinstance(size, int) for size in facts.shape)
-    }
+    open_inputs = {facts.name for facts in inputs if not facts.is_fixed}
     for index, profile in enumerate(given.profiles):
         key = given.key / index
         for name in profile.keys() - by_name.keys():

@@ -74,11 +74,7 @@ def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
     """Return the values with shapes that are known only at run time, although the inputs are fixed."""
     inferred = onnx.shape_inference.infer_shapes(prepared, data_prop=True).graph
     values = (*inferred.input, *inferred.value_info, *inferred.output)
-    return frozenset(
-        value.name
-        for value in values
-        if not all(isinstance(size, int) for size in graph.facts(value).shape)
-    )
+    return frozenset(value.name for value in values if not graph.facts(value).is_fixed)
 
 
 def _node_facts(node: onnx.NodeProto, open_values: frozenset[str]) -> NodeFacts:

@@ -35,15 +35,15 @@ def test_narrowed_options_are_for_the_targets_that_know_them(project: Path) -> N
 def test_unknown_options_of_a_model_are_for_targets_that_allow_them(project: Path) -> None:
     toml = """
 models = [{ path = "models/a.onnx", provider-options = { soc_model = 43, newer = 1 } }]
-[targets.strict]
+[targets.checked]
 provider = "qnn"
-[targets.lax]
+[targets.unchecked]
 provider = "openvino"
 allow-unknown-options = true
 """
-    strict, lax = read(project, toml).models[0].targets
-    assert strict.settings.provider_options == {"backend_type": "htp", "soc_model": "43"}
-    assert lax.settings.provider_options == {"newer": "1"}
+    checked, unchecked = read(project, toml).models[0].targets
+    assert checked.settings.provider_options == {"backend_type": "htp", "soc_model": "43"}
+    assert unchecked.settings.provider_options == {"newer": "1"}
     refused = problems(project, toml.replace("allow-unknown-options = true", ""))
     assert refused.keys() == {"models[0].provider-options.newer"}
 

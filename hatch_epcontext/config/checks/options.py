@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.providers import OptionValue, Provider, render
-from hatch_epcontext.text import listing, show, suggestion
+from hatch_epcontext.text import listing, near_name, show, suggestion
 
 _SESSION_OPTIONS = frozenset(
     """
@@ -136,12 +136,13 @@ def check_session_options(key: Key, options: Mapping[str, OptionValue]) -> Itera
             message = f"is reserved: {_RESERVED_SESSION_OPTIONS[name]}."
             yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
         elif name not in _SESSION_OPTIONS:
-            near = suggestion(name, sorted(_SESSION_OPTIONS)).split("Allowed:")[0]
+            silent = "ONNX Runtime would accept it, and ignore it silently."
+            near = near_name(name, sorted(_SESSION_OPTIONS))
             yield Problem.at(
                 key / name,
                 Kind.UNKNOWN_SESSION_OPTION,
                 "is not a session option of ONNX Runtime.",
-                f"{near}ONNX Runtime would accept it, and ignore it silently.",
+                f"{near} {silent}" if near else silent,
             )
         elif isinstance(value, Mapping):
             message = f"must not be a table: {show(value)}."
