@@ -187,3 +187,11 @@ def test_json_of_another_version_may_have_more_keys_but_not_others() -> None:
         from_json('{"path": 1}', Inner)
     with pytest.raises(ValueError, match="Expecting value"):
         from_json("not json", Inner)
+
+
+def test_a_table_in_place_of_a_list_of_tables_has_a_hint() -> None:
+    _, (found,) = collect(from_toml({"items": {"path": "p"}}, Outer, TOOL))
+    assert found.kind is Kind.WRONG_TYPE
+    assert found.hint == "A list of tables has two brackets: [[tool.epcontext.tool.items]]."
+    _, (found,) = collect(from_toml({"items": 3}, Outer, TOOL))
+    assert found.hint is None

@@ -9,6 +9,7 @@ import pytest
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.text import (
     count,
+    dotted,
     file_name,
     listing,
     parse_size,
@@ -143,3 +144,8 @@ def test_a_long_list_is_left_out_beside_a_near_name() -> None:
     assert suggestion("name-1x", names) == 'Did you mean "name-1"?'
     assert suggestion("other", names).startswith("Allowed: name-0, name-1,")
     assert suggestion("on", ["one", "two"]) == 'Did you mean "one"? Allowed: one, two.'
+
+
+def test_a_dotted_key_has_quotes_only_where_it_needs_them() -> None:
+    assert dotted(("a", "b c", 0, "d-e")) == 'a."b c"[0].d-e'
+    assert dotted(()) == ""

@@ -128,6 +128,14 @@ def problems(root: Path, toml: str, **environ: str) -> dict[str, Problem]:
     }
 
 
+def assert_one_problem(root: Path, toml: str, location: str, message: str) -> None:
+    """The configuration ``toml`` has one problem, at ``location``, with ``message`` in its text."""
+    found = problems(root, toml)
+    assert location in found
+    assert message in found[location].message
+    assert len(found) == 1
+
+
 def only_problem(root: Path, toml: str) -> tuple[str, Problem]:
     """The location and the only problem of a configuration of one model, to which ``toml`` adds."""
     ((location, found),) = problems(root, MODELS + toml).items()

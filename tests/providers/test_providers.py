@@ -217,6 +217,8 @@ def test_a_plugin_is_the_same_after_json() -> None:
 def test_a_compatibility_string_is_read() -> None:
     qnn = QNN.compiled_for("v2:6:2.51.0:5.51.0:73:60:0:0")
     assert qnn == {"soc_model": "60", "htp_arch": "73"}
+    # "0" means that the option is not set.
+    assert QNN.compiled_for("v2:6:2.51.0:5.51.0:73:0:0:0") == {"htp_arch": "73"}
     assert QNN.compiled_for("") == {}
     openvino = OPENVINO.compiled_for(OPENVINO_COMPATIBILITY)
     assert openvino == {"OpenVINO": "2026.4.1", "ISA": "Intel AVX10.1 and Intel AMX"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.examples import LONG, PROFILE, problems
+from tests.config.examples import LONG, PROFILE, assert_one_problem, problems
 
 CPU = 'provider = "cpu"\n'
 
@@ -42,10 +42,7 @@ def model(keys: str) -> str:
 def test_an_invalid_model_is_reported_with_its_key(
     project: Path, toml: str, location: str, message: str
 ) -> None:
-    found = problems(project, toml)
-    assert location in found
-    assert message in found[location].message
-    assert len(found) == 1
+    assert_one_problem(project, toml, location, message)
 
 
 def test_narrowed_keys_that_no_target_of_the_model_has_are_errors(project: Path) -> None:

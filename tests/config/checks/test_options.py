@@ -223,3 +223,12 @@ def test_a_session_option_cannot_be_a_table(project: Path) -> None:
     toml = 'provider = "cpu"\nsession-options = { "session.log_id" = { a = 1 } }'
     _, found = only_problem(project, toml)
     assert found.message.startswith("must not be a table")
+
+
+def test_a_misspelled_session_option_has_the_near_name_and_the_reason(project: Path) -> None:
+    toml = 'provider = "cpu"\nsession-options = { "session.intra_op_num_thread" = 1 }'
+    _, found = only_problem(project, toml)
+    assert found.hint == (
+        'Did you mean "session.intra_op_num_threads"? '
+        "ONNX Runtime would accept it, and ignore it silently."
+    )

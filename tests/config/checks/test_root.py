@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import Kind
-from tests.config.examples import MODELS, only_problem, problems
+from tests.config.examples import MODELS, assert_one_problem, only_problem, problems
 
 CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
@@ -30,10 +30,7 @@ CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 def test_an_invalid_root_is_reported_with_its_key(
     project: Path, toml: str, location: str, message: str
 ) -> None:
-    found = problems(project, toml)
-    assert location in found
-    assert message in found[location].message
-    assert len(found) == 1
+    assert_one_problem(project, toml, location, message)
 
 
 @pytest.mark.parametrize("written", ["0", "-1", '"many"', '"10 MiB"', "true", "1.5"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.examples import MODELS, PROFILE, only_problem, problems
+from tests.config.examples import MODELS, PROFILE, assert_one_problem, only_problem, problems
 
 CPU = f'{MODELS}provider = "cpu"\n'
 
@@ -28,10 +28,7 @@ CPU = f'{MODELS}provider = "cpu"\n'
 def test_an_invalid_target_is_reported_with_its_key(
     project: Path, toml: str, location: str, message: str
 ) -> None:
-    found = problems(project, toml)
-    assert location in found
-    assert message in found[location].message
-    assert len(found) == 1
+    assert_one_problem(project, toml, location, message)
 
 
 @pytest.mark.parametrize(
