@@ -420,6 +420,12 @@ class Kind(Enum):
         "The context model has no contexts, or contexts of another EP or chip than named.",
         "Name the provider that compiled it, or leave the provider out.",
     )
+    INVALID_PACKAGE = (
+        "EPC508",
+        "Invalid model package",
+        "The folder's `manifest.json` is not that of a model package that ONNX Runtime can open.",
+        "Mend the place that the message names, or write the package again with the tool that made it.",
+    )
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@
 ``load`` tries the model's targets in order, and opens the first that this machine can run. If there is
 none, it opens the source model on the CPU. ``explain`` lists the outcome and the reason for each target.
 
-This module needs Python's standard library and onnxruntime, and nothing else.
+The folder of this module is an ONNX Runtime model package; ``load`` opens other packages too. This
+module is a copy of ``hatch_epcontext/loader.py`` in hatch-epcontext, under the MIT licence. It needs
+Python's standard library and onnxruntime with its numpy, and nothing else.
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import importlib
 import json
 import logging
@@ -21,17 +23,29 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["LoadError", "Outcome", "Step", "explain", "load", "models", "target_of"]
+__all__ = [
+    "LoadError",
+    "Outcome",
+    "Step",
+    "explain",
+    "load",
+    "models",
+    "path",
+    "shapes_of",
+    "target_of",
+]
 
 Device = Literal["npu", "gpu", "cpu", "any"]
+Fallback = Literal["cpu", "jit"]
+Shapes = Mapping[str, Sequence[int]]
 
 SOURCE = "source"
 """The name of the last target, which is the source model on the CPU."""
@@ -39,13 +53,32 @@ SOURCE = "source"
 USER_CACHE = "{user-cache}"
 """Stands in a provider option for the app's own folder inside the user's cache folder."""
 
+METADATA = "hatch-epcontext"
+"""The key of this module's own part of ``additional_metadata`` in the manifest."""
+
+USER_CACHE_LIMIT = 4 * 2**30
+"""The size in bytes that contexts compiled on the user's machine may have together."""
+
+_MANIFEST = "manifest.json"
+_SCHEMA = "1"
+_PREPARED = "prepared"
+_CPU_EP = "CPUExecutionProvider"
+
+# For packages of other tools, which do not name the package of an EP's library.
+_KNOWN_PLUGINS = {
+    "QNNExecutionProvider": "onnxruntime_qnn",
+    "OpenVINOExecutionProvider": "onnxruntime_ep_openvino",
+    "NvTensorRTRTXExecutionProvider": "onnxruntime_ep_nv_tensorrt_rtx",
+    "WebGpuExecutionProvider": "onnxruntime_ep_webgpu",
+}
+
 _log = logging.getLogger(__name__)
-_folder = Path(__file__).resolve().parent
 _registration_lock = threading.Lock()
 _target_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # For each session that shares weights, the earlier sessions of its group, which have to outlive it.
 _earlier_sessions: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-_groups: dict[tuple[str, str], weakref.WeakSet[Any]] = {}
+_groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
+_packages: dict[str, tuple[Any, _Package]] = {}
 
 
 class LoadError(RuntimeError):
@@ -59,7 +92,7 @@ class Outcome(str, Enum):
     SKIPPED = "skipped"
     """This machine cannot or should not run the target."""
     FAILED = "failed"
-    """onnxruntime raised an error."""
+    """onnxruntime raised an error, or a file is missing or damaged."""
     NOT_TRIED = "not tried"
     """An earlier target was opened."""
 
@@ -81,9 +114,13 @@ class _SkipTargetError(Exception):
     """This machine cannot or should not run a target."""
 
 
-def models() -> list[str]:
-    """The names of the models in this package."""
-    return list(_manifest()["models"])
+class _FileError(Exception):
+    """A file of the package is missing or damaged; the message names it."""
+
+
+def models(package: str | os.PathLike[str] | None = None) -> list[str]:
+    """The names of the models in this package, or in the model package in the folder ``package``."""
+    return list(_package(package).models)
 
 
 def load(
@@ -91,6 +128,10 @@ def load(
     *,
     target: str | None = None,
     device: Device | None = None,
+    shapes: Shapes | None = None,
+    fallback: Fallback | None = "cpu",
+    verify: bool = False,
+    package: str | os.PathLike[str] | None = None,
     session_options: onnxruntime.SessionOptions
     | Callable[[], onnxruntime.SessionOptions]
     | None = None,
@@ -101,16 +142,28 @@ def load(
     ``target``: try only this target ("source" for the source model on the CPU).
     ``device``: try only targets on a device of this kind. "any" also accepts a device that only
     simulates the target's device. By default each target needs the device that it was built for.
+    ``shapes``: the shapes of the inputs that the app has, by input. A model that was compiled for
+    several shapes is opened in the smallest that is large enough in every dimension, or on a target
+    with open shapes; ``shapes_of`` returns the shapes to pad to. Without it the first listed is opened.
+    ``fallback``: what to do where no target can be opened. "cpu" opens the source model on the CPU;
+    "jit" compiles the model on this machine, into the user's cache folder, for targets that were built
+    with ``recompile = true``, and then does as "cpu"; None raises LoadError.
+    ``verify``: compare the files with the sha256 in the manifest before they are opened.
+    ``package``: the folder of another model package, instead of the one that contains this module.
     ``session_options``: the app's own session options, to which the target's settings and execution
     provider are added. A function that creates them is called once for each target that is tried.
     ``provider_options``: more options of the execution provider, such as the address of a stream. They
     are used for all targets except the source model.
 
-    Raises LoadError when no target could be opened.
+    Raises LoadError when no target could be opened, when the package is damaged, and when it has no
+    such model, target or shape.
     """
+    request = _Request(
+        device, shapes, fallback, verify, session_options, dict(provider_options or {})
+    )
     steps: list[Step] = []
     session = None
-    for step, opened in _try_targets(name, target, device, session_options, provider_options or {}):
+    for step, opened in _try_targets(_package(package), name, target, request):
         steps.append(step)
         level = logging.WARNING if step.outcome is Outcome.FAILED else logging.INFO
         _log.log(level, "%s on %s", name, step)
@@ -121,9 +174,19 @@ def load(
     return session
 
 
-def explain(name: str, *, target: str | None = None, device: Device | None = None) -> list[Step]:
+def explain(
+    name: str,
+    *,
+    target: str | None = None,
+    device: Device | None = None,
+    shapes: Shapes | None = None,
+    fallback: Fallback | None = "cpu",
+    verify: bool = False,
+    package: str | os.PathLike[str] | None = None,
+) -> list[Step]:
     """The steps of `load` with the same arguments. It opens a session to find out."""
-    return [step for step, _ in _try_targets(name, target, device, None, {})]
+    request = _Request(device, shapes, fallback, verify, None, {})
+    return [step for step, _ in _try_targets(_package(package), name, target, request)]
 
 
 def target_of(session: onnxruntime.InferenceSession) -> str:
@@ -131,211 +194,632 @@ def target_of(session: onnxruntime.InferenceSession) -> str:
     return _target_names[session]
 
 
-def _manifest() -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((_folder / "epcontext.json").read_text("utf-8"))
-    return manifest
+def shapes_of(session: onnxruntime.InferenceSession) -> dict[str, tuple[int | str | None, ...]]:
+    """The shape of each input of ``session``: sizes to pad to, or the name of an open dimension."""
+    return {each.name: tuple(each.shape) for each in session.get_inputs()}
+
+
+@contextlib.contextmanager
+def path(
+    name: str,
+    target: str | None = None,
+    *,
+    package: str | os.PathLike[str] | None = None,
+) -> Iterator[Path]:
+    """The path of a model file, with its sidecars beside it, for tools that open it themselves.
+
+    ``target`` is the first of the model's targets by default. Files inside a zip archive are in a
+    temporary folder until the end of the ``with`` statement. Raises LoadError as `load` does.
+    """
+    found = _package(package)
+    variants = _choose(found, name, target, None)
+    if not variants:
+        raise LoadError(f"the model {name!r} has no targets in {found.location}")
+    with contextlib.ExitStack() as stack:
+        try:
+            yield found.on_disk(variants[0], stack, verify=False)
+        except _FileError as error:
+            raise LoadError(str(error)) from None
+
+
+class _Request(NamedTuple):
+    """The arguments of `load` that do not choose a model."""
+
+    device: Device | None
+    shapes: Shapes | None
+    fallback: Fallback | None
+    verify: bool
+    session_options: Any
+    provider_options: dict[str, object]
+
+
+class _Variant(NamedTuple):
+    """A variant of a component, with this module's own part of its metadata.
+
+    ``folder`` and ``model_file`` are relative to the package, with forward slashes.
+    """
+
+    target: str
+    component: str
+    folder: str
+    model_file: str
+    ep: str
+    device: str | None
+    session_options: dict[str, str]
+    provider_options: dict[str, str]
+    ours: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = self.ours.get("settings", {})
+        return settings
+
+    @property
+    def is_source(self) -> bool:
+        return bool(self.ours) and self.target == SOURCE
+
+    @property
+    def kind_of_device(self) -> str:
+        """The kind of device that the target was built for."""
+        kind: str = (
+            self.settings.get("device") or self.device or ("cpu" if self.ep == _CPU_EP else "any")
+        )
+        return kind
+
+    @property
+    def input_shapes(self) -> dict[str, tuple[int | str | None, ...]]:
+        return {each["name"]: tuple(each["shape"]) for each in self.ours.get("inputs", ())}
+
+
+class _Package:
+    """A model package that was read: its models, and where its files are."""
+
+    def __init__(self, root: Any, location: str) -> None:
+        self.root, self.location = root, location
+        content = self._json(_MANIFEST)
+        version = str(self._get(content, "schema_version", (str, int)))
+        if version.partition(".")[0] != _SCHEMA:
+            raise LoadError(
+                f"{location}: {_MANIFEST} has the schema {version}, and this loader reads {_SCHEMA}.x"
+            )
+        self._portable = content.get("layout", "portable") == "portable"
+        about = _ours(content)
+        self.files: dict[str, dict[str, Any]] = about.get("files", {})
+        self.components: dict[str, tuple[_Variant, ...]] = {}
+        self.constants: dict[str, dict[str, Any]] = {}
+        self.models: dict[str, list[str]] = {}
+        self._files_of_variants: dict[tuple[str, str], list[str]] = {}
+        for name, body in self._get(content, "components", dict).items():
+            self._add_component(name, body)
+
+    def _add_component(self, name: str, body: Any) -> None:
+        folder = PurePosixPath()
+        if isinstance(body, str):
+            file = self._inside(body)
+            if not file.endswith(".json"):
+                file += "/component.json"
+            folder, body = PurePosixPath(file).parent, self._json(file)
+        variants = self._get(body, "variants", dict, name)
+        self.components[name] = tuple(
+            variant
+            for target, each in variants.items()
+            if (variant := self._variant(name, target, each, folder)) is not None
+        )
+        about = _ours(body)
+        self.constants[name] = about.get("constants", {})
+        self.models.setdefault(about.get("model", name), []).append(name)
+
+    def _variant(
+        self, component: str, target: str, body: Any, parent: PurePosixPath
+    ) -> _Variant | None:
+        place = f"{component}.{target}"
+        folder = str(parent / self._inside(body.get("variant_directory", target)))
+        info = self._get(body, "executor_info", dict, place).get("ort")
+        if info is None:
+            return None
+        if isinstance(info, str):
+            info = self._json(f"{folder}/{self._inside(info)}")
+        file: str = self._get(info, "model_file", str, place)
+        if file.startswith("sha256:"):
+            digest, _, rest = file.removeprefix("sha256:").partition("/")
+            model_file = f"shared_assets/sha256-{self._inside(digest)}/{self._inside(rest)}"
+        else:
+            model_file = str(PurePosixPath(folder) / self._inside(file))
+        return _Variant(
+            target,
+            component,
+            folder,
+            model_file,
+            body.get("ep") or _CPU_EP,
+            body.get("device"),
+            dict(info.get("session_options", {})),
+            dict(info.get("provider_options", {})),
+            _ours(body),
+        )
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            content = json.loads((self.root / name).read_text(encoding="utf-8"))
+        except (OSError, KeyError) as error:
+            raise LoadError(f"{self.location}: {name} cannot be read ({error})") from None
+        except (ValueError, RecursionError) as error:
+            raise LoadError(f"{self.location}: {name} is not JSON ({error})") from None
+        if not isinstance(content, dict):
+            raise LoadError(f"{self.location}: {name} is not a JSON object")
+        return content
+
+    def _get(self, table: Any, key: str, type_: Any, place: str = "") -> Any:
+        value = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(value, type_):
+            where = f"{place}.{key}" if place else key
+            problem = "is missing" if value is None else "has the wrong type"
+            raise LoadError(
+                f"{self.location}: {_MANIFEST} is not that of a model package: {where} {problem}"
+            )
+        return value
+
+    def _inside(self, name: Any) -> str:
+        """``name``, which must not leave the package if the package can be moved."""
+        text = str(name)
+        windows = PureWindowsPath(text)
+        leaves = windows.drive or windows.root or ".." in windows.parts
+        if not text or (leaves and self._portable):
+            raise LoadError(f"{self.location}: {_MANIFEST} names a file outside: {text!r}")
+        return text
+
+    def on_disk(self, variant: _Variant, stack: contextlib.ExitStack, *, verify: bool) -> Path:
+        """The model file of ``variant`` on disk, with its sidecars beside it.
+
+        ``stack`` holds the temporary folder of files from an archive. Raises _FileError when a file is
+        missing or has another size than it was recorded with; with ``verify`` also if its sha256
+        differs.
+        """
+        return self._on_disk(variant.model_file, self._files_of(variant), stack, verify)
+
+    def prepared_on_disk(self, variant: _Variant, stack: contextlib.ExitStack) -> Path:
+        """The prepared model of ``variant`` on disk; as `on_disk`."""
+        prefix = f"{variant.folder}/{_PREPARED}/"
+        names = [name for name in self.files if name.startswith(prefix)]
+        return self._on_disk(f"{variant.folder}/{variant.ours[_PREPARED]}", names, stack, False)
+
+    def _files_of(self, variant: _Variant) -> list[str]:
+        key = variant.component, variant.target
+        if key not in self._files_of_variants:
+            prefix, prepared = f"{variant.folder}/", f"{variant.folder}/{_PREPARED}/"
+            models = {each.model_file for all_ in self.components.values() for each in all_}
+            self._files_of_variants[key] = [
+                name
+                for name in self.files
+                if name.startswith(prefix)
+                and not name.startswith(prepared)
+                # Models that share weights are in one folder.
+                and (name == variant.model_file or name not in models)
+            ]
+        return self._files_of_variants[key]
+
+    def _on_disk(
+        self, model_file: str, names: list[str], stack: contextlib.ExitStack, verify: bool
+    ) -> Path:
+        root = self.root
+        if not isinstance(root, Path):
+            root = self._extract(names or [model_file], stack)
+        for name in names:
+            _check_file(root / name, name, self.files[name], verify=verify)
+        file: Path = root / model_file
+        if not file.is_file():
+            raise _FileError(f"{model_file} is missing in {self.location}")
+        return file
+
+    def _extract(self, names: list[str], stack: contextlib.ExitStack) -> Path:
+        import shutil
+        import tempfile
+
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="epcontext-", ignore_cleanup_errors=True)
+            )
+        )
+        for name in names:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with (self.root / name).open("rb") as source, target.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+            except (OSError, KeyError):
+                raise _FileError(f"{name} is missing in {self.location}") from None
+        return folder
+
+
+def _ours(body: Any) -> dict[str, Any]:
+    """This module's own part of the metadata of a package, a component or a variant."""
+    metadata = body.get("additional_metadata")
+    about = metadata.get(METADATA) if isinstance(metadata, dict) else None
+    return about if isinstance(about, dict) else {}
+
+
+def _check_file(file: Path, name: str, recorded: Mapping[str, Any], *, verify: bool) -> None:
+    try:
+        size = file.stat().st_size
+    except OSError:
+        raise _FileError(f"{name} is missing") from None
+    # An EP may crash on a truncated file.
+    if size != recorded["size"]:
+        raise _FileError(f"{name} has {size} bytes, and {recorded['size']} were recorded")
+    if verify and _sha256(file) != recorded["sha256"]:
+        raise _FileError(f"{name} was changed: its sha256 differs from the recorded one")
+
+
+def _sha256(file: Path) -> str:
+    import hashlib
+
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _package(folder: str | os.PathLike[str] | None) -> _Package:
+    """The package in ``folder``, or the one that contains this module; read again when it changed."""
+    root: Any = Path(__file__).parent if folder is None else Path(folder)
+    location = str(root)
+    try:
+        stat = (root / _MANIFEST).stat()
+        stamp: Any = (stat.st_mtime_ns, stat.st_size)
+    except OSError:
+        stamp = None
+        if folder is None and not root.is_dir():
+            # This module is inside a zip archive.
+            resources = importlib.import_module("importlib.resources")
+            root = resources.files(__name__)
+    known = _packages.get(location)
+    if known is None or known[0] != stamp or not isinstance(root, Path):
+        known = _packages[location] = stamp, _Package(root, location)
+    return known[1]
 
 
 def _try_targets(
-    name: str,
-    target: str | None,
-    device: Device | None,
-    session_options: Any,
-    provider_options: Mapping[str, object],
+    package: _Package, name: str, target: str | None, request: _Request
 ) -> Iterator[tuple[Step, Any]]:
     """Yield a step for each target, with the session of the one that is opened and else None."""
-    shipped = _manifest()["models"]
-    if name not in shipped:
-        raise LoadError(_unknown("model", name, list(shipped)))
-    entries = [*shipped[name]["targets"], _source_entry(shipped[name])]
-    if target is not None:
-        chosen = [entry for entry in entries if entry["target"] == target]
-        if not chosen:
-            raise LoadError(_unknown("target", target, [entry["target"] for entry in entries]))
-        entries = chosen
-    done = False
-    for entry in entries:
-        if done:
-            yield Step(entry["target"], Outcome.NOT_TRIED, None), None
+    if request.fallback not in ("cpu", "jit", None):
+        raise LoadError(f"fallback must be 'cpu', 'jit' or None, not {request.fallback!r}")
+    variants = _choose(package, name, target, request.shapes)
+    if target is None and request.fallback is None:
+        variants = [variant for variant in variants if not variant.is_source]
+    attempts: list[tuple[_Variant, Callable[..., Any]]] = [(each, _open) for each in variants]
+    if request.fallback == "jit":
+        compilable = [each for each in variants if each.ours.get(_PREPARED)]
+        if not compilable:
+            raise LoadError(
+                f"fallback='jit' needs the prepared model, and no target of {name!r} ships one: set "
+                "recompile = true on the target, and build the package again"
+            )
+        sources = [attempt for attempt in attempts if attempt[0].is_source]
+        attempts = [each for each in attempts if each not in sources]
+        attempts += [(each, _open_compiled_here) for each in compilable]
+        attempts += sources
+    session = None
+    for variant, opener in attempts:
+        if session is not None:
+            yield Step(variant.target, Outcome.NOT_TRIED, None), None
             continue
         try:
-            session, runs_on = _open(entry, device, session_options, provider_options)
+            _check_shapes(package, variant, request.shapes)
+            session, runs_on = opener(package, variant, request)
         except _SkipTargetError as error:
-            yield Step(entry["target"], Outcome.SKIPPED, str(error)), None
+            yield Step(variant.target, Outcome.SKIPPED, str(error)), None
+        except _FileError as error:
+            yield Step(variant.target, Outcome.FAILED, str(error)), None
         except Exception as error:
+            # Of any kind: a device that has vanished makes onnxruntime raise even MemoryError.
             reason = f"{type(error).__name__}: {error}"
-            yield Step(entry["target"], Outcome.FAILED, reason), None
+            yield Step(variant.target, Outcome.FAILED, reason), None
         else:
-            done = True
-            _target_names[session] = entry["target"]
-            _keep_alive(session, entry)
-            yield Step(entry["target"], Outcome.OPENED, runs_on), session
+            _target_names[session] = variant.target
+            _keep_alive(session, package, variant)
+            yield Step(variant.target, Outcome.OPENED, runs_on), session
 
 
-def _keep_alive(session: Any, entry: dict[str, Any]) -> None:
-    """Keep the earlier sessions of the entry's weight-sharing group alive as long as ``session``."""
-    if entry["sharing"] is not None:
-        group = _groups.setdefault((entry["sharing"]["group"], entry["target"]), weakref.WeakSet())
+def _choose(
+    package: _Package, name: str, target: str | None, shapes: Shapes | None
+) -> list[_Variant]:
+    """The variants of the model to try, one for each target, in order.
+
+    Raises LoadError for a model or a target that the package does not have.
+    """
+    if name in package.models:
+        components = package.models[name]
+    elif name in package.components:
+        components = [name]
+    else:
+        raise LoadError(_unknown("model", name, list(package.models)))
+    # All components of a model list their targets in the same order.
+    targets = list(dict.fromkeys(v.target for each in components for v in package.components[each]))
+    if target is not None and target not in targets:
+        raise LoadError(_unknown("target", target, targets))
+    chosen = []
+    for each in targets if target is None else [target]:
+        forms = [
+            variant
+            for component in components
+            for variant in package.components[component]
+            if variant.target == each
+        ]
+        if shapes is not None:
+            _check_inputs(shapes, forms[0], name)
+            forms = sorted(forms, key=_elements)
+            forms = [form for form in forms if _fits(form, shapes)] or forms
+        chosen.append(forms[0])
+    return chosen
+
+
+def _check_inputs(shapes: Shapes, variant: _Variant, name: str) -> None:
+    known = variant.input_shapes
+    for each, shape in shapes.items():
+        if known and each not in known:
+            raise LoadError(_unknown(f"input of {name!r}", each, list(known)))
+        if known and len(shape) != len(known[each]):
+            raise LoadError(
+                f"the input {each!r} of {name!r} has {len(known[each])} dimensions, and shapes gives "
+                f"{len(shape)}"
+            )
+
+
+def _fits(variant: _Variant, shapes: Shapes) -> bool:
+    """Whether the variant's shapes are large enough in every dimension; open dimensions are."""
+    return all(
+        not isinstance(size, int) or size >= wanted
+        for each, shape in shapes.items()
+        for size, wanted in zip(variant.input_shapes.get(each, ()), shape, strict=False)
+    )
+
+
+def _elements(variant: _Variant) -> float:
+    total = 0.0
+    for shape in variant.input_shapes.values():
+        elements = 1.0
+        for size in shape:
+            elements *= size if isinstance(size, int) else float("inf")
+        total += elements
+    return total
+
+
+def _check_shapes(package: _Package, variant: _Variant, shapes: Shapes | None) -> None:
+    """Raise _SkipTargetError if no form of the variant's target takes ``shapes``."""
+    if shapes is None or _fits(variant, shapes):
+        return
+    siblings = next(each for each in package.models.values() if variant.component in each)
+    forms = [
+        each.input_shapes
+        for component in siblings
+        for each in package.components[component]
+        if each.target == variant.target
+    ]
+    listed = "; ".join(
+        ", ".join(f"{name} {_shape_text(form[name])}" for name in shapes if name in form)
+        for form in forms
+    )
+    raise _SkipTargetError(f"none of its shapes is large enough ({listed})")
+
+
+def _shape_text(shape: Sequence[int | str | None]) -> str:
+    return "x".join("?" if size is None else str(size) for size in shape)
+
+
+def _keep_alive(session: Any, package: _Package, variant: _Variant) -> None:
+    """Keep the earlier sessions of the variant's weight-sharing group alive as long as ``session``."""
+    if sharing := variant.ours.get("sharing"):
+        key = (package.location, sharing["group"], variant.target)
+        group = _groups.setdefault(key, weakref.WeakSet())
         _earlier_sessions[session] = tuple(group)
         group.add(session)
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
+    import difflib
+
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {name!r}.{hint} Known: {', '.join(known)}."
 
 
-def _source_entry(model: dict[str, Any]) -> dict[str, Any]:
-    """The source model as the entry of a target."""
-    return {
-        "target": SOURCE,
-        "product": SOURCE,
-        "plugin": None,
-        "model_file": model["source"]["model_file"],
-        "compatibility_string": "",
-        "settings": {
-            "ep": "CPUExecutionProvider",
-            "device": "cpu",
-            "device_filter": {},
-            "policy": None,
-            "session_options": {},
-        },
-        "load_options": {},
-        "sharing": None,
-    }
-
-
-def _open(
-    entry: dict[str, Any],
-    device: Device | None,
-    session_options: Any,
-    provider_options: Mapping[str, object],
-) -> tuple[Any, str]:
-    """Open the target of ``entry``; return the session, and a text that says what it runs on."""
-    settings = entry["settings"]
-    ep = settings["ep"]
-    if entry["model_file"] is None:
-        raise _SkipTargetError("the package does not contain the source model")
+def _onnxruntime() -> Any:
     try:
-        import onnxruntime as ort
+        import onnxruntime
     except ImportError as error:
         raise _SkipTargetError(f"onnxruntime cannot be imported ({error})") from error
-    wanted = device or settings["device"]
-    if "any" not in (wanted, settings["device"]) and wanted != settings["device"]:
-        raise _SkipTargetError(
-            f"it is for the {settings['device']}, and device={wanted!r} was requested"
-        )
-    options = session_options() if callable(session_options) else session_options
-    options = options or ort.SessionOptions()
-    for key, value in settings["session_options"].items():
-        options.add_session_config_entry(key, value)
-    path = _folder / entry["model_file"]
-    load_options = _load_options(entry, provider_options)
-    if entry["sharing"] is not None:
-        options.add_session_config_entry("ep.share_ep_contexts", "1")
-    if entry["plugin"] is None:
-        return _open_built_in(ort, entry, path, options, load_options)
-    devices = _devices(ort, entry, wanted)
-    compatibility = _compatibility(devices, entry["compatibility_string"])
-    if compatibility == "EP_UNSUPPORTED":
-        raise _SkipTargetError(f"{ep} cannot run this compiled model on this machine")
-    _forbid_compiling(entry, options)
-    if settings["policy"] is None:
-        # These devices are interchangeable, and a session takes one.
-        options.add_provider_for_devices(devices[:1], load_options)
-        runs_on = f"{ep} on {_kind(devices[0])}"
-    else:
-        # A policy takes no provider options. These keys are where onnxruntime itself keeps them.
-        for name, value in load_options.items():
-            options.add_session_config_entry(f"ep.{ep.lower()}.{name}", value)
-        policy = settings["policy"].replace("-", "_").upper()
-        options.set_provider_selection_policy(
-            ort.OrtExecutionProviderDevicePolicy.__members__[policy]
-        )
-        runs_on = f"{ep}, by the policy {settings['policy']}"
-    session = ort.InferenceSession(path, options, enable_fallback=0)
-    _check_has_ep(session, ep)
-    if compatibility == "EP_SUPPORTED_PREFER_RECOMPILATION":
-        runs_on += ", which would be faster if the model were compiled again"
+    return onnxruntime
+
+
+def _open(package: _Package, variant: _Variant, request: _Request) -> tuple[Any, str]:
+    """Open ``variant``; return the session, and a text that says what it runs on."""
+    ort = _onnxruntime()
+    with contextlib.ExitStack() as stack:
+        file = package.on_disk(variant, stack, verify=request.verify)
+        session, runs_on = _open_file(ort, package, variant, request, file)
+        if not isinstance(package.root, Path):
+            # Files from an archive are there as long as the session.
+            weakref.finalize(session, stack.pop_all().close)
     return session, runs_on
 
 
-def _load_options(entry: dict[str, Any], more: Mapping[str, object]) -> dict[str, str]:
-    """The entry's provider options for loading, and ``more`` from the app unless it is the source."""
-    result = {name: _expand_user_cache(value) for name, value in entry["load_options"].items()}
-    if entry["target"] != SOURCE:
-        for name, value in more.items():
-            result[name] = str(int(value) if isinstance(value, bool) else value)
+def _open_file(
+    ort: Any, package: _Package, variant: _Variant, request: _Request, file: Path
+) -> tuple[Any, str]:
+    """Open the model ``file`` of ``variant``; return the session, and what it runs on."""
+    wanted, built_for = _kinds_of_device(variant, request)
+    options = request.session_options
+    options = (options() if callable(options) else options) or ort.SessionOptions()
+    for key, value in variant.session_options.items():
+        options.add_session_config_entry(key, value)
+    provider_options = _provider_options(variant, request)
+    arguments: dict[str, Any] = {}
+    if _is_built_in(ort, variant):
+        arguments["providers"] = [(variant.ep, provider_options)]
+        runs_on = f"{variant.ep} on {built_for}"
+    else:
+        runs_on = _add_devices(ort, variant, wanted, options, provider_options)
+    # Asked nothing before: onnxruntime checks the context's compatibility string itself, and the
+    # function that asks an EP about it crashes some EPs.
+    if constants := package.constants.get(variant.component):
+        session = _session_with_constants(ort)(file, options, enable_fallback=0, **arguments)
+        session.epcontext_constants = constants
+    else:
+        session = ort.InferenceSession(file, options, enable_fallback=0, **arguments)
+    # If a library of the EP is missing, onnxruntime only logs it, and opens the session without the EP.
+    providers = session.get_providers()
+    if variant.ep not in providers and providers[:1] == [_CPU_EP]:
+        raise _SkipTargetError(
+            f"the session was opened without {variant.ep}; onnxruntime's log may name a missing library"
+        )
+    return session, runs_on
+
+
+def _kinds_of_device(variant: _Variant, request: _Request) -> tuple[str, str]:
+    """The kind of device that is wanted, and the kind that the target was built for."""
+    built_for = variant.kind_of_device
+    wanted = request.device or built_for
+    if "any" not in (wanted, built_for) and wanted != built_for:
+        raise _SkipTargetError(f"it is for the {built_for}, and device={wanted!r} was requested")
+    return wanted, built_for
+
+
+def _add_devices(
+    ort: Any, variant: _Variant, wanted: str, options: Any, provider_options: dict[str, str]
+) -> str:
+    """Add the variant's EP to ``options``; return what a session will run on."""
+    # Listed again each time: onnxruntime forgets the devices of a library that is unregistered.
+    devices = _devices(ort, variant, wanted)
+    policy = variant.settings.get("policy")
+    if policy is None:
+        # These devices are interchangeable, and a session takes one.
+        options.add_provider_for_devices(devices[:1], provider_options)
+        return f"{variant.ep} on {_kind(devices[0])}"
+    # A policy takes no provider options. These keys are where onnxruntime itself keeps them.
+    for name, value in provider_options.items():
+        options.add_session_config_entry(f"ep.{variant.ep.lower()}.{name}", value)
+    options.set_provider_selection_policy(
+        ort.OrtExecutionProviderDevicePolicy.__members__[policy.replace("-", "_").upper()]
+    )
+    return f"{variant.ep}, by the policy {policy}"
+
+
+_SESSION_CLASS: list[Any] = []
+
+
+def _session_with_constants(ort: Any) -> Any:
+    """A session class that takes the inputs that the build froze, and checks their values.
+
+    With it the source model, which still has these inputs, is called like the compiled ones.
+    """
+    if _SESSION_CLASS:
+        return _SESSION_CLASS[0]
+    import numpy as np
+
+    class SessionWithConstants(ort.InferenceSession):  # type: ignore[misc]
+        epcontext_constants: Mapping[str, Mapping[str, Any]] = {}
+
+        def get_inputs(self) -> Any:
+            inputs = super().get_inputs()
+            return [each for each in inputs if each.name not in self.epcontext_constants]
+
+        def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
+            return super().run(output_names, self._feed(input_feed), run_options)
+
+        def run_async(
+            self,
+            output_names: Any,
+            input_feed: Any,
+            callback: Any,
+            user_data: Any,
+            run_options: Any = None,
+        ) -> Any:
+            feed = self._feed(input_feed)
+            return super().run_async(output_names, feed, callback, user_data, run_options)
+
+        def _feed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+            feed = dict(given)
+            needed = {each.name for each in super().get_inputs()}
+            for name, constant in self.epcontext_constants.items():
+                value = np.asarray(constant["value"], constant["dtype"]).reshape(constant["shape"])
+                if name in feed and not np.array_equal(np.ravel(feed.pop(name)), value.ravel()):
+                    raise ValueError(
+                        f"the input {name!r} was frozen to {constant['value']!r} when the model was "
+                        "compiled, and has another value here"
+                    )
+                if name in needed:
+                    feed[name] = value
+            return feed
+
+    _SESSION_CLASS.append(SessionWithConstants)
+    return SessionWithConstants
+
+
+def _provider_options(variant: _Variant, request: _Request) -> dict[str, str]:
+    """The variant's provider options, and those of the app unless it is the source."""
+    result = dict(variant.provider_options)
+    for name, value in variant.ours.get("load_options", {}).items():
+        result[name] = _expand_user_cache(value)
+    if not variant.is_source:
+        for name, more in request.provider_options.items():
+            result[name] = str(int(more) if isinstance(more, bool) else more)
     return result
 
 
-def _open_built_in(
-    ort: Any, entry: dict[str, Any], path: Path, options: Any, load_options: dict[str, str]
-) -> tuple[Any, str]:
-    """`_open` for an EP that is part of onnxruntime's own distribution."""
-    ep = entry["settings"]["ep"]
-    if ep not in ort.get_available_providers():
-        raise _SkipTargetError(f"this onnxruntime ({ort.__version__}) does not contain {ep}")
-    _forbid_compiling(entry, options)
-    session = ort.InferenceSession(path, options, providers=[(ep, load_options)], enable_fallback=0)
-    _check_has_ep(session, ep)
-    return session, f"{ep} on {entry['settings']['device']}"
+def _is_built_in(ort: Any, variant: _Variant) -> bool:
+    """Whether the EP is part of onnxruntime's own distribution.
 
-
-def _forbid_compiling(entry: dict[str, Any], options: Any) -> None:
-    if entry["product"] == "context":
-        # Where the EP does not accept the context: fail, and do not compile on the user's machine.
-        options.add_session_config_entry("session.disable_model_compile", "1")
-
-
-def _check_has_ep(session: Any, ep: str) -> None:
-    # If a library of the EP is missing, onnxruntime only logs it, and opens the session without the EP.
-    if ep not in session.get_providers():
-        raise _SkipTargetError(
-            f"the session was opened without {ep}; onnxruntime's log may name a missing library"
-        )
-
-
-def _expand_user_cache(value: str) -> str:
-    """``value`` with ``{user-cache}`` replaced by the app's own cache folder.
-
-    A value that contains ``{user-cache}`` is a folder, which is created.
+    Raises _SkipTargetError for a built-in EP that this distribution does not contain.
     """
-    if USER_CACHE not in value:
-        return value
+    if variant.ours.get("plugin"):
+        return False
+    if variant.ep in ort.get_available_providers():
+        return True
+    if not variant.ours and variant.ep in _KNOWN_PLUGINS:
+        return False
+    if any(each.ep_name == variant.ep for each in _ep_devices(ort)):
+        return False
+    raise _SkipTargetError(f"this onnxruntime ({ort.__version__}) does not contain {variant.ep}")
+
+
+def _user_folder() -> Path:
+    """The app's own folder in the user's cache folder."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = value.replace(USER_CACHE, str(Path(base) / __name__.split(".")[0]))
-    Path(path).mkdir(parents=True, exist_ok=True)
-    return path
+    return Path(base) / __name__.split(".")[0]
+
+
+def _expand_user_cache(value: str) -> str:
+    """``value``, a folder, which is created, with ``{user-cache}`` replaced by the app's own."""
+    folder = value.replace(USER_CACHE, str(_user_folder()))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _kind(device: Any) -> str:
     return str(device.device.type.name).lower()
 
 
-def _devices(ort: Any, entry: dict[str, Any], wanted: str) -> list[Any]:
+def _devices(ort: Any, variant: _Variant, wanted: str) -> list[Any]:
     """The devices that the target can run on, best first; ``wanted`` is a kind of device or "any"."""
-    settings = entry["settings"]
-    offered = [each for each in _offered(ort, entry) if _passes(each, settings["device_filter"])]
+    kind, wanted_facts = variant.kind_of_device, variant.settings.get("device_filter", {})
+    offered = [each for each in _offered(ort, variant) if _passes(each, wanted_facts)]
     if wanted == "any":
-        fitting = [each for each in offered if _kind(each) == settings["device"]]
-        if not fitting and entry["sharing"] is not None and entry["sharing"]["needs_device"]:
-            raise _SkipTargetError(
-                f"models that share weights need a real {settings['device']}, not a simulated one"
-            )
+        fitting = [each for each in offered if _kind(each) == kind]
+        if not fitting and variant.ours.get("needs_device"):
+            raise _SkipTargetError(f"it needs a real {kind}, not a simulated one")
         fitting = fitting or offered
     else:
         fitting = [each for each in offered if _kind(each) == wanted]
     if not fitting:
         kinds = ", ".join(sorted({_kind(each) for each in offered}))
         raise _SkipTargetError(
-            f"{settings['ep']} finds no {'device' if wanted == 'any' else wanted}"
+            f"{variant.ep} finds no {'device' if wanted == 'any' else wanted}"
             + (f", only {kinds} (device='any' accepts it)" if kinds else " on this machine")
         )
     return fitting
@@ -343,6 +827,8 @@ def _devices(ort: Any, entry: dict[str, Any], wanted: str) -> list[Any]:
 
 def _passes(device: Any, wanted: Mapping[str, str]) -> bool:
     """Whether ``device`` has no known property that differs from ``wanted``; unknown ones pass."""
+    if not wanted:
+        return True
     facts = {
         **dict(device.device.metadata),
         **dict(device.ep_metadata),
@@ -354,49 +840,174 @@ def _passes(device: Any, wanted: Mapping[str, str]) -> bool:
     )
 
 
-def _offered(ort: Any, entry: dict[str, Any]) -> list[Any]:
-    """The devices of the entry's EP. Its library is registered if needed, once per process."""
-    ep = entry["settings"]["ep"]
+def _ep_devices(ort: Any) -> list[Any]:
+    devices: list[Any] = ort.get_ep_devices() if hasattr(ort, "get_ep_devices") else []
+    return devices
+
+
+def _offered(ort: Any, variant: _Variant) -> list[Any]:
+    """The devices of the variant's EP. Its library is registered if needed, once per process."""
+    ep = variant.ep
     if not hasattr(ort, "get_ep_devices"):
         raise _SkipTargetError(f"onnxruntime {ort.__version__} is too old for {ep}")
     with _registration_lock:
-        offered = [each for each in ort.get_ep_devices() if each.ep_name == ep]
-        plugin = entry["plugin"]
+        offered = _of_ep(ort, ep, None)
         if offered:
             return offered
+        plugin = variant.ours.get("plugin") or {
+            "module": _KNOWN_PLUGINS.get(ep, ""),
+            "package": _KNOWN_PLUGINS.get(ep, "").replace("_", "-"),
+            "registration_name": ep,
+        }
         if not plugin["module"]:
             raise _SkipTargetError(
                 f"{ep} is not registered; the app has to call "
                 "onnxruntime.register_execution_provider_library first"
             )
         try:
-            module = importlib.import_module(plugin["module"])
+            library = str(importlib.import_module(plugin["module"]).get_library_path())
         except ImportError as error:
             raise _SkipTargetError(f"{plugin['package']} is not installed ({error})") from error
+        # The app may have registered the library under another name, which some EPs take as their own.
+        offered = _of_ep(ort, ep, library)
+        if offered:
+            return offered
         try:
-            ort.register_execution_provider_library(
-                plugin["registration_name"], module.get_library_path()
-            )
+            ort.register_execution_provider_library(plugin["registration_name"], library)
         except Exception as error:
+            # The app, or another package's loader, may have registered it at the same moment.
+            offered = _of_ep(ort, ep, library)
+            if offered or "already registered" in str(error):
+                return offered
             raise _SkipTargetError(
                 f"the library of {plugin['package']} cannot be loaded ({error})"
             ) from error
-        return [each for each in ort.get_ep_devices() if each.ep_name == ep]
+        return _of_ep(ort, ep, library)
 
 
-def _compatibility(devices: list[Any], compatibility: str) -> str | None:
-    """The EP's own answer whether it can run what was compiled: a name of onnxruntime's
-    ``OrtCompiledModelCompatibility``, or None if it gives no answer.
+def _of_ep(ort: Any, ep: str, library: str | None) -> list[Any]:
+    """The devices of ``ep``, or else those that the file ``library`` offers under another name."""
+    devices = _ep_devices(ort)
+    return [each for each in devices if each.ep_name == ep] or [
+        each for each in devices if library and each.ep_metadata.get("library_path") == library
+    ]
+
+
+def _open_compiled_here(package: _Package, variant: _Variant, request: _Request) -> tuple[Any, str]:
+    """`_open`, after the prepared model was compiled on this machine, once for its EP and driver."""
+    ort = _onnxruntime()
+    wanted, _ = _kinds_of_device(variant, request)
+    if not hasattr(ort, "ModelCompiler"):
+        raise _SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
+    device = _devices(ort, variant, wanted)[0]
+    folder = _user_folder() / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    key = _key_of_compiled(ort, package, variant, device)
+    file = folder / key / PurePosixPath(variant.model_file).name
+    with _locked(folder / f"{key}.lock"):
+        if file.is_file():
+            with contextlib.suppress(Exception):
+                session, runs_on = _open_file(ort, package, variant, request, file)
+                os.utime(file.parent)
+                return session, f"{runs_on}, compiled on this machine"
+            # It was damaged since.
+            _remove(file.parent)
+        _compile(ort, package, variant, device, file)
+        session, runs_on = _open_file(ort, package, variant, request, file)
+    _remove_oldest(folder, keep=key)
+    return session, f"{runs_on}, compiled on this machine"
+
+
+def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any) -> str:
+    """The name of what is compiled: the prepared model, its settings, and all that is installed."""
+    import hashlib
+    from importlib.metadata import PackageNotFoundError, version
+
+    installed = None
+    with contextlib.suppress(PackageNotFoundError):
+        installed = version((variant.ours.get("plugin") or {}).get("package", ""))
+    prefix = f"{variant.folder}/{_PREPARED}/"
+    facts = {**dict(device.ep_metadata), **dict(device.device.metadata)}
+    facts.pop("library_path", None)
+    content = {
+        "model": {n: r["sha256"] for n, r in package.files.items() if n.startswith(prefix)},
+        "settings": variant.settings,
+        "onnxruntime": ort.__version__,
+        "ep": installed,
+        "device": [device.device.vendor_id, device.device.device_id, sorted(facts.items())],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _compile(ort: Any, package: _Package, variant: _Variant, device: Any, file: Path) -> None:
+    """Compile the prepared model of ``variant`` into ``file``, in a folder that appears as a whole."""
+    import tempfile
+
+    settings = variant.settings
+    options = ort.SessionOptions()
+    for key, value in settings.get("session_options", {}).items():
+        options.add_session_config_entry(key, value)
+    options.add_provider_for_devices([device], settings.get("provider_options", {}))
+    level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
+        settings.get("optimization", "basic"), "ENABLE_ALL"
+    )
+    _log.warning("%s is compiled for %s on this machine, once", variant.component, variant.target)
+    with contextlib.ExitStack() as stack:
+        prepared = package.prepared_on_disk(variant, stack)
+        parent = file.parent.parent
+        made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".new-", dir=parent)))
+        result = made / file.parent.name
+        result.mkdir()
+        compiler = ort.ModelCompiler(
+            options,
+            str(prepared),
+            embed_compiled_data_into_model=bool(settings.get("embed")),
+            flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
+            graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
+        )
+        compiler.compile_to_file(str(result / file.name))
+        result.rename(file.parent)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold ``file`` locked: of several processes one compiles, and the others wait for it.
+
+    The system unlocks it when a process ends in any way.
     """
-    try:
-        from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices
-    except ImportError:
-        return None
-    if not compatibility:
-        return None
-    try:
-        return str(get_model_compatibility_for_ep_devices(devices, compatibility).name)
-    except Exception as error:
-        # Some EPs raise when they are asked about a device that only simulates theirs.
-        _log.debug("the EP gives no answer on compatibility: %s", error)
-        return None
+    with file.open("ab") as opened:
+        if sys.platform == "win32":
+            import msvcrt
+            import time
+
+            while True:
+                # Gives up after ten seconds, and a compiler may take minutes.
+                with contextlib.suppress(OSError):
+                    msvcrt.locking(opened.fileno(), msvcrt.LK_NBLCK, 1)
+                    break
+                time.sleep(0.1)
+        else:
+            import fcntl
+
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_oldest(folder: Path, keep: str) -> None:
+    """Remove the contexts that were unused for the longest time, beyond `USER_CACHE_LIMIT` bytes."""
+    total = 0
+    contexts = [each for each in folder.iterdir() if each.is_dir()]
+    for each in sorted(contexts, key=lambda c: (c.name == keep, c.stat().st_mtime), reverse=True):
+        total += sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
+        if total > USER_CACHE_LIMIT and each.name != keep:
+            _remove(each)
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    # Renamed first: another process finds all of it or nothing. On Windows one that is open stays.
+    trash = folder.with_name(f".old-{folder.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        folder.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)

@@ -54,12 +54,12 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 self._fill_wheel(config, build_data)
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.package import wheel
+        from hatch_epcontext.package.bundle import bundle
 
         output = self._output_folder(config, self._tree())
         staging = self._make_staging()
-        bundle = wheel.bundle(self._build(config, staging), config, staging)
-        build_data["force_include"].update(bundle.entries(output))
+        made = bundle(self._build(config, staging), config, staging)
+        build_data["force_include"].update(made.entries(output))
         self._output, self._max_size = output, config.wheel.max_size
         self._set_tag(config, build_data)
 

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from cattrs import Converter
@@ -146,8 +146,18 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
 _TOML = _converter(dashes=True, strict=True)
 # Other versions of the package read what this one writes: unknown keys are no errors.
 _JSON = _converter(dashes=False, strict=False)
+_STRICT_JSON = _converter(dashes=False, strict=True)
 
 _Place = tuple["str | int", ...]
+
+
+class InvalidJsonError(ValueError):
+    """Values that are not what a type needs; ``reasons`` has a message for each wrong place."""
+
+    def __init__(self, type_name: str, reasons: list[tuple[_Place, str]]) -> None:
+        places = (f"{'.'.join((type_name, *map(str, path)))}: {text}" for path, text in reasons)
+        super().__init__("; ".join(places))
+        self.reasons = reasons
 
 
 def from_toml(table: Any, type_: type[T], key: Key) -> Checked[T]:
@@ -162,7 +172,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Checked[T]:
         yield from _problems(key, (), error, table)
         return type_()
     except ClassValidationError as error:
-        wrong = list(_flat(error, ()))
+        wrong = list(_flat(error, (), toml_key))
     rest = copy.deepcopy(table)
     for path, _ in wrong:
         _leave_out(rest, path)
@@ -172,7 +182,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Checked[T]:
         return _TOML.structure(rest, type_)
     except ClassValidationError as error:
         # The tables around it are still invalid without it.
-        for path, _ in _flat(error, ()):
+        for path, _ in _flat(error, (), toml_key):
             rest.pop(path[0], None)
     return _TOML.structure(rest, type_)
 
@@ -219,16 +229,18 @@ def _has_tables(items: list[Any]) -> bool:
     return any(isinstance(item, dict) for item in items)
 
 
-def _flat(error: BaseException, path: _Place) -> Iterator[tuple[_Place, BaseException]]:
-    """All errors inside ``error``, each with its place."""
+def _flat(
+    error: BaseException, path: _Place, key_of: Callable[[str], str] = str
+) -> Iterator[tuple[_Place, BaseException]]:
+    """All errors inside ``error``, each with its place; ``key_of`` gives the key of a field."""
     if isinstance(error, ClassValidationError):
         fields, bare = error.group_exceptions()
         for nested, note in fields:
-            yield from _flat(nested, (*path, toml_key(note.name)))
+            yield from _flat(nested, (*path, key_of(note.name)), key_of)
     elif isinstance(error, IterableValidationError):
         items, bare = error.group_exceptions()
         for nested, item in items:
-            yield from _flat(nested, (*path, item.index))
+            yield from _flat(nested, (*path, item.index), key_of)
     elif isinstance(error, ForbiddenExtraKeysError):
         for extra in sorted(error.extra_fields):
             yield (*path, extra), ForbiddenExtraKeysError(None, error.cl, {extra})
@@ -237,7 +249,7 @@ def _flat(error: BaseException, path: _Place) -> Iterator[tuple[_Place, BaseExce
         yield path, error
         return
     for nested in bare:
-        yield from _flat(nested, path)
+        yield from _flat(nested, path, key_of)
 
 
 def _problems(key: Key, path: _Place, error: BaseException, table: Any) -> Iterator[Problem]:
@@ -280,16 +292,33 @@ def _value_at(table: Any, path: _Place) -> Any:
 
 def from_json(text: str | bytes, type_: type[T]) -> T:
     """The ``type_`` that `to_json` wrote; raises ValueError if the text is not one."""
+    return from_plain(json.loads(text), type_)
+
+
+def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
+    """The ``type_`` of plain values, as JSON has them; raises InvalidJsonError if they are not one.
+
+    Unknown keys are left out, or with ``strict`` refused.
+    """
     try:
-        return _JSON.structure(json.loads(text), type_)
+        return (_STRICT_JSON if strict else _JSON).structure(value, type_)
     except (ClassValidationError, _Mismatch) as error:
-        reasons = "; ".join(
-            f"{'.'.join(map(str, (type_.__name__, *path)))}: {nested}"
-            for path, nested in _flat(error, ())
-        )
-        raise ValueError(reasons) from None
+        reasons = [(path, _reason(nested)) for path, nested in _flat(error, ())]
+        raise InvalidJsonError(type_.__name__, reasons) from None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ForbiddenExtraKeysError):
+        allowed = (field.name for field in dataclasses.fields(error.cl))
+        return f"is not a known key. Known: {', '.join(allowed)}."
+    return "is missing." if isinstance(error, KeyError) else str(error)
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass as plain values, as JSON has them."""
+    return _JSON.unstructure(value)
 
 
 def to_json(value: Any) -> str:
     """A dataclass as JSON that is the same for equal values: sorted keys, two spaces, a final newline."""
-    return json.dumps(_JSON.unstructure(value), indent=2, sort_keys=True) + "\n"
+    return json.dumps(to_plain(value), indent=2, sort_keys=True) + "\n"

@@ -11,7 +11,8 @@ from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.cli._output import show, table
 from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
-from hatch_epcontext.package.manifest import Manifest, TargetEntry
+from hatch_epcontext.package.manifest import PackageMetadata, VariantMetadata, ours
+from hatch_epcontext.package.model_package import ModelPackage, Variant
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, show_size
@@ -25,10 +26,10 @@ from hatch_epcontext.tools import inspect as tool
     "--verify", is_flag=True, help="Check that all files exist, as the manifest records them."
 )
 def inspect(path: Path, as_json: bool, verify: bool) -> None:
-    """Show the facts of a model, a wheel or a package.
+    """Show the facts of a model, a wheel or a model package.
 
-    PATH is an ONNX model (compiled or not), a wheel, or a package's folder. Needs no ONNX Runtime, but onnx
-    for an ONNX model.
+    PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package, whoever made it.
+    Needs no ONNX Runtime, but onnx for an ONNX model.
     """
     found = tool.inspect(path)
     if as_json:
@@ -36,8 +37,8 @@ def inspect(path: Path, as_json: bool, verify: bool) -> None:
     elif found.model is not None:
         _show_model(found.model)
     else:
-        for folder, manifest in found.manifests.items():
-            _show_manifest(folder, manifest)
+        for folder, package in found.packages.items():
+            _show_package(folder, package)
     if verify:
         click.echo(f"verified: {count(tool.verify(path, found), 'file')}", err=as_json)
 
@@ -73,37 +74,35 @@ def _show_model(model: InspectReply) -> None:
         click.echo(f"external data outside of its folder: {name}")
 
 
-def _show_manifest(folder: str, manifest: Manifest) -> None:
-    size = show_size(sum(file.size for file in manifest.files.values()))
-    click.echo(f"{folder}: {manifest.generator}, {count(len(manifest.files), 'file')}, {size}")
+def _show_package(folder: str, package: ModelPackage) -> None:
+    about = ours(package.metadata, PackageMetadata)
+    files = about.files if about else {}
+    parts = [folder]
+    if about:
+        total = show_size(sum(file.size for file in files.values()))
+        parts = [f"{folder}: {about.generator}", count(len(files), "file"), total]
+    click.echo(", ".join(parts))
     made = table("model", "target", "EP", "for", "coverage", "validation", "size")
-    for name, model in manifest.models.items():
-        for entry in model.targets:
+    for name, component in package.components.items():
+        for target, variant in component.variants.items():
+            size = sum(s.size for f, s in files.items() if f.startswith(f"{variant.directory}/"))
+            its = ours(variant.metadata, VariantMetadata)
             made.add_row(
                 name,
-                entry.target,
-                entry.settings.ep,
-                _listed(_compiled_for(entry)),
-                describe_coverage(entry.coverage),
-                _summarize(entry.validation),
-                show_size(_size_of(entry, manifest)),
+                target,
+                variant.ep or "",
+                _listed(_compiled_for(variant, its)) or variant.compatibility_string or "",
+                describe_coverage(its.coverage) if its else "",
+                _summarize(its.validation) if its else "",
+                show_size(size) if size else "",
             )
-        if model.source.model_file is not None:
-            source = manifest.files[model.source.model_file]
-            made.add_row(name, "source", "", "", "", "", show_size(source.size))
     show(made)
 
 
-def _compiled_for(entry: TargetEntry) -> Mapping[str, str]:
+def _compiled_for(variant: Variant, about: VariantMetadata | None) -> Mapping[str, str]:
     # Another version of the package can have other providers.
-    provider = find(entry.settings.provider)
-    return provider.compiled_for(entry.compatibility_string) if provider else {}
-
-
-def _size_of(entry: TargetEntry, manifest: Manifest) -> int:
-    """Bytes of the artifact, which is the same for all models that share weights."""
-    folder = entry.model_file.rpartition("/")[0]
-    return sum(file.size for name, file in manifest.files.items() if name.startswith(f"{folder}/"))
+    provider = find(about.settings.provider if about else variant.ep or "")
+    return provider.compiled_for(variant.compatibility_string or "") if provider else {}
 
 
 def _summarize(validation: Validation) -> str:

@@ -8,6 +8,7 @@ that belong to it: no other file is removed or overwritten.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from pathlib import Path, PurePosixPath
@@ -15,9 +16,8 @@ from pathlib import Path, PurePosixPath
 from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import record_file
-from hatch_epcontext.package import manifest
+from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.package.wheel import OUTPUT, Tree
-from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.text import listing
 
 
@@ -39,22 +39,24 @@ def project_folder(output: PurePosixPath, tree: Tree) -> Path:
     )
 
 
-def _read_files(folder: Path) -> manifest.FileList | None:
+def _read_files(folder: Path) -> manifest.PackageMetadata | None:
     """The files of the manifest in ``folder``, if there is one and this package wrote it.
 
-    The manifest can have an older format: the next install then replaces its files.
+    They count also where the rest of the manifest is invalid: the next install replaces it.
     """
     try:
-        found = from_json((folder / manifest.FILE).read_bytes(), manifest.FileList)
-    except (OSError, ValueError):
+        content = json.loads((folder / model_package.FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if found.is_ours else None
+    metadata = content.get("additional_metadata") if isinstance(content, dict) else None
+    found = manifest.ours(metadata, manifest.PackageMetadata)
+    return found if found and found.is_ours else None
 
 
 def owned_paths(output: PurePosixPath, folder: Path) -> frozenset[str]:
     """The files in ``folder`` that an editable install wrote, as paths in the wheel."""
     found = _read_files(folder)
-    names = (*found.files, manifest.FILE) if found else ()
+    names = (*found.files, model_package.FILE) if found else ()
     return frozenset(str(output / name) for name in names)
 
 
@@ -82,7 +84,7 @@ def check(folder: Path) -> None:
         )
 
 
-def _changed(folder: Path, found: manifest.FileList) -> list[str]:
+def _changed(folder: Path, found: manifest.PackageMetadata) -> list[str]:
     return [
         name
         for name, recorded in found.files.items()
@@ -104,13 +106,13 @@ def write(result: Result, folder: Path) -> None:
         "__init__.py": record_file(manifest.loader_file()),
         **manifest.artifact_files(result),
     }
-    sources: dict[str, str | None] = {
+    sources = {
         source.model.name: Path(os.path.relpath(source.model.path, folder)).as_posix()
         for source in result.sources
     }
     # Before the files below: an interrupted install must not leave files that no manifest lists.
-    content = manifest.make(result, sources, files)
-    (folder / manifest.FILE).write_text(to_json(content), encoding="utf-8", newline="\n")
+    content = model_package.write(manifest.make(result, sources, files, "installed"))
+    (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
     shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
     for built in result.built:
         shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
@@ -134,7 +136,7 @@ def remove(folder: Path) -> list[str]:
             kept.append(str(path))
         else:
             path.unlink()
-    (folder / manifest.FILE).unlink()
+    (folder / model_package.FILE).unlink()
     for compiled in (folder / "__pycache__").glob("__init__.*.pyc"):
         compiled.unlink()
     for path in [*sorted(folder.rglob("*"), reverse=True), folder]:

@@ -1,93 +1,40 @@
-"""``epcontext.json``: the models, what each target was compiled with, and the sha256 of each file.
+"""The manifest of our packages: a model package with what only we know in its metadata.
 
-Names are those of ONNX Runtime's model packages, where it has one. There are no times in it, so that
-two builds from one cache write the same bytes.
+Hashes, coverage, validation, settings and versions stand in ``additional_metadata``, below our own
+name. There are no times in it, so that two builds from one cache write the same bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.build.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.files import FileRecord, is_intact
 from hatch_epcontext.ipc.protocol import Coverage, TensorFacts
-from hatch_epcontext.loader import SOURCE
+from hatch_epcontext.loader import METADATA, SOURCE, USER_CACHE
+from hatch_epcontext.package.model_package import (
+    Component,
+    Layout,
+    ModelPackage,
+    OrtInfo,
+    Variant,
+)
 from hatch_epcontext.providers import Plugin, Product
+from hatch_epcontext.serialize import from_plain, to_plain
 
-FILE = "epcontext.json"
-FORMAT = 2
-
-
-@dataclass(frozen=True)
-class SourceEntry:
-    """The source model. ``model_file`` is None when it is not shipped."""
-
-    sha256: str
-    model_file: str | None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """A weight-sharing group and its members.
+class PackageMetadata:
+    """``files`` are the files of the package by path, all but the manifest itself."""
 
-    ``saved``: the bytes by which the group is smaller than its members compiled alone.
-    ``needs_device``: only the EP's own device can open them, because a simulator may crash.
-    """
-
-    group: str
-    members: tuple[str, ...]
-    saved: int
-    needs_device: bool
-
-
-@dataclass(frozen=True)
-class TargetEntry:
-    """One model compiled for one target, with all that the loader needs to open it.
-
-    ``settings``: how it was compiled; ``load_options``: the provider options for loading.
-    ``compiled_with``: the versions of the packages that compiled it.
-    """
-
-    target: str
-    product: Product
-    plugin: Plugin | None
-    platforms: tuple[str, ...]
-    model_file: str
-    compatibility_string: str
-    ep_sdk_version: str
-    settings: CompileSettings
-    load_options: Mapping[str, str]
-    compiled_with: Mapping[str, str]
-    preparation: Preparation
-    coverage: Coverage | None
-    validation: Validation
-    sharing: Sharing | None = None
-
-
-@dataclass(frozen=True)
-class ModelEntry:
-    """A model: its inputs and outputs as configured, its source, and its targets in order."""
-
-    inputs: tuple[TensorFacts, ...]
-    outputs: tuple[TensorFacts, ...]
-    source: SourceEntry
-    targets: tuple[TargetEntry, ...]
-
-
-@dataclass(frozen=True)
-class FileList:
-    """The part of a manifest that is the same in all formats.
-
-    ``manifest`` is the format; ``files`` are the files in the manifest's folder that belong to it, all
-    but the manifest itself.
-    """
-
-    manifest: int
     generator: str
     files: Mapping[str, FileRecord]
 
@@ -98,69 +45,180 @@ class FileList:
 
 
 @dataclass(frozen=True)
-class Manifest(FileList):
-    """A manifest of the current format, with the models by name."""
+class ComponentMetadata:
+    """A model: the name by which the app loads it, and the hex sha256 of its source.
 
-    models: Mapping[str, ModelEntry]
+    ``inputs`` and ``outputs`` are those of the source, with the configured shapes and constants.
+    """
+
+    model: str
+    source_sha256: str
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A weight-sharing group and its members.
+
+    ``saved``: the bytes by which the group is smaller than its members compiled alone.
+    """
+
+    group: str
+    members: tuple[str, ...]
+    saved: int
+
+
+@dataclass(frozen=True)
+class VariantMetadata:
+    """One model compiled for one target.
+
+    ``settings``: how it was compiled; ``load_options``: provider options that only the loader
+    understands; ``compiled_with``: the versions of the packages that compiled it. ``needs_device``:
+    only the EP's own device can open it, because a simulator refuses it or crashes.
+    """
+
+    product: Product
+    plugin: Plugin | None
+    platforms: tuple[str, ...]
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    ep_sdk_version: str
+    settings: CompileSettings
+    load_options: Mapping[str, str]
+    compiled_with: Mapping[str, str]
+    preparation: Preparation
+    coverage: Coverage | None
+    validation: Validation
+    needs_device: bool = False
+    sharing: Sharing | None = None
+
+
+@dataclass(frozen=True)
+class SourceMetadata:
+    """The source model: its own inputs and outputs."""
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    product: str = field(default=SOURCE)
+
+
+def ours(metadata: Any, type_: type[T]) -> T | None:
+    """Our part of the ``additional_metadata`` of a manifest, a component or a variant.
+
+    None if there is none, or if it is not a ``type_``.
+    """
+    if not isinstance(metadata, Mapping) or METADATA not in metadata:
+        return None
+    try:
+        return from_plain(metadata[METADATA], type_)
+    except ValueError:
+        return None
+
+
+def _metadata(value: Any) -> dict[str, Any]:
+    return {METADATA: to_plain(value)}
 
 
 def make(
-    result: Result, source_files: Mapping[str, str | None], files: Mapping[str, FileRecord]
-) -> Manifest:
-    """The manifest of ``result``.
+    result: Result,
+    source_files: Mapping[str, str],
+    files: Mapping[str, FileRecord],
+    layout: Layout = "portable",
+) -> ModelPackage:
+    """The package of ``result``.
 
-    ``source_files``: for each model the path of its shipped source from the manifest's folder, or None.
+    ``source_files``: for each model whose source is a variant, the path of the source from the package.
     """
-    return Manifest(
-        manifest=FORMAT,
-        generator=f"{GENERATOR} {hatch_epcontext.__version__}",
-        models={
-            source.model.name: _model(source, source_files[source.model.name], result.built)
+    generator = f"{GENERATOR} {hatch_epcontext.__version__}"
+    return ModelPackage(
+        {
+            source.model.name: _component(source, source_files.get(source.model.name), result.built)
             for source in result.sources
         },
-        files=files,
+        layout,
+        _metadata(PackageMetadata(generator, files)),
     )
 
 
-def _model(source: Source, file: str | None, built: tuple[Built, ...]) -> ModelEntry:
-    return ModelEntry(
-        inputs=source.facts.inputs,
-        outputs=source.facts.outputs,
-        source=SourceEntry(source.sha256, file),
-        targets=tuple(entry for each in built for entry in _targets(each, source.model.name)),
+def _component(source: Source, file: str | None, built: tuple[Built, ...]) -> Component:
+    name, facts = source.model.name, source.facts
+    variants = {each.job.target.name: _variant(each, name) for each in built if _has(each, name)}
+    if file is not None:
+        variants[SOURCE] = _source_variant(source, file)
+    about = ComponentMetadata(name, source.sha256, facts.inputs, facts.outputs)
+    return Component(variants, _metadata(about))
+
+
+def _has(built: Built, model: str) -> bool:
+    return any(each.name == model for each in built.job.models)
+
+
+def _source_variant(source: Source, file: str) -> Variant:
+    folder, _, name = file.rpartition("/")
+    return Variant(
+        directory=folder,
+        ep="CPUExecutionProvider",
+        ort=OrtInfo(model_file=name),
+        metadata=_metadata(SourceMetadata(source.facts.inputs, source.facts.outputs)),
     )
 
 
-def _targets(built: Built, model: str) -> list[TargetEntry]:
-    target, record = built.job.target, built.artifact.record
-    return [
-        TargetEntry(
-            target=target.name,
-            product=record.product,
-            plugin=_shipped(target.provider.plugin),
-            platforms=target.platforms,
-            model_file=f"{built.job.folder}/{context.model_file}",
-            compatibility_string=context.compatibility,
-            ep_sdk_version=context.ep_sdk_version,
-            settings=target.settings,
-            load_options=target.load_options,
-            compiled_with=record.versions,
-            preparation=preparation,
-            coverage=context.coverage,
-            validation=built.validations[model],
-            sharing=_sharing(built),
-        )
-        for preparation, context in zip(record.preparations, record.contexts, strict=True)
-        if context.model == model
-    ]
+def _variant(built: Built, model: str) -> Variant:
+    job, record = built.job, built.artifact.record
+    target, settings = job.target, job.target.settings
+    (index,) = (i for i, each in enumerate(record.contexts) if each.model == model)
+    context = record.contexts[index]
+    only_ours = {n: value for n, value in target.load_options.items() if USER_CACHE in value}
+    about = VariantMetadata(
+        product=record.product,
+        plugin=_shipped(target.provider.plugin),
+        platforms=target.platforms,
+        inputs=context.inputs,
+        outputs=context.outputs,
+        ep_sdk_version=context.ep_sdk_version,
+        settings=settings,
+        load_options=only_ours,
+        compiled_with=record.versions,
+        preparation=record.preparations[index],
+        coverage=context.coverage,
+        validation=built.validations[model],
+        needs_device=job.group is not None and not target.provider.loads_shared,
+        sharing=_sharing(built),
+    )
+    return Variant(
+        directory=job.folder,
+        ep=settings.ep,
+        # ONNX Runtime does not select a variant of the CPU EP that names a device.
+        device=settings.device if settings.device in ("npu", "gpu") else None,
+        compatibility_string=context.compatibility or None,
+        ort=OrtInfo(
+            model_file=context.model_file,
+            session_options={**settings.session_options, **_loading(built)},
+            provider_options={
+                name: value for name, value in target.load_options.items() if name not in only_ours
+            },
+        ),
+        metadata=_metadata(about),
+    )
+
+
+def _loading(built: Built) -> dict[str, str]:
+    """The session options that every session of the artifact needs."""
+    options = {}
+    if built.artifact.record.product == "context":
+        # Where the EP does not accept the context: fail, and do not compile on the user's machine.
+        options["session.disable_model_compile"] = "1"
+    if built.job.group is not None:
+        options["ep.share_ep_contexts"] = "1"
+    return options
 
 
 def _sharing(built: Built) -> Sharing | None:
     job = built.job
     if job.group is None:
         return None
-    members = tuple(model.name for model in job.models)
-    return Sharing(job.group, members, built.saved, not job.target.provider.loads_shared)
+    return Sharing(job.group, tuple(model.name for model in job.models), built.saved)
 
 
 def _shipped(plugin: Plugin | None) -> Plugin | None:
@@ -169,7 +227,7 @@ def _shipped(plugin: Plugin | None) -> Plugin | None:
 
 
 def artifact_files(result: Result) -> dict[str, FileRecord]:
-    """The recorded files of all artifacts, by path from the manifest's folder."""
+    """The recorded files of all artifacts, by path from the package."""
     return {
         f"{built.job.folder}/{name}": recorded
         for built in result.built
@@ -177,17 +235,15 @@ def artifact_files(result: Result) -> dict[str, FileRecord]:
     }
 
 
-def changed_files(folder: Path, manifest: FileList) -> tuple[str, ...]:
-    """The manifest's files that are missing in ``folder`` or differ from their record, sorted."""
+def changed_files(folder: Path, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
+    """Those of ``files`` that are missing in ``folder`` or differ from their record, sorted."""
     return tuple(
-        name
-        for name, recorded in sorted(manifest.files.items())
-        if not is_intact(folder, {name: recorded})
+        name for name, recorded in sorted(files.items()) if not is_intact(folder, {name: recorded})
     )
 
 
 def source_folder(model: str) -> str:
-    """The folder of a model's shipped source, from the manifest's folder."""
+    """The folder of a model's shipped source, from the package."""
     return f"{model}/{SOURCE}"
 
 

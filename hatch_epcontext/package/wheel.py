@@ -1,19 +1,23 @@
-"""Artifacts -> the package in the wheel, and checks of the finished wheel."""
+"""The package in the wheel: its place, the wheel's tag, and checks of the finished wheel."""
 
 from __future__ import annotations
 
-import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
-from hatch_epcontext.files import link_or_copy, record_file, stream_sha256
-from hatch_epcontext.package import manifest
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.errors import (
+    ConfigError,
+    Key,
+    Kind,
+    Problem,
+    Setting,
+    WheelError,
+    collect,
+)
+from hatch_epcontext.files import stream_sha256
+from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.text import count, listing, show_size
 
 Tree = Mapping[str, Path]
@@ -24,18 +28,6 @@ OUTPUT = Key() / "output"
 
 _MAX_SIZE = Key() / "wheel" / "max-size"
 """The configuration key of the wheel's maximum size."""
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """The package for the wheel: ``files`` in ``folder``, by their path below the output folder."""
-
-    folder: Path
-    files: tuple[str, ...]
-
-    def entries(self, output: PurePosixPath) -> dict[str, str]:
-        """Absolute path -> path in the wheel, for Hatch's ``force_include``."""
-        return {str(self.folder / name): str(output / name) for name in self.files}
 
 
 def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath:
@@ -94,34 +86,6 @@ def _listed(names: Sequence[str], most: int) -> str:
     return listing([*names[:most], f"{more} more"] if more > 0 else names)
 
 
-def bundle(result: Result, config: Config, staging: Path) -> Bundle:
-    """Put the artifacts, the loader, the manifest, and the sources if they are shipped, into ``staging``."""
-    folder = staging / "bundle"
-    folder.mkdir()
-    for built in result.built:
-        shutil.copytree(
-            built.artifact.folder, folder / built.job.folder, copy_function=link_or_copy
-        )
-    files = manifest.artifact_files(result)
-    sources: dict[str, str | None] = {}
-    for source in result.sources:
-        model = source.model
-        sources[model.name] = None
-        if config.fallback == "source":
-            shipped = manifest.source_folder(model.name)
-            sources[model.name] = f"{shipped}/{model.path.name}"
-            for name in (model.path.name, *source.facts.external_data):
-                target = folder / shipped / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy((model.path.parent / name).resolve(), target)
-                files[f"{shipped}/{name}"] = record_file(target)
-    shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
-    files["__init__.py"] = record_file(folder / "__init__.py")
-    content = manifest.make(result, sources, files)
-    (folder / manifest.FILE).write_text(to_json(content), encoding="utf-8", newline="\n")
-    return Bundle(folder, (*files, manifest.FILE))
-
-
 def tag(config: Config) -> str | None:
     """The wheel's tag, or None to leave it to Hatch.
 
@@ -148,10 +112,16 @@ def verify(wheel: Path, output: PurePosixPath) -> int:
     with zipfile.ZipFile(wheel) as archive:
         prefix = f"{output}/"
         inside = {name for name in archive.namelist() if name.startswith(prefix)}
-        if prefix + manifest.FILE not in inside:
-            message = f"{manifest.FILE} is missing."
+        if prefix + model_package.FILE not in inside:
+            message = f"{model_package.FILE} is missing."
             raise WheelError(Problem(Kind.INVALID_WHEEL, location, message))
-        listed = from_json(archive.read(prefix + manifest.FILE), manifest.Manifest).files
+        files = model_package.ArchiveFiles(archive, output)
+        package, invalid = collect(model_package.read(files, location))
+        about = manifest.ours(package.metadata, manifest.PackageMetadata) if package else None
+        if invalid or about is None:
+            message = f"{model_package.FILE} has no record of its files."
+            raise WheelError(*invalid or [Problem(Kind.INVALID_WHEEL, location, message)])
+        listed = about.files
         messages = [
             f"{name} is in the manifest, but not in the wheel."
             for name in listed
@@ -170,7 +140,7 @@ def verify(wheel: Path, output: PurePosixPath) -> int:
             f"{path.removeprefix(prefix)} is in the wheel, but not in the manifest.",
             "Remove it from the project, or choose another folder for the models.",
         )
-        for path in sorted(inside - {prefix + name for name in (*listed, manifest.FILE)})
+        for path in sorted(inside - {prefix + name for name in (*listed, model_package.FILE)})
     ]
     if problems:
         raise WheelError(*problems)

@@ -1,7 +1,8 @@
-"""The facts of a file: an ONNX model, a wheel, or a folder with a manifest."""
+"""The facts of a file: an ONNX model, a wheel, or a folder with a model package."""
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,13 +11,12 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import Requirement
 
 from hatch_epcontext.build.requirements import TOOLS, check_environment
-from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem
-from hatch_epcontext.files import temp_dir
+from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem, collect
+from hatch_epcontext.files import FileRecord, temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import InspectReply, InspectRequest
-from hatch_epcontext.package import manifest, wheel
-from hatch_epcontext.package.manifest import Manifest
-from hatch_epcontext.serialize import from_json
+from hatch_epcontext.package import manifest, model_package, wheel
+from hatch_epcontext.package.model_package import ArchiveFiles, FolderFiles, ModelPackage
 
 READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
 """The requirements to read an ONNX file."""
@@ -29,12 +29,12 @@ TIMEOUT = 300.0
 class Inspection:
     """The facts of a file or folder.
 
-    ``manifests``: by the folder of each, inside the wheel or the folder; ``model``: the facts of an
-    ONNX file, None for anything else.
+    ``packages``: the model packages, by the folder of each inside the wheel or the folder; ``model``:
+    the facts of an ONNX file, None for anything else.
     """
 
     path: str
-    manifests: Mapping[str, Manifest]
+    packages: Mapping[str, ModelPackage]
     model: InspectReply | None = None
 
 
@@ -45,18 +45,21 @@ def inspect(path: Path) -> Inspection:
     is not installed.
     """
     if path.is_dir():
-        found = {
-            file.parent.relative_to(path).as_posix(): _read(file.read_bytes(), file)
-            for file in sorted(path.rglob(manifest.FILE))
+        folders = {
+            file.parent.relative_to(path).as_posix(): FolderFiles(file.parent)
+            for file in sorted(path.rglob(model_package.FILE))
+            if _is_package(file.read_bytes())
         }
-        return Inspection(str(path), _not_empty(found, path))
+        return Inspection(str(path), _read_all(folders, path))
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if _is_manifest(name)]
-            found = {
-                str(PurePosixPath(name).parent): _read(archive.read(name), path) for name in names
+            names = (PurePosixPath(name) for name in archive.namelist())
+            inside = {
+                str(name.parent): ArchiveFiles(archive, name.parent)
+                for name in names
+                if name.name == model_package.FILE and _is_package(archive.read(str(name)))
             }
-        return Inspection(str(path), _not_empty(found, path))
+            return Inspection(str(path), _read_all(inside, path))
     return Inspection(str(path), {}, inspect_model(path))
 
 
@@ -83,18 +86,32 @@ def verify(path: Path, inspection: Inspection) -> int:
         return verify_model(path, inspection.model)
     if path.is_dir():
         problems = [
-            Problem(
-                Kind.CHANGED_FILE,
-                str(path / folder / name),
-                "is missing, or differs from its record in the manifest.",
-            )
-            for folder, found in inspection.manifests.items()
-            for name in manifest.changed_files(path / folder, found)
+            problem
+            for folder, package in inspection.packages.items()
+            for problem in _damaged(path / folder, package)
         ]
         if problems:
             raise InspectionError(*problems)
-        return sum(len(found.files) for found in inspection.manifests.values())
-    return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.manifests)
+        return sum(len(_recorded(package)) for package in inspection.packages.values())
+    return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.packages)
+
+
+def _damaged(folder: Path, package: ModelPackage) -> Iterator[Problem]:
+    """The files of a package that are missing or changed; without a record, the missing model files."""
+    recorded = _recorded(package)
+    for name in manifest.changed_files(folder, recorded):
+        message = "is missing, or differs from its record in the manifest."
+        yield Problem(Kind.CHANGED_FILE, str(folder / name), message)
+    for component in package.components.values():
+        for variant in component.variants.values():
+            name = variant.model_file or ""
+            if name and name not in recorded and not (folder / name).is_file():
+                yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
+
+
+def _recorded(package: ModelPackage) -> Mapping[str, FileRecord]:
+    about = manifest.ours(package.metadata, manifest.PackageMetadata)
+    return about.files if about else {}
 
 
 def verify_model(path: Path, model: InspectReply) -> int:
@@ -119,26 +136,34 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
         yield Problem(Kind.EXTERNAL_DATA, str(path), message)
 
 
-def _is_manifest(name: str) -> bool:
-    return PurePosixPath(name).name == manifest.FILE
-
-
-def _read(text: bytes, path: Path) -> Manifest:
+def _is_package(text: bytes) -> bool:
+    """Whether a ``manifest.json``, a common name, can be that of a model package."""
     try:
-        return from_json(text, Manifest)
-    except ValueError as error:
-        message = f"its {manifest.FILE} cannot be read: {error}."
-        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message)) from error
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(content, dict) and bool({"schema_version", "components"} & content.keys())
 
 
-def _not_empty(found: dict[str, Manifest], path: Path) -> dict[str, Manifest]:
+def _read_all(found: Mapping[str, model_package.Files], path: Path) -> dict[str, ModelPackage]:
+    """The packages by folder; raises InspectionError with all problems, also if there is no package."""
     if not found:
         raise InspectionError(
             Problem(
                 Kind.INVALID_PATH,
                 str(path),
-                f"has no {manifest.FILE}.",
+                f"has no {model_package.FILE} of a model package.",
                 "Name a wheel or a package that was built with models, or an ONNX file.",
             )
         )
-    return found
+    packages: dict[str, ModelPackage] = {}
+    problems: list[Problem] = []
+    for folder, files in found.items():
+        place = str(path) if folder == "." else f"{path}: {folder}"
+        package, invalid = collect(model_package.read(files, place))
+        problems += invalid
+        if package is not None:
+            packages[folder] = package
+    if problems:
+        raise InspectionError(*problems)
+    return packages
