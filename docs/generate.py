@@ -146,6 +146,8 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     if provider.virtual_devices:
         yield "`virtual-devices`", "yes"
     yield "fixed shapes", "needed" if provider.static_shapes else "not needed"
+    devices = _code(f'"{device}"' for device in provider.open_shapes_on)
+    yield "shapes stay open by default on", devices or "no device"
     if provider.profiles:
         yield "`profiles`", "yes"
     limits = provider.tolerance

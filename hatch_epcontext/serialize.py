@@ -98,7 +98,10 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
             try:
                 return converter.structure(value, member)
             except (_Mismatch, IterableValidationError):
-                if isinstance(value, list) and is_sequence(member):
+                # Only this member takes a list or a table: its errors have the place inside.
+                if (isinstance(value, list) and is_sequence(member)) or (
+                    isinstance(value, dict) and is_mapping(member)
+                ):
                     raise
         raise _Mismatch(describe_type(type_), value)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.build.plan import Job, model_spec
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.build.plan import Job, model_spec_for
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import file_sha256
 
 FORMAT = 4
@@ -35,19 +35,21 @@ def fingerprint(job: Job, sha256: Mapping[str, str], versions: Mapping[str, str]
     return value_sha256(
         {
             "format": FORMAT,
-            "models": [(sha256[model.name], _model_settings(model)) for model in job.models],
+            "models": [
+                (sha256[model.name], _model_settings(model, job.target)) for model in job.models
+            ],
             "target": dataclasses.asdict(job.target.settings),
             "versions": versions,
         }
     )
 
 
-_NOT_COMPILED = frozenset({"path", "key", "inputs"})
+_NOT_COMPILED = frozenset({"path", "key", "listed", "inputs"})
 """Fields of a model that do not change what is compiled. All others count, also future ones."""
 
 
-def _model_settings(model: Model) -> dict[str, Any]:
-    spec = dataclasses.asdict(model_spec(model))
+def _model_settings(model: Model, target: Target) -> dict[str, Any]:
+    spec = dataclasses.asdict(model_spec_for(model, target))
     settings = {name: value for name, value in spec.items() if name not in _NOT_COMPILED}
     # Without a comparison, preparation may accept the result of another simplifier.
     return {**settings, "compared": model.validate.tolerance is not False}

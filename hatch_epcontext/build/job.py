@@ -21,7 +21,7 @@ from hatch_epcontext.build.artifact import (
 from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.coverage import check_coverage
 from hatch_epcontext.build.fingerprint import fingerprint
-from hatch_epcontext.build.plan import Job, model_spec, model_spec_for, target_spec
+from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
 from hatch_epcontext.build.preparation import prepare
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import (
@@ -122,7 +122,7 @@ class JobRunner:
         folder = scratch / "artifact"
         folder.mkdir()
         request = CompileRequest(
-            models=tuple(map(model_spec, job.models)),
+            models=tuple(model_spec_for(model, job.target) for model in job.models),
             prepared=tuple(each.path for each in prepared),
             target=target_spec(job.target),
             folder=str(folder),
@@ -202,7 +202,7 @@ class JobRunner:
         moved = scratch / f"moved-{model.name}"
         shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
         request = ValidateRequest(
-            model_spec_for(model, job.target),
+            model_spec_to_run(model, job.target),
             target_spec(job.target),
             artifact.record.product,
             context,

@@ -71,7 +71,8 @@ def _jobs(config: Config) -> tuple[Job, ...]:
                 problems += _check_group(members)
                 jobs.append(Job(tuple(m for m, _ in members), target, model.share_weights))
     if problems:
-        raise ConfigError(*problems)
+        # The shapes of one model have the same problems.
+        raise ConfigError(*{str(problem): problem for problem in problems}.values())
     return tuple(jobs)
 
 
@@ -110,8 +111,8 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
             )
 
 
-def model_spec(model: Model) -> ModelSpec:
-    """A model as requests carry it."""
+def model_spec(model: Model, *, static_shapes: bool) -> ModelSpec:
+    """A model as requests carry it, with or without fixed shapes."""
     return ModelSpec(
         model.name,
         str(model.path),
@@ -120,17 +121,33 @@ def model_spec(model: Model) -> ModelSpec:
         model.shapes,
         model.constants,
         model.validate.inputs,
+        static_shapes,
+        model.listed,
     )
 
 
+def source_spec(model: Model) -> ModelSpec:
+    """A model as requests carry it that read its facts: with fixed shapes, if any target fixes them."""
+    fixed = any(target.settings.static_shapes for target in model.targets)
+    return model_spec(model, static_shapes=fixed)
+
+
 def model_spec_for(model: Model, target: Target) -> ModelSpec:
+    """A model as requests carry it that compile it for ``target``."""
+    return model_spec(model, static_shapes=target.settings.static_shapes)
+
+
+def model_spec_to_run(model: Model, target: Target) -> ModelSpec:
     """A model as requests carry it that run it on ``target``.
 
     Where the target's profiles leave shapes open, the inputs have the shapes that the first profile is
     optimized for.
     """
+    spec = model_spec_for(model, target)
     fed = {name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()}
-    return dataclasses.replace(model_spec(model), shapes={**fed, **model.shapes})
+    # All open inputs are in the profile, and sizes that are not fixed may be outside of it.
+    dims = {} if fed and not spec.static_shapes else spec.dims
+    return dataclasses.replace(spec, dims=dims, shapes={**fed, **spec.shapes})
 
 
 def target_spec(target: Target) -> TargetSpec:

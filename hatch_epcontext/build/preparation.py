@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.build.artifact import Preparation
-from hatch_epcontext.build.plan import Job, model_spec
+from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.ipc.process import Workers
@@ -65,7 +65,7 @@ def _simplify(
     folder.mkdir()
     compare = model.validate.tolerance is not False
     return workers.call(
-        PrepareRequest(model_spec(model), simplifier, str(folder), compare),
+        PrepareRequest(model_spec_for(model, job.target), simplifier, str(folder), compare),
         scratch / f"prepare-{model.name}-{simplifier}",
         location=f"{job.location}: preparation",
     )

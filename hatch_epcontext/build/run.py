@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +11,10 @@ from hatch_epcontext.build.artifact import Failure, Result, Source
 from hatch_epcontext.build.cache import Cache, default_root
 from hatch_epcontext.build.fingerprint import model_sha256
 from hatch_epcontext.build.job import JobRunner
-from hatch_epcontext.build.plan import Job, Plan, model_spec
+from hatch_epcontext.build.plan import Job, Plan, source_spec
 from hatch_epcontext.build.report import summarize
 from hatch_epcontext.build.requirements import check_environment
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
@@ -36,26 +36,36 @@ def open_cache(config: Config, staging: Path, warn: Callable[[str], None]) -> Ca
 
 def check_models(plan: Plan, staging: Path, workers: Workers | None = None) -> tuple[Source, ...]:
     """Read all models of the plan; raises BuildError with all problems of all models."""
-    models = plan.config.models
-    static = {
-        model.name: target.provider.ep
-        for model in models
-        for target in model.targets
-        if target.provider.static_shapes
-    }
+    static: dict[str, str] = {}
+    left_open: dict[str, str] = {}
+    for model, target in _pairs(plan.config):
+        if target.provider.static_shapes:
+            names = static if target.settings.static_shapes else left_open
+            names[model.name] = target.provider.ep
     profiles = tuple(
-        ModelProfiles(model.name, target.key / "profiles", target.profiles)
-        for model in models
-        for target in model.targets
+        ModelProfiles(
+            model.name, target.key / "profiles", target.profiles, target.settings.static_shapes
+        )
+        for model, target in _pairs(plan.config)
         if target.profiles
     )
-    request = CheckRequest(tuple(map(model_spec, models)), static, profiles)
+    models = plan.config.models
+    request = CheckRequest(tuple(map(source_spec, models)), static, profiles, left_open)
     workers = workers or Workers(plan.config.build.timeout)
     reply = workers.call(request, staging / "check", location="reading the models")
+    # Models with several shapes have one file.
+    sha256: dict[Path, str] = {}
+    for model, facts in zip(models, reply.models, strict=True):
+        if model.path not in sha256:
+            sha256[model.path] = model_sha256(model.path, facts.external_data)
     return tuple(
-        Source(model, facts, model_sha256(model.path, facts.external_data))
+        Source(model, facts, sha256[model.path])
         for model, facts in zip(models, reply.models, strict=True)
     )
+
+
+def _pairs(config: Config) -> Iterator[tuple[Model, Target]]:
+    return ((model, target) for model in config.models for target in model.targets)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,11 @@ def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) ->
     config = _load(project, targets)
     if not models:
         return config
-    names = [model.name for model in config.models]
+    names = list(
+        dict.fromkeys(
+            name for model in config.models for name in (model.configured_name, model.name)
+        )
+    )
     if unknown := [name for name in models if name not in names]:
         raise ConfigError(
             *(
@@ -100,8 +104,9 @@ def _config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) ->
             )
         )
     # A weight-sharing group is one artifact.
-    groups = {m.share_weights for m in config.models if m.name in models} - {None}
-    chosen = tuple(m for m in config.models if m.name in models or m.share_weights in groups)
+    named = [m for m in config.models if m.name in models or m.configured_name in models]
+    groups = {m.share_weights for m in named} - {None}
+    chosen = tuple(m for m in config.models if m in named or m.share_weights in groups)
     return dataclasses.replace(config, models=chosen)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from hatch_epcontext.config.settings import (
     Target,
     ValidateSettings,
 )
+from hatch_epcontext.config.shapes import Form, check_name_length, expand, forms
 from hatch_epcontext.config.tables import (
     ModelTable,
     NarrowableTable,
@@ -69,22 +70,28 @@ class Resolver:
             (self._environment.from_cache, f"{PREFIX}FROM_CACHE"),
         ):
             yield from self._check_names(names, location)
-        models = []
+        found: list[tuple[Model, tuple[Form, ...]]] = []
         for index, item in enumerate(self._table.models):
             key = Key(("models", index))
             if isinstance(item, ModelTable):
                 key = dataclasses.replace(key, model=item.path or None)
                 path = yield from self._finder.file(key / "path", item.path, "model")
                 model = yield from self._model(key, item, path or self._root / item.path)
-                models.append(model)
+                found.append((model, forms(item)))
             else:
                 for path in (yield from self._finder.models(key, item)):
-                    found = dataclasses.replace(key, model=self._relative(path))
-                    model = yield from self._model(found, ModelTable(path=item), path)
-                    models.append(model)
-        yield from check_duplicates(((model.key, model.name) for model in models), "model")
-        yield from check_groups((model.key, model.name, model.share_weights) for model in models)
-        return models
+                    own = dataclasses.replace(key, model=self._relative(path))
+                    table = ModelTable(path=item)
+                    model = yield from self._model(own, table, path)
+                    found.append((model, forms(table)))
+        yield from _check_model_names([each for model, its in found for each in expand(model, its)])
+        return [each for model, its in found for each in expand(self._selected(model), its)]
+
+    def _selected(self, model: Model) -> Model:
+        """``model`` with those of its targets that the environment selects."""
+        names = self._environment.targets
+        targets = (each for each in model.targets if names is None or each.name in names)
+        return dataclasses.replace(model, targets=tuple(targets))
 
     def _relative(self, path: Path) -> str:
         inside = path.is_relative_to(self._root)
@@ -131,8 +138,9 @@ class Resolver:
             key=key,
             targets=targets,
             share_weights=table.share_weights,
-            dims=table.dims,
-            shapes=table.shapes,
+            # Those of its forms.
+            dims={},
+            shapes={},
             constants=table.constants,
             validate=validate,
         )
@@ -171,8 +179,7 @@ class Resolver:
         for target in known:
             narrowed = yield from self._narrow(key, table, target, known)
             targets.append(narrowed)
-        selected = self._environment.targets
-        return tuple(each for each in targets if selected is None or each.name in selected)
+        return tuple(targets)
 
     def _narrow(
         self, model_key: Key, table: ModelTable, named: NamedTarget, others: list[NamedTarget]
@@ -219,6 +226,17 @@ class Resolver:
         return self._hashes.get(path)
 
 
+def _check_model_names(models: Sequence[Model]) -> Checked[None]:
+    """The names of all models and of their weight-sharing groups."""
+    configured = [(model.key, model.configured_name, model.share_weights) for model in models]
+    # First the names that users wrote, with which they know a model.
+    named = [*configured, *((model.key, model.name, None) for model in models)]
+    yield from check_duplicates(((key, name) for key, name, _ in named), "model")
+    yield from check_groups(named)
+    for model in models:
+        yield from check_name_length(model)
+
+
 def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
     """``target`` with what ``model`` narrows, and with the values that hold where neither has a key."""
     merged: dict[str, Any] = {}
@@ -246,7 +264,11 @@ def _compile_settings(
     names = {field.name for field in dataclasses.fields(CompileSettings)}
     copied = {name: getattr(table, name) for name in names & keys}
     plugin = provider.plugin
-    device = "npu" if table.virtual_devices else provider.devices[0]
+    device = table.device or ("npu" if table.virtual_devices else provider.devices[0])
+    static_shapes = table.static_shapes
+    if static_shapes is None:
+        # With a policy ONNX Runtime chooses the device, which can be any of the EP's.
+        static_shapes = not provider.leaves_shapes_open("any" if table.policy else device)
     derived = {
         "provider": provider.name,
         "ep": provider.ep,
@@ -255,7 +277,8 @@ def _compile_settings(
         "library_sha256": library_sha256,
         "provider_options": options,
         "session_options": render_options(table.session_options),
-        "device": table.device or device,
+        "device": device,
+        "static_shapes": static_shapes,
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
         # Beside the model is what large models need, and no EP is known to want it otherwise.
         "embed": bool(table.in_memory) if table.embed == "auto" else table.embed,

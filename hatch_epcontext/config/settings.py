@@ -37,8 +37,9 @@ class CompileSettings:
     field that is added here reaches all three. What counts only for loading or checking stays out.
 
     ``library_module`` is the package of the EP's library. ``library_sha256`` replaces the path of a
-    library, which differs between machines. ``external_initializers``: bytes from which an
-    initializer outside the contexts goes into a file of its own, or None.
+    library, which differs between machines. With ``static_shapes`` the model's dims and shapes are
+    fixed. ``external_initializers``: bytes from which an initializer outside the contexts goes into
+    a file of its own, or None.
     """
 
     provider: str
@@ -53,6 +54,7 @@ class CompileSettings:
     policy: Policy | None = None
     virtual_devices: bool = False
     optimization: Optimization = "basic"
+    static_shapes: bool = True
     embed: bool = False
     in_memory: bool = False
     external_initializers: int | None = None
@@ -101,10 +103,33 @@ class ValidateSettings:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """A table in a list: the key with the list (``"dims"`` or ``"shapes"``), and the table's index."""
+
+    name: str
+    index: int
+
+
+@dataclass(frozen=True)
+class ShapeSet:
+    """A model that is configured with several shapes, and resolved into one `Model` for each.
+
+    ``name`` is the configured name; ``members`` are the names of the models with fixed shapes, and
+    ``targets`` those of all targets of the build, both in the configured order.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Model:
     """A source model, with the targets that this build compiles it for.
 
-    ``path`` is absolute; ``key`` is the model's place in the configuration.
+    ``path`` is absolute; ``key`` is the model's place in the configuration, and ``listed`` that of its
+    sizes, if they are in a list. ``shape_set`` is the one of all shapes of the same model, None for a
+    model that is not resolved into several.
     """
 
     name: str
@@ -116,6 +141,13 @@ class Model:
     shapes: Mapping[str, tuple[int, ...]]
     constants: Mapping[str, Any]
     validate: ValidateSettings
+    listed: Listed | None = None
+    shape_set: ShapeSet | None = None
+
+    @property
+    def configured_name(self) -> str:
+        """The name in the configuration, which all shapes of the model have in common."""
+        return self.shape_set.name if self.shape_set else self.name
 
     def tolerance_for(self, provider: Provider) -> Tolerance | None:
         """How far outputs on ``provider`` may differ from the CPU EP's; None for no comparison."""

@@ -20,6 +20,8 @@ from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
 
 Options = Mapping[str, OptionValue]
+Dims = Mapping[str, int]
+Shapes = Mapping[str, tuple[int, ...]]
 Check = Callable[[Any], str | None]
 """What a value must be, in words; None for a value that is valid."""
 
@@ -159,6 +161,11 @@ class NarrowableTable:
     external_initializers_threshold: int | None = _key(
         "The size in bytes from which a weight goes there.", otherwise=1024, check=_bytes
     )
+    static_shapes: bool | None = _key(
+        "Fix the model's dimensions as `dims` and `shapes` say. With `false` they stay open, and "
+        "`dims` and `shapes` are only the sizes of the dummy inputs: see `docs/shapes.md`.",
+        when_missing="by provider and device",
+    )
     min_coverage: float | None = _key(
         "Fail when less than this share of a model's nodes is compiled.",
         otherwise=1.0,
@@ -257,8 +264,14 @@ class ModelTable(NarrowableTable):
         "The name of a group. Its models are compiled together and share one sidecar, for targets "
         "whose EP can share."
     )
-    dims: Mapping[str, int] = _key("Sizes of symbolic dimensions, by name.", {})
-    shapes: Mapping[str, tuple[int, ...]] = _key("Whole shapes, by input.", {})
+    dims: Dims | tuple[Dims, ...] = _key(
+        "Sizes of symbolic dimensions, by name; or a list of such tables, to compile the model for "
+        "each: see `docs/shapes.md`.",
+        {},
+    )
+    shapes: Shapes | tuple[Shapes, ...] = _key(
+        "Whole shapes, by input; or a list of such tables, to compile the model for each.", {}
+    )
     constants: Mapping[str, Any] = _key(
         "Inputs frozen to a value, by input; the dtype is the model's.", {}
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Listed
 from hatch_epcontext.errors import Key, Problem
 from hatch_epcontext.providers import Plugin, Product, Profile, Tolerance
 
@@ -69,7 +69,11 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A source model, what its configuration freezes, and its dummy inputs; ``key`` is its place there."""
+    """A source model, what its configuration fixes, and its dummy inputs; ``key`` is its place there.
+
+    With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
+    the dummy inputs. ``listed`` is their place in a list, if they are in one.
+    """
 
     name: str
     path: str
@@ -78,12 +82,20 @@ class ModelSpec:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     inputs: str = "random"
+    static_shapes: bool = True
+    listed: Listed | None = None
+
+    def place(self, name: str) -> Key:
+        """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""
+        if self.listed is not None and self.listed.name == name:
+            return self.key / name / self.listed.index
+        return self.key / name
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of an ONNX file: inputs and outputs with dims, shapes and constants fixed, and the files
-    that hold its external data, relative to its folder, with forward slashes.
+    """Facts of an ONNX file: inputs and outputs with what the configuration fixes, and the files that
+    hold its external data, relative to its folder, with forward slashes.
     """
 
     inputs: tuple[TensorFacts, ...]
@@ -157,24 +169,30 @@ class CheckReply:
 
 @dataclass(frozen=True)
 class ModelProfiles:
-    """Optimization profiles for ``model``; ``key`` is their place in the configuration."""
+    """Optimization profiles for ``model``; ``key`` is their place in the configuration.
+
+    ``static_shapes``: whether the target that has them fixes dims and shapes.
+    """
 
     model: str
     key: Key
     profiles: tuple[Profile, ...]
+    static_shapes: bool = True
 
 
 @dataclass(frozen=True)
 class CheckRequest(Request[CheckReply], action="check"):
     """Read the models, and check that they fit their configuration.
 
-    ``static``: the names of models whose shapes must be fixed, each with the EP that needs it;
-    ``profiles``: the optimization profiles that must fit the models' inputs.
+    ``static``: the names of models whose shapes must be fixed, each with the EP that needs it; ``left_open``:
+    those that get such an EP, although their target leaves shapes open. ``profiles``: the optimization
+    profiles that must fit the models' inputs.
     """
 
     models: tuple[ModelSpec, ...]
     static: Mapping[str, str]
     profiles: tuple[ModelProfiles, ...] = ()
+    left_open: Mapping[str, str] = field(default_factory=dict)
 
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
@@ -190,7 +208,7 @@ models with constant conditions, which onnxslim takes.
 
 @dataclass(frozen=True)
 class PrepareReply:
-    """The absolute path of the prepared model, its nodes, and those of the source with fixed shapes.
+    """The absolute path of the prepared model, its nodes, and those of the source with its shapes.
 
     ``control_flow``: operators of the prepared model that choose or repeat other graphs.
     ``bounds``: for inputs that are indices, the number of things that they choose from.

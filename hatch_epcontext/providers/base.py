@@ -205,6 +205,9 @@ class Provider:
     static_shapes: bool = False
     """Whether the EP leaves nodes with open dimensions to the CPU."""
 
+    open_shapes_on: tuple[Device, ...] = ()
+    """The kinds of devices for which shapes stay open by default."""
+
     own_context_options: Callable[[str, bool], dict[str, str]] | None = None
     """(path of the context model, embed) -> provider options with which a plain session writes it.
     For EPs that write context models themselves, and that ModelCompiler does not support."""
@@ -222,6 +225,12 @@ class Provider:
     runs_on: Callable[[str, str], bool] = _runs_anywhere
     """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context that
     was compiled for any of the EP's chips."""
+
+    def leaves_shapes_open(self, device: Device) -> bool:
+        """Whether shapes stay open by default when models are compiled for ``device``."""
+        if device == "any":
+            return set(self.devices) <= set(self.open_shapes_on)
+        return device in self.open_shapes_on
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
         """``options`` with the defaults added."""

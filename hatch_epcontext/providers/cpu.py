@@ -18,6 +18,7 @@ PROVIDER = Provider(
         "onnxruntime-windowsml",
     ),
     devices=("cpu",),
+    open_shapes_on=("cpu",),
     # The same kernels in the same precision: only the order of additions can differ.
     tolerance=Tolerance(rtol=1e-3, atol=1e-4, cosine=0.9999),
     verified="Optimized, loaded and run on Linux x86-64.",

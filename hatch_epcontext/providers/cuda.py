@@ -60,6 +60,7 @@ PROVIDER = Provider(
     product="optimized",
     distributions=("onnxruntime-gpu",),
     devices=("gpu",),
+    open_shapes_on=("gpu",),
     # TF32 has ten bits of mantissa.
     tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
     needs="an NVIDIA GPU, CUDA and cuDNN",

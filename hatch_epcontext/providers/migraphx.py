@@ -39,6 +39,7 @@ PROVIDER = Provider(
     product="optimized",
     distributions=("onnxruntime-migraphx",),
     devices=("gpu",),
+    open_shapes_on=("gpu",),
     runtime_cache="migraphx_model_cache_dir",
     tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
     needs="an AMD GPU and ROCm",

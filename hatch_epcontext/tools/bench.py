@@ -12,7 +12,7 @@ from typing import Literal
 import hatch_epcontext
 from hatch_epcontext.build.artifact import GENERATOR, Artifact
 from hatch_epcontext.build.cache import Cache
-from hatch_epcontext.build.plan import Job, Plan, model_spec_for, target_spec
+from hatch_epcontext.build.plan import Job, Plan, model_spec_to_run, target_spec
 from hatch_epcontext.build.preparation import Prepared, prepare
 from hatch_epcontext.build.run import job_runner
 from hatch_epcontext.errors import BuildError, Problem
@@ -213,7 +213,7 @@ def _measured(case: Case, replies: Sequence[OpenReply]) -> Measured:
 
 def _request(subject: _Subject, case: Case, cache: Path) -> OpenRequest:
     job, model = subject.job, subject.job.models[0]
-    spec = model_spec_for(model, job.target)
+    spec = model_spec_to_run(model, job.target)
     artifact = next(iter(subject.artifacts.values()))
     product: Product | None = None
     path, target = Path(subject.prepared.path), target_spec(job.target)
@@ -226,9 +226,6 @@ def _request(subject: _Subject, case: Case, cache: Path) -> OpenRequest:
         option = job.target.provider.runtime_cache
         assert option is not None
         target = replace(target, load_options={**target.load_options, option: str(cache)})
-    inputs = tuple(
-        replace(tensor, shape=spec.shapes.get(tensor.name, tensor.shape))
-        for tensor in artifact.record.contexts[0].inputs
-    )
+    inputs = artifact.record.contexts[0].inputs
     bounds = subject.prepared.bounds
     return OpenRequest(str(path), target, product, case.buffer, spec, inputs, bounds)

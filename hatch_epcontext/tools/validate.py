@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.build.artifact import Validation, ValidationStatus
-from hatch_epcontext.build.plan import Job, model_spec_for, plan, target_spec
+from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.validation import reason_not_to_run
 from hatch_epcontext.errors import (
@@ -182,7 +182,7 @@ def _run(
     With ``has_source`` the job's model is the source to compare with; otherwise it is the artifact
     itself. Raises BuildError when it cannot be run on this machine, or fails.
     """
-    spec = model_spec_for(job.models[0], job.target)
+    spec = model_spec_to_run(job.models[0], job.target)
     if reason := reason_not_to_run(job) or _reason_not_to_open(path, model, job.target.provider):
         raise BuildError(
             Problem(Kind.NOT_RUN, str(path), f"{reason}.", "Check only the structure of its files.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import onnx
+
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.protocol import (
     CheckReply,
@@ -15,7 +17,8 @@ from hatch_epcontext.ipc.protocol import (
     TensorFacts,
 )
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.fix import feeds_for, fix_inputs, unknown_name
+from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
+from hatch_epcontext.worker.inputs import sized
 
 
 def handle(request: CheckRequest) -> CheckReply:
@@ -24,26 +27,32 @@ def handle(request: CheckRequest) -> CheckReply:
     problems: list[Problem] = []
     for spec in request.models:
         try:
-            facts = _check_model(spec, request.static.get(spec.name))
+            models.append(_check_model(spec, request))
         except ModelError as error:
             problems += error.problems
-            continue
-        models.append(facts)
-        for given in request.profiles:
-            if given.model == spec.name:
-                problems += _check_profiles(given, facts.inputs)
     if problems:
-        raise ModelError(*problems)
+        # The shapes of one model have the same problems.
+        raise ModelError(*{str(problem): problem for problem in problems}.values())
     return CheckReply(tuple(models))
 
 
-def _check_model(spec: ModelSpec, static_for: str | None) -> ModelFacts:
+def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     path = Path(spec.path)
     model = graph.read(path, spec.key)
     data = graph.external_data(model, path.parent, spec.key)
-    fix_inputs(model, spec)
-    inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
-    problems = list(_check_inputs(inputs, spec, static_for))
+    fix_constants(model, spec)
+    open_inputs = _inputs(model)
+    if spec.static_shapes:
+        fix_shapes(model, spec)
+    inputs = _inputs(model)
+    problems = [
+        *_check_types(inputs, spec),
+        *_check_fixed(inputs, spec, request.static.get(spec.name)),
+        *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
+    ]
+    for given in request.profiles:
+        if given.model == spec.name:
+            problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
     if problems:
         raise ModelError(*problems)
     # Dummy inputs that do not fit are an error before anything is compiled.
@@ -51,9 +60,11 @@ def _check_model(spec: ModelSpec, static_for: str | None) -> ModelFacts:
     return ModelFacts(inputs, tuple(map(graph.facts, model.graph.output)), data)
 
 
-def _check_inputs(
-    inputs: tuple[TensorFacts, ...], spec: ModelSpec, static_for: str | None
-) -> Iterator[Problem]:
+def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
+    return tuple(map(graph.facts, graph.inputs(model.graph)))
+
+
+def _check_types(inputs: tuple[TensorFacts, ...], spec: ModelSpec) -> Iterator[Problem]:
     for each in inputs:
         if each.dtype.endswith("_type") or each.dtype in ("unknown", "undefined"):
             yield Problem.at(
@@ -61,21 +72,50 @@ def _check_inputs(
                 Kind.UNSUPPORTED_INPUT,
                 f"the input {each.name!r} is not a tensor: {each.dtype}.",
             )
-        open_sizes = [size for size in each.shape if not isinstance(size, int)]
-        if not (static_for and open_sizes):
+
+
+def _check_fixed(
+    inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
+) -> Iterator[Problem]:
+    """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
+    for each in inputs if ep else ():
+        if each.is_fixed:
             continue
-        if None in open_sizes:
-            shape = [size if isinstance(size, int) else 1 for size in each.shape]
-            setting = Setting(spec.key / "shapes", {each.name: shape})
-        else:
-            setting = Setting(spec.key / "dims", {str(name): 1 for name in open_sizes})
+        assert ep is not None
         yield Problem.at(
             spec.key,
             Kind.OPEN_DIMENSION,
-            open_dimension_message(each, static_for),
+            open_dimension_message(each, ep),
             "Fix it, for example with size 1.",
-            setting,
+            _size_one(each, spec),
         )
+
+
+def _check_left_open(
+    inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
+) -> Iterator[Problem]:
+    """The inputs for ``ep``, which takes only fixed shapes, although its target leaves them open."""
+    for each, fixed in zip(inputs, sized(inputs, spec), strict=True) if ep else ():
+        if each.is_fixed:
+            continue
+        assert ep is not None
+        yield Problem.at(
+            spec.key,
+            Kind.OPEN_DIMENSION,
+            f"{open_dimension_message(each, ep)} It is left open because static-shapes is false.",
+            None if fixed.is_fixed else "Fix it, for example with size 1.",
+            Setting(spec.key / "static-shapes", True),
+            *([] if fixed.is_fixed else [_size_one(fixed, spec)]),
+        )
+
+
+def _size_one(tensor: TensorFacts, spec: ModelSpec) -> Setting:
+    """The setting that gives the open dimensions of ``tensor`` the size 1."""
+    if None in tensor.shape:
+        shape = [size if isinstance(size, int) else 1 for size in tensor.shape]
+        return Setting(spec.place("shapes"), {tensor.name: shape})
+    names = [size for size in tensor.shape if isinstance(size, str)]
+    return Setting(spec.place("dims"), dict.fromkeys(names, 1))
 
 
 def open_dimension_message(tensor: TensorFacts, ep: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import onnx
 
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, collect
 from hatch_epcontext.ipc.protocol import ModelSpec
 from hatch_epcontext.text import suggestion
 from hatch_epcontext.worker import graph
@@ -15,19 +15,44 @@ from hatch_epcontext.worker.tensors import Array
 
 
 def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
-    """Return dummy inputs for a model with fixed shapes; indices are within their bounds."""
+    """Return dummy inputs for a model that `fix_inputs` took; indices are within their bounds."""
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     return dummy_inputs(inputs, spec, graph.index_bounds(model.graph))
 
 
 def fix_inputs(model: onnx.ModelProto, spec: ModelSpec) -> None:
-    """Fix the constants, shapes and dims of ``spec`` in ``model``, in place.
+    """Fix the constants of ``spec`` in ``model``, in place, and with static shapes its shapes and dims.
 
     Raises ModelError with everything that does not fit the model's inputs.
     """
-    problems = [*_fix_constants(model.graph, spec), *_fix_shapes(model.graph, spec)]
+    fix_constants(model, spec)
+    if spec.static_shapes:
+        fix_shapes(model, spec)
+
+
+def fix_constants(model: onnx.ModelProto, spec: ModelSpec) -> None:
+    """Fix the constants of ``spec`` in ``model``, in place, and check its shapes and dims.
+
+    Raises ModelError with everything that does not fit the model's inputs.
+    """
+    problems = [*_fix_constants(model.graph, spec), *collect(_sizes(model.graph, spec))[1]]
     if problems:
         raise ModelError(*problems)
+
+
+def fix_shapes(model: onnx.ModelProto, spec: ModelSpec) -> None:
+    """Fix the shapes and dims of ``spec``, which fit, in all graphs of ``model``, in place."""
+    dims, _ = collect(_sizes(model.graph, spec))
+    for value in graph.inputs(model.graph):
+        if value.name in spec.shapes:
+            sizes = value.type.tensor_type.shape.dim
+            for dim, given in zip(sizes, spec.shapes[value.name], strict=True):
+                dim.dim_value = given
+    for each in graph.graphs(model.graph):
+        for value in [*each.input, *each.output, *each.value_info]:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in dims:
+                    dim.dim_value = dims[dim.dim_param]
 
 
 def unknown_name(key: Key, name: str, noun: str, known: list[str]) -> Problem:
@@ -65,7 +90,8 @@ def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
         main.input.remove(by_name[name])
 
 
-def _fix_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+def _sizes(main: onnx.GraphProto, spec: ModelSpec) -> Checked[dict[str, int]]:
+    """Return the sizes of all named dimensions that dims and shapes fix, and yield what does not fit."""
     by_name = {value.name: value for value in graph.inputs(main)}
     known_dims = list(
         dict.fromkeys(
@@ -76,10 +102,10 @@ def _fix_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
         )
     )
     for name in spec.dims.keys() - known_dims:
-        yield unknown_name(spec.key / "dims" / name, name, "open dimension", known_dims)
+        yield unknown_name(spec.place("dims") / name, name, "open dimension", known_dims)
     dims = dict(spec.dims)
     for name, shape in spec.shapes.items():
-        key = spec.key / "shapes" / name
+        key = spec.place("shapes") / name
         if name not in by_name:
             yield unknown_name(key, name, "input", list(by_name))
             continue
@@ -100,10 +126,4 @@ def _fix_shapes(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
                     Kind.VALUE_MISMATCH,
                     f"the dimension {size!r} is {given} in this shape, but {dims[size]} elsewhere.",
                 )
-        for dim, given in zip(by_name[name].type.tensor_type.shape.dim, shape, strict=True):
-            dim.dim_value = given
-    for each in graph.graphs(main):
-        for value in [*each.input, *each.output, *each.value_info]:
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_param in dims:
-                    dim.dim_value = dims[dim.dim_param]
+    return dims

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -12,7 +13,7 @@ import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.protocol import ModelSpec, TensorFacts
+from hatch_epcontext.ipc.protocol import ModelSpec, Size, TensorFacts
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
 
@@ -29,16 +30,34 @@ def dummy_inputs(
     ``spec.inputs`` is ``"ones"``, ``"zeros"``, ``"random"``, or the path of an ``.npz`` or of a folder
     with ``input_*.pb``. Random values are the same in every run: floats have a normal distribution,
     integers are below their bound in ``bounds``, or else 0 or 1 like booleans, and strings are one of
-    two words. An open dimension gets the size 1. Raises ModelError when the file does not fit the
-    model, or a dtype cannot be generated.
+    two words. An open dimension gets its size in ``spec``, or else 1. Raises ModelError when the file
+    does not fit the model, or a dtype cannot be generated.
     """
     if spec.inputs in SYNTHETIC:
         rng = np.random.default_rng(_SEED)
         limits = bounds or {}
-        return {each.name: _generate(each, rng, limits.get(each.name, 2), spec) for each in inputs}
+        return {
+            each.name: _generate(each, rng, limits.get(each.name, 2), spec)
+            for each in sized(inputs, spec)
+        }
     path = Path(spec.inputs)
     found = _from_folder(path, "input", inputs, spec) if path.is_dir() else _from_npz(path, spec)
     return {each.name: _checked(found, each, path, spec) for each in inputs}
+
+
+def sized(inputs: Sequence[TensorFacts], spec: ModelSpec) -> list[TensorFacts]:
+    """Return ``inputs`` with the sizes that ``spec`` has for their open dimensions."""
+    shapes = {e.name: spec.shapes.get(e.name, e.shape) for e in inputs}
+    sizes: dict[Size, Size] = dict(spec.dims.items())
+    for each in inputs:
+        # A named dimension has one size in the whole model.
+        for size, given in zip(each.shape, shapes[each.name], strict=True):
+            if isinstance(size, str):
+                sizes.setdefault(size, given)
+    return [
+        replace(each, shape=tuple(sizes.get(size, size) for size in shapes[each.name]))
+        for each in inputs
+    ]
 
 
 def expected_outputs(outputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[str, Array]:
@@ -78,8 +97,8 @@ def _generate(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: M
             f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated on this "
             "machine.",
             "Check the sizes of the model's inputs.",
-            Setting(spec.key / "dims"),
-            Setting(spec.key / "shapes"),
+            Setting(spec.place("dims")),
+            Setting(spec.place("shapes")),
         ) from None
 
 

@@ -53,7 +53,8 @@ def read_context(spec: ModelSpec, prepared: Path, result: Path, target: TargetSp
     _check_data(model, result, spec, provider)
     uncovered = [n for n in graph.compute_nodes(model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))
-    open_values = _open_values(source) if uncovered else frozenset()
+    fixed = all(graph.facts(value).is_fixed for value in graph.inputs(source.graph))
+    open_values = _open_values(source) if uncovered and fixed else frozenset()
     return Context(
         model=spec.name,
         model_file=result.name,

@@ -27,6 +27,7 @@ CHANGED: dict[str, Any] = {
     "policy": "prefer-npu",
     "virtual_devices": True,
     "optimization": "all",
+    "static_shapes": True,
     "embed": True,
     "in_memory": True,
     "external_initializers": 1,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.plan import model_spec_for, plan, target_spec
+from hatch_epcontext.build.plan import model_spec_to_run, plan, target_spec
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
@@ -42,7 +42,7 @@ profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
 models = [{ path = "models/a.onnx", shapes = { y = [4] } }]
 """
     (model,) = config(project, toml).models
-    assert model_spec_for(model, model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
+    assert model_spec_to_run(model, model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
 
 
 def test_a_request_carries_the_settings_of_the_target(project: Path) -> None:

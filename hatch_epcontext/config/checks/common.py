@@ -32,11 +32,16 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
 
 
 def check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Iterator[Problem]:
-    """Keys and names: no two may be the same, in any case, because they would share a folder."""
+    """Keys and names: no two may be the same, in any case, because they would share a folder.
+
+    A key can have several names, of which only the first duplicate is a problem.
+    """
     seen: dict[str, Key] = {}
+    reported: list[Key] = []
     for key, name in named:
         first = seen.setdefault(name.casefold(), key)
-        if first is not key:
+        if first is not key and not any(each is key for each in reported):
+            reported.append(key)
             yield Problem.at(
                 key,
                 Kind.DUPLICATE_NAME,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hatch_epcontext.config.checks.common import check_name, check_values
 from hatch_epcontext.config.checks.target import check_narrowable
+from hatch_epcontext.config.shapes import check_shapes, places
 from hatch_epcontext.config.tables import (
     ModelTable,
     NarrowableTable,
     Options,
+    Shapes,
     ToleranceTable,
     ValidateTable,
 )
@@ -23,17 +25,14 @@ from hatch_epcontext.text import show, suggestion
 
 def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
     """A model's table without its paths, and without what depends on its targets."""
-    for name, size in table.dims.items():
-        if size < 1:
-            message = f"must be at least 1, not {size}."
-            yield Problem.at(key / "dims" / name, Kind.INVALID_VALUE, message)
-    for name, shape in table.shapes.items():
-        if any(size < 0 for size in shape):
-            message = f"must not be negative: {show(list(shape))}."
-            yield Problem.at(key / "shapes" / name, Kind.INVALID_VALUE, message)
-        if name in table.constants:
-            message = "is frozen in constants, which give it its shape."
-            yield Problem.at(key / "shapes" / name, Kind.CONFLICTING_KEYS, message)
+    yield from check_shapes(key, table)
+    for place, dims in places(key / "dims", table.dims):
+        for name, size in dims.items():
+            if size < 1:
+                message = f"must be at least 1, not {size}."
+                yield Problem.at(place / name, Kind.INVALID_VALUE, message)
+    for place, shapes in places(key / "shapes", table.shapes):
+        yield from _check_sizes(place, shapes, table.constants)
     for name, value in table.constants.items():
         if not _is_constant(value):
             yield Problem.at(
@@ -44,6 +43,16 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
     validate = table.validate
     if isinstance(validate, ValidateTable) and isinstance(validate.tolerance, ToleranceTable):
         yield from check_values(key / "validate" / "tolerance", validate.tolerance)
+
+
+def _check_sizes(key: Key, shapes: Shapes, constants: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, shape in shapes.items():
+        if any(size < 0 for size in shape):
+            message = f"must not be negative: {show(list(shape))}."
+            yield Problem.at(key / name, Kind.INVALID_VALUE, message)
+        if name in constants:
+            message = "is frozen in constants, which give it its shape."
+            yield Problem.at(key / name, Kind.CONFLICTING_KEYS, message)
 
 
 def _is_constant(value: Any) -> bool:

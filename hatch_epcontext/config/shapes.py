@@ -1,0 +1,161 @@
+"""Several shapes of one model: each becomes a model of its own, with a name that says its shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hatch_epcontext.config.settings import Listed, Model, ShapeSet
+from hatch_epcontext.config.tables import Dims, ModelTable, Shapes
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.text import file_name, listing, show
+
+_KEYS = ("shapes", "dims")
+"""The keys that can be a list of tables."""
+
+_LONGEST = 150
+"""Characters that the name of a model with its shape can have: files and folders are called after it,
+with more behind it, and file systems allow 255."""
+
+_Table = TypeVar("_Table", bound=Mapping[str, Any])
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of a model: the sizes that it gets.
+
+    ``suffix`` is the end of its name, empty if the model has only this form. ``listed`` is the place of
+    the sizes in a list, if they are in one.
+    """
+
+    suffix: str
+    dims: Dims
+    shapes: Shapes
+    listed: Listed | None
+
+
+def places(key: Key, value: _Table | tuple[_Table, ...]) -> Iterator[tuple[Key, _Table]]:
+    """The tables of ``value``, a table or a list of tables at ``key``, each with its own place."""
+    if not isinstance(value, tuple):
+        yield key, value
+        return
+    for index, table in enumerate(value):
+        yield key / index, table
+
+
+def check_shapes(key: Key, table: ModelTable) -> Iterator[Problem]:
+    """The lists of shapes in the model's table at ``key``."""
+    if all(len(_tables(getattr(table, name))) > 1 for name in _KEYS):
+        yield Problem.at(
+            key / "dims",
+            Kind.CONFLICTING_KEYS,
+            "is a list, and shapes is one too.",
+            "Keep one list. The other key can be a table, which then counts for all shapes.",
+        )
+    for name in _KEYS:
+        if isinstance(value := getattr(table, name), tuple):
+            yield from _check_list(key / name, value)
+
+
+def _check_list(key: Key, tables: tuple[Mapping[str, Any], ...]) -> Iterator[Problem]:
+    if not tables:
+        yield Problem.at(
+            key,
+            Kind.INVALID_VALUE,
+            "must have at least one table.",
+            "Leave the key out if nothing has to be fixed.",
+        )
+    for index, table in enumerate(tables):
+        if table.keys() != tables[0].keys():
+            ours, first = (listing(names) if names else "nothing" for names in (table, tables[0]))
+            yield Problem.at(
+                key / index,
+                Kind.INVALID_VALUE,
+                f"is for {ours}, and the first table for {first}.",
+                "Name the same ones in each table of the list.",
+            )
+        elif (first_equal := tables.index(table)) < index:
+            yield Problem.at(
+                key / index,
+                Kind.INVALID_VALUE,
+                f"is the same as {key / first_equal}: {show(dict(table))}.",
+                "Remove one of them.",
+            )
+
+
+def forms(table: ModelTable) -> tuple[Form, ...]:
+    """The forms of a model in the configured order; a list of one table is like a table."""
+    for name, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
+        if len(listed := _tables(getattr(table, name))) > 1:
+            other = {each: _first(getattr(table, each)) for each in _KEYS if each != name}
+            return tuple(
+                Form(
+                    suffix(each, tuple(listed[0])),
+                    **{name: each, **other},
+                    listed=Listed(name, index),
+                )
+                for index, each in enumerate(listed)
+            )
+    single = next((name for name in _KEYS if isinstance(getattr(table, name), tuple)), None)
+    listed_one = None if single is None else Listed(single, 0)
+    return (Form("", _first(table.dims), _first(table.shapes), listed_one),)
+
+
+def expand(model: Model, forms: Sequence[Form]) -> tuple[Model, ...]:
+    """``model``, whose sizes do not count yet, in all of its ``forms``.
+
+    There is one model for each form, with the targets that fix shapes; and for the targets that leave
+    them open a last one with the configured name, whose dummy inputs have the sizes of the first form.
+    """
+    fixed = tuple(target for target in model.targets if target.settings.static_shapes)
+    still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
+    plain = _in_form(model, forms[0])
+    if len(forms) == 1 or not fixed:
+        return (plain,)
+    names = tuple(f"{model.name}.{form.suffix}" for form in forms)
+    targets = tuple(target.name for target in model.targets)
+    shape_set = ShapeSet(model.name, names, targets)
+    members = [
+        dataclasses.replace(_in_form(model, form), name=name, targets=fixed, shape_set=shape_set)
+        for name, form in zip(names, forms, strict=True)
+    ]
+    if still_open:
+        members.append(dataclasses.replace(plain, targets=still_open, shape_set=shape_set))
+    return tuple(members)
+
+
+def check_name_length(model: Model) -> Iterator[Problem]:
+    """A name that has become too long with its shape."""
+    if model.shape_set is not None and model.listed and len(model.name) > _LONGEST:
+        yield Problem.at(
+            model.key / model.listed.name / model.listed.index,
+            Kind.INVALID_NAME,
+            f"the name with this shape has {len(model.name)} characters, and folders are called after "
+            f"it: {show(model.name)}.",
+            "Fix named dimensions with a list of dims instead, or fewer of them.",
+            Setting(model.key / "dims"),
+        )
+
+
+def _in_form(model: Model, form: Form) -> Model:
+    return dataclasses.replace(model, dims=form.dims, shapes=form.shapes, listed=form.listed)
+
+
+def _tables(value: _Table | tuple[_Table, ...]) -> tuple[_Table, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _first(value: Any) -> Any:
+    return next(iter(_tables(value)), {})
+
+
+def _suffix_of_shapes(shapes: Shapes, order: Sequence[str]) -> str:
+    """``"1x3x320x320"``; for several inputs, in the order of the first table, ``"1x128_1x64"``."""
+    return "_".join("x".join(map(str, shapes.get(name, ()))) for name in order)
+
+
+def _suffix_of_dims(dims: Dims, order: Sequence[str]) -> str:
+    """``"seq128"``; for several dimensions, in the order of the first table, ``"batch1_seq128"``."""
+    return "_".join(f"{file_name(name, '-')}{dims.get(name, '')}" for name in order)
