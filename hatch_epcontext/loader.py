@@ -56,13 +56,16 @@ USER_CACHE = "{user-cache}"
 METADATA = "hatch-epcontext"
 """The key of this module's own part of ``additional_metadata`` in the manifest."""
 
+PREPARED = "prepared"
+"""The folder, inside that of a target, with the prepared model; also the key that names its file."""
+
+CPU_EP = "CPUExecutionProvider"
+
 USER_CACHE_LIMIT = 4 * 2**30
 """The size in bytes that contexts compiled on the user's machine may have together."""
 
 _MANIFEST = "manifest.json"
 _SCHEMA = "1"
-_PREPARED = "prepared"
-_CPU_EP = "CPUExecutionProvider"
 
 # For packages of other tools, which do not name the package of an EP's library.
 _KNOWN_PLUGINS = {
@@ -262,7 +265,7 @@ class _Variant(NamedTuple):
     def kind_of_device(self) -> str:
         """The kind of device that the target was built for."""
         kind: str = (
-            self.settings.get("device") or self.device or ("cpu" if self.ep == _CPU_EP else "any")
+            self.settings.get("device") or self.device or ("cpu" if self.ep == CPU_EP else "any")
         )
         return kind
 
@@ -330,7 +333,7 @@ class _Package:
             component,
             folder,
             model_file,
-            body.get("ep") or _CPU_EP,
+            body.get("ep") or CPU_EP,
             body.get("device"),
             dict(info.get("session_options", {})),
             dict(info.get("provider_options", {})),
@@ -378,14 +381,14 @@ class _Package:
 
     def prepared_on_disk(self, variant: _Variant, stack: contextlib.ExitStack) -> Path:
         """The prepared model of ``variant`` on disk; as `on_disk`."""
-        prefix = f"{variant.folder}/{_PREPARED}/"
+        prefix = f"{variant.folder}/{PREPARED}/"
         names = [name for name in self.files if name.startswith(prefix)]
-        return self._on_disk(f"{variant.folder}/{variant.ours[_PREPARED]}", names, stack, False)
+        return self._on_disk(f"{variant.folder}/{variant.ours[PREPARED]}", names, stack, False)
 
     def _files_of(self, variant: _Variant) -> list[str]:
         key = variant.component, variant.target
         if key not in self._files_of_variants:
-            prefix, prepared = f"{variant.folder}/", f"{variant.folder}/{_PREPARED}/"
+            prefix, prepared = f"{variant.folder}/", f"{variant.folder}/{PREPARED}/"
             models = {each.model_file for all_ in self.components.values() for each in all_}
             self._files_of_variants[key] = [
                 name
@@ -489,7 +492,7 @@ def _try_targets(
         variants = [variant for variant in variants if not variant.is_source]
     attempts: list[tuple[_Variant, Callable[..., Any]]] = [(each, _open) for each in variants]
     if request.fallback == "jit":
-        compilable = [each for each in variants if each.ours.get(_PREPARED)]
+        compilable = [each for each in variants if each.ours.get(PREPARED)]
         if not compilable:
             raise LoadError(
                 f"fallback='jit' needs the prepared model, and no target of {name!r} ships one: set "
@@ -669,7 +672,7 @@ def _open_file(
         session = ort.InferenceSession(file, options, enable_fallback=0, **arguments)
     # If a library of the EP is missing, onnxruntime only logs it, and opens the session without the EP.
     providers = session.get_providers()
-    if variant.ep not in providers and providers[:1] == [_CPU_EP]:
+    if variant.ep not in providers and providers[:1] == [CPU_EP]:
         raise _SkipTargetError(
             f"the session was opened without {variant.ep}; onnxruntime's log may name a missing library"
         )
@@ -926,7 +929,7 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
     installed = None
     with contextlib.suppress(PackageNotFoundError):
         installed = version((variant.ours.get("plugin") or {}).get("package", ""))
-    prefix = f"{variant.folder}/{_PREPARED}/"
+    prefix = f"{variant.folder}/{PREPARED}/"
     facts = {**dict(device.ep_metadata), **dict(device.device.metadata)}
     facts.pop("library_path", None)
     content = {

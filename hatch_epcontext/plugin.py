@@ -54,11 +54,16 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 self._fill_wheel(config, build_data)
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.package.bundle import bundle
+        from hatch_epcontext.package.bundle import bundle, shipped_sources
+        from hatch_epcontext.package.wheel import repeated_models
 
-        output = self._output_folder(config, self._tree())
+        files = self._tree()
+        output = self._output_folder(config, files)
         staging = self._make_staging()
-        made = bundle(self._build(config, staging), config, staging)
+        result = self._build(config, staging)
+        made = bundle(result, staging)
+        for message in repeated_models(result, shipped_sources(result), files, config.root):
+            self._warning(message)
         build_data["force_include"].update(made.entries(output))
         self._output, self._max_size = output, config.wheel.max_size
         self._set_tag(config, build_data)

@@ -133,11 +133,15 @@ class Source:
     sha256: str
 
     @property
-    def size(self) -> int:
-        """Bytes of the model's file and its external data."""
+    def files(self) -> tuple[Path, ...]:
+        """The model's file, and those of its external data."""
         folder = self.model.path.parent
-        names = (self.model.path.name, *self.facts.external_data)
-        return sum((folder / name).stat().st_size for name in names)
+        return (self.model.path, *(folder / name for name in self.facts.external_data))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.stat().st_size for file in self.files)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,14 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                 "each context model.",
                 "Remove embed, or the group.",
             )
+        if target.settings.recompile:
+            yield Problem.at(
+                model.key / "share-weights",
+                Kind.CONFLICTING_KEYS,
+                f"compiles models together for the target {target.name}, and recompile = true lets the "
+                "loader compile each alone.",
+                "Remove recompile, or the group.",
+            )
     for model, target in others:
         if dataclasses.replace(target, key=first.key) != first:
             yield Problem.at(

@@ -102,10 +102,9 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
         models=tuple(
             _with_mode(model, environment.validate)
             for model in models
-            if model.targets or table.fallback == "source"
+            if model.targets or model.fallback != "none"
         ),
         output=PurePosixPath(table.output) if table.output is not None else None,
-        fallback=table.fallback,
         editable=environment.editable or table.editable,
         build=BuildSettings(
             min(os.cpu_count() or 1, _MOST_JOBS) if build.jobs == "auto" else build.jobs,

@@ -143,6 +143,7 @@ class Resolver:
             shapes={},
             constants=table.constants,
             validate=validate,
+            fallback=table.fallback or self._table.fallback,
         )
 
     def _validate(self, key: Key, given: Any) -> Checked[ValidateSettings]:

@@ -21,7 +21,7 @@ Policy = Literal[
     "max-efficiency",
     "min-overall-power",
 ]
-Fallback = Literal["source", "none"]
+Fallback = Literal["auto", "source", "none"]
 Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]
 
@@ -58,6 +58,7 @@ class CompileSettings:
     embed: bool = False
     in_memory: bool = False
     external_initializers: int | None = None
+    recompile: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Model:
     validate: ValidateSettings
     listed: Listed | None = None
     shape_set: ShapeSet | None = None
+    fallback: Fallback = "auto"
 
     @property
     def configured_name(self) -> str:
@@ -183,7 +185,6 @@ class Config:
     root: Path
     models: tuple[Model, ...]
     output: PurePosixPath | None
-    fallback: Fallback
     editable: Editable
     build: BuildSettings
     wheel: WheelSettings

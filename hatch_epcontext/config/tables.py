@@ -166,6 +166,11 @@ class NarrowableTable:
         "`dims` and `shapes` are only the sizes of the dummy inputs: see `docs/shapes.md`.",
         when_missing="by provider and device",
     )
+    recompile: bool | None = _key(
+        'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
+        "machine when the context does not fit there any more.",
+        otherwise=False,
+    )
     min_coverage: float | None = _key(
         "Fail when less than this share of a model's nodes is compiled.",
         otherwise=1.0,
@@ -260,6 +265,9 @@ class ModelTable(NarrowableTable):
     path: str = _required("The ONNX file, relative to `pyproject.toml`.", "")
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="`default-targets`")
+    fallback: Fallback | None = _key(
+        "As `fallback` of the root, for this model.", when_missing="that of the root"
+    )
     share_weights: str | None = _key(
         "The name of a group. Its models are compiled together and share one sidecar, for targets "
         "whose EP can share."
@@ -333,8 +341,9 @@ class RootTable(_WholeTarget):
         "The package's folder in the wheel.", when_missing="`<import package>/epcontext`"
     )
     fallback: Fallback = _key(
-        "`source` ships the source model too, so that any machine can run it; `none` does not.",
-        "source",
+        "Whether the source model is shipped too, so that any machine can run it: `auto` ships it where "
+        "no target runs on the CPU EP of any machine, `source` always, `none` never.",
+        "auto",
     )
     editable: Editable = _key("What `pip install -e` installs.", "source")
     build: BuildTable = _group("How the build runs.", BuildTable)

@@ -96,11 +96,16 @@ class ModelSpec:
 class ModelFacts:
     """Facts of an ONNX file: inputs and outputs with what the configuration fixes, and the files that
     hold its external data, relative to its folder, with forward slashes.
+
+    ``own_inputs`` are those of the file itself; ``constants`` are the values that the configuration
+    gives inputs, each with its dtype and shape.
     """
 
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
     external_data: tuple[str, ...]
+    own_inputs: tuple[TensorFacts, ...] = ()
+    constants: tuple[TensorFacts, ...] = ()
 
 
 @dataclass(frozen=True)

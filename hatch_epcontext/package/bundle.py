@@ -6,9 +6,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.config.settings import Config
-from hatch_epcontext.files import link_or_copy, record_file
+from hatch_epcontext.build.artifact import Result, Source
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.files import FileRecord, link_or_copy, record_file
+from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.package import manifest, model_package
 
 
@@ -24,7 +25,7 @@ class Bundle:
         return {str(self.folder / name): str(output / name) for name in self.files}
 
 
-def bundle(result: Result, config: Config, staging: Path, *, loader: bool = True) -> Bundle:
+def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
     """Put the artifacts, the sources if they are shipped, and the manifest into a folder in ``staging``.
 
     With ``loader`` the folder is also a Python package, which opens the models.
@@ -36,21 +37,58 @@ def bundle(result: Result, config: Config, staging: Path, *, loader: bool = True
             built.artifact.folder, folder / built.job.folder, copy_function=link_or_copy
         )
     files = manifest.artifact_files(result)
-    sources: dict[str, str] = {}
+    sources = shipped_sources(result)
     for source in result.sources:
-        model = source.model
-        if config.fallback != "source":
-            continue
-        shipped = manifest.source_folder(model.name)
-        sources[model.name] = f"{shipped}/{model.path.name}"
-        for name in (model.path.name, *source.facts.external_data):
-            target = folder / shipped / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy((model.path.parent / name).resolve(), target)
-            files[f"{shipped}/{name}"] = record_file(target)
+        if source.model.name in sources:
+            files |= _copy_source(source, folder)
     if loader:
         shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
         files["__init__.py"] = record_file(folder / "__init__.py")
     content = model_package.write(manifest.make(result, sources, files))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
     return Bundle(folder, (*files, model_package.FILE))
+
+
+def _copy_source(source: Source, folder: Path) -> dict[str, FileRecord]:
+    """Put the source's files into the package in ``folder``; returns their records."""
+    shipped, model = manifest.source_folder(source.model), source.model
+    files = {}
+    for name in (model.path.name, *source.facts.external_data):
+        target = folder / shipped / name
+        if not target.exists():
+            # The shapes of one model have one source.
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy((model.path.parent / name).resolve(), target)
+        files[f"{shipped}/{name}"] = record_file(target)
+    return files
+
+
+def shipped_sources(result: Result) -> dict[str, str]:
+    """The models whose sources the package contains, each with the source's path in it."""
+    return {
+        source.model.name: f"{manifest.source_folder(source.model)}/{source.model.path.name}"
+        for source in result.sources
+        if _ships_source(source.model, result)
+    }
+
+
+def _ships_source(model: Model, result: Result) -> bool:
+    """With ``fallback = "auto"`` the source is in the package unless a variant replaces it."""
+    if model.fallback != "auto":
+        return model.fallback == "source"
+    return not any(
+        _runs_anywhere(built.job.target)
+        for built in result.built
+        for other in built.job.models
+        if other.configured_name == model.configured_name
+    )
+
+
+def _runs_anywhere(target: Target) -> bool:
+    """Whether the CPU EP of any machine runs what is compiled for ``target``."""
+    return (
+        target.settings.ep == CPU_EP
+        and not target.platforms
+        # With all optimizations the graph has the memory layout of the processor that made it.
+        and target.settings.optimization != "all"
+    )

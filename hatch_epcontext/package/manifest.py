@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.build.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Model
 from hatch_epcontext.files import FileRecord, is_intact
-from hatch_epcontext.ipc.protocol import Coverage, TensorFacts
-from hatch_epcontext.loader import METADATA, SOURCE, USER_CACHE
+from hatch_epcontext.ipc.protocol import Coverage, Size, TensorFacts
+from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.package.model_package import (
     Component,
     Layout,
@@ -45,16 +45,29 @@ class PackageMetadata:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """The value of a frozen input, with the dtype and the shape that the model takes."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    value: Any
+
+
+@dataclass(frozen=True)
 class ComponentMetadata:
     """A model: the name by which the app loads it, and the hex sha256 of its source.
 
     ``inputs`` and ``outputs`` are those of the source, with the configured shapes and constants.
+    ``constants``: the inputs that the configuration freezes. ``shapes``: in the first component of a
+    model with several shapes, the shapes of the inputs of each component, by its name.
     """
 
     model: str
     source_sha256: str
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    shapes: Mapping[str, Mapping[str, tuple[Size, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,8 @@ class VariantMetadata:
 
     ``settings``: how it was compiled; ``load_options``: provider options that only the loader
     understands; ``compiled_with``: the versions of the packages that compiled it. ``needs_device``:
-    only the EP's own device can open it, because a simulator refuses it or crashes.
+    only the EP's own device can open it, because a simulator refuses it or crashes. ``prepared``: the
+    path of the prepared model in the variant's folder, if it is shipped.
     """
 
     product: Product
@@ -91,15 +105,15 @@ class VariantMetadata:
     coverage: Coverage | None
     validation: Validation
     needs_device: bool = False
+    prepared: str | None = None
     sharing: Sharing | None = None
 
 
 @dataclass(frozen=True)
 class SourceMetadata:
-    """The source model: its own inputs and outputs."""
+    """The source model: its inputs, without those that the configuration freezes."""
 
     inputs: tuple[TensorFacts, ...]
-    outputs: tuple[TensorFacts, ...]
     product: str = field(default=SOURCE)
 
 
@@ -131,36 +145,77 @@ def make(
     ``source_files``: for each model whose source is a variant, the path of the source from the package.
     """
     generator = f"{GENERATOR} {hatch_epcontext.__version__}"
+    by_name = {source.model.name: source for source in result.sources}
     return ModelPackage(
         {
-            source.model.name: _component(source, source_files.get(source.model.name), result.built)
-            for source in result.sources
+            name: _component(source, by_name, source_files.get(name), result.built)
+            for name, source in by_name.items()
+            if not _is_open_form(source.model)
         },
         layout,
         _metadata(PackageMetadata(generator, files)),
     )
 
 
-def _component(source: Source, file: str | None, built: tuple[Built, ...]) -> Component:
-    name, facts = source.model.name, source.facts
-    variants = {each.job.target.name: _variant(each, name) for each in built if _has(each, name)}
+def _is_open_form(model: Model) -> bool:
+    """Whether the model stands for the targets with open shapes of a model with several shapes.
+
+    It is no component of its own: its variants are part of the component of each shape.
+    """
+    return model.shape_set is not None and model.name == model.shape_set.name
+
+
+def _component(
+    source: Source, sources: Mapping[str, Source], file: str | None, built: tuple[Built, ...]
+) -> Component:
+    model, shape_set = source.model, source.model.shape_set
+    names = {model.name, model.configured_name}
+    order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
+    found = {
+        each.job.target.name: _variant(each, name)
+        for each in built
+        for name in _names(each)
+        if name in names
+    }
+    variants = {name: found[name] for name in order if name in found}
     if file is not None:
         variants[SOURCE] = _source_variant(source, file)
-    about = ComponentMetadata(name, source.sha256, facts.inputs, facts.outputs)
-    return Component(variants, _metadata(about))
+    return Component(variants, _metadata(_about(source, sources)))
 
 
-def _has(built: Built, model: str) -> bool:
-    return any(each.name == model for each in built.job.models)
+def _about(source: Source, sources: Mapping[str, Source]) -> ComponentMetadata:
+    model, facts = source.model, source.facts
+    members = model.shape_set.members if model.shape_set else ()
+    return ComponentMetadata(
+        model.configured_name,
+        source.sha256,
+        facts.inputs,
+        facts.outputs,
+        {
+            each.name: Constant(each.dtype, each.shape, model.constants[each.name])
+            for each in facts.constants
+        },
+        {
+            member: {each.name: each.shape for each in sources[member].facts.inputs}
+            for member in members
+            if model.name == members[0]
+        },
+    )
+
+
+def _names(built: Built) -> tuple[str, ...]:
+    return tuple(model.name for model in built.job.models)
 
 
 def _source_variant(source: Source, file: str) -> Variant:
     folder, _, name = file.rpartition("/")
+    frozen = {each.name for each in source.facts.constants}
+    inputs = tuple(each for each in source.facts.own_inputs if each.name not in frozen)
     return Variant(
         directory=folder,
-        ep="CPUExecutionProvider",
+        ep=CPU_EP,
         ort=OrtInfo(model_file=name),
-        metadata=_metadata(SourceMetadata(source.facts.inputs, source.facts.outputs)),
+        metadata=_metadata(SourceMetadata(inputs)),
     )
 
 
@@ -183,6 +238,7 @@ def _variant(built: Built, model: str) -> Variant:
         preparation=record.preparations[index],
         coverage=context.coverage,
         validation=built.validations[model],
+        prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
         needs_device=job.group is not None and not target.provider.loads_shared,
         sharing=_sharing(built),
     )
@@ -242,9 +298,9 @@ def changed_files(folder: Path, files: Mapping[str, FileRecord]) -> tuple[str, .
     )
 
 
-def source_folder(model: str) -> str:
-    """The folder of a model's shipped source, from the package."""
-    return f"{model}/{SOURCE}"
+def source_folder(model: Model) -> str:
+    """The folder of a model's shipped source, from the package; all its shapes have the same."""
+    return f"{model.configured_name}/{SOURCE}"
 
 
 def loader_file() -> Path:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import (
     ConfigError,
     Key,
@@ -16,7 +17,7 @@ from hatch_epcontext.errors import (
     WheelError,
     collect,
 )
-from hatch_epcontext.files import stream_sha256
+from hatch_epcontext.files import file_sha256, stream_sha256
 from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.text import count, listing, show_size
 
@@ -145,6 +146,47 @@ def verify(wheel: Path, output: PurePosixPath) -> int:
     if problems:
         raise WheelError(*problems)
     return len(listed)
+
+
+def repeated_models(
+    result: Result, shipped: Collection[str], tree: Tree, root: Path
+) -> Iterator[str]:
+    """A warning for each file of a source model that the wheel also holds as package data.
+
+    ``shipped``: the names of the models whose sources are in the package; ``root``: the project.
+    """
+    sizes: dict[int, list[tuple[str, Path]]] = {}
+    for name, path in tree.items():
+        sizes.setdefault(path.stat().st_size, []).append((name, path))
+    # The shapes of one model have one source.
+    sources = {source.model.path: source for source in result.sources}
+    for source in sources.values():
+        for file in source.files:
+            size = file.stat().st_size
+            for name, path in sizes.get(size, ()):
+                if _is_same_file(path, file):
+                    inside = path.is_relative_to(root)
+                    pattern = path.relative_to(root).as_posix() if inside else name
+                    again = source.model.name in shipped
+                    yield _repeated(name, size, pattern, source.model, again=again)
+
+
+def _is_same_file(path: Path, file: Path) -> bool:
+    return path.samefile(file) or file_sha256(path) == file_sha256(file)
+
+
+def _repeated(name: str, size: int, pattern: str, model: Model, *, again: bool) -> str:
+    exclude = f'Exclude it (exclude = ["{pattern}"] in [tool.hatch.build.targets.wheel])'
+    what = f"{name} ({show_size(size)}) is in the wheel as package data"
+    if again:
+        return (
+            f"{what}, and again as the source of the model {model.configured_name}. {exclude}, or set "
+            'fallback = "none" for that model.'
+        )
+    return (
+        f"{what}, beside the compiled models of {model.configured_name}. {exclude} if the app opens it "
+        "only through the loader."
+    )
 
 
 _WARN_AT = 100 * 10**6

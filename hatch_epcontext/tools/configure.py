@@ -31,7 +31,7 @@ _VARIABLES = frozenset(
 """The variables that are not about the targets and models of a project."""
 
 _TARGET_KEYS_OF_PROJECTS = frozenset({"provider", "platforms", "requirements"})
-_MODEL_KEYS_OF_PROJECTS = frozenset({"path", "name", "targets", "share_weights"})
+_MODEL_KEYS_OF_PROJECTS = frozenset({"path", "name", "targets", "share_weights", "fallback"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     path = Path(spec.path)
     model = graph.read(path, spec.key)
     data = graph.external_data(model, path.parent, spec.key)
+    own_inputs = _inputs(model)
     fix_constants(model, spec)
     open_inputs = _inputs(model)
     if spec.static_shapes:
@@ -57,7 +58,15 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
         raise ModelError(*problems)
     # Dummy inputs that do not fit are an error before anything is compiled.
     feeds_for(model, spec)
-    return ModelFacts(inputs, tuple(map(graph.facts, model.graph.output)), data)
+    outputs = tuple(map(graph.facts, model.graph.output))
+    # `fix_constants` made them initializers.
+    constants = tuple(
+        TensorFacts(facts.name, facts.dtype, tuple(value.dims))
+        for facts in own_inputs
+        for value in model.graph.initializer
+        if value.name == facts.name and facts.name in spec.constants
+    )
+    return ModelFacts(inputs, outputs, data, own_inputs, constants)
 
 
 def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import onnx
+
+from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest, Context, ModelSpec
+from hatch_epcontext.loader import PREPARED
+from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.readback import read_context, read_optimized
@@ -28,7 +33,21 @@ def handle(request: CompileRequest) -> CompileReply:
             for spec, path in zip(request.models, request.prepared, strict=True)
         )
     product = provider_of(request.target).product
+    if request.target.settings.recompile:
+        _add_prepared(request)
     return CompileReply(product, contexts, time.monotonic() - start)
+
+
+def _add_prepared(request: CompileRequest) -> None:
+    """Put the prepared models, with their external data, into the artifact."""
+    for spec, path in zip(request.models, map(Path, request.prepared), strict=True):
+        model = onnx.load(path, load_external_data=False)
+        folder = Path(request.folder) / PREPARED
+        for name in graph.external_data(model, path.parent, spec.key):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(path.parent / name, folder / name)
+        folder.mkdir(exist_ok=True)
+        link_or_copy(path, folder / f"{spec.name}.onnx")
 
 
 def _compile(request: CompileRequest, spec: ModelSpec, prepared: Path) -> Context:

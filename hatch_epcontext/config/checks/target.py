@@ -107,6 +107,13 @@ def check_narrowable(
             Kind.CONFLICTING_KEYS,
             "is the size of external initializers, and external-initializers is false.",
         )
+    if table.recompile and (provider.plugin is None or provider.product != "context"):
+        yield Problem.at(
+            key / "recompile",
+            Kind.NOT_APPLICABLE,
+            f"the loader cannot compile for the {provider.name} provider: it compiles contexts of plugin "
+            "EPs.",
+        )
     yield from _check_profiles(key, table, provider)
     yield from _check_device(key, table, provider)
 
