@@ -156,6 +156,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "embed": ('provider = "qnn"\nembed = true', True),
     "in_memory": ('provider = "qnn"\nin-memory = true', True),
     "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
+    "recompile": ('provider = "qnn"\nrecompile = true', True),
     "registration_name": (f'provider = "plugin"\n{LIBRARY}registration-name = "y"', "y"),
 }
 """For each key of a target that is a field of `CompileSettings`: TOML, and the value of the field."""
