@@ -11,6 +11,7 @@ from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.validation import reason_not_to_run
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -66,6 +67,7 @@ def validate_context(
     known = _provider_of(context, model, provider)
     (name,) = name_models([context])
     planned = plan(configure({name: source or context}, known.name, job_settings))
+    _refuse_several_shapes(planned.config)
     (job,) = planned.jobs
     _check_chip(context, model, job)
     validation = Validation(ValidationStatus.STRUCTURE)
@@ -87,6 +89,15 @@ def _refuse_mode(settings: Mapping[str, Any]) -> None:
     message = "cannot be set for this validation, which always runs the model."
     hint = "To run nothing, check only the structure of its files."
     raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
+
+
+def _refuse_several_shapes(config: Config) -> None:
+    if len(config.models) == 1:
+        return
+    (listed, *_) = (model.listed for model in config.models if model.listed)
+    key = Key() / listed.name
+    message = "has several shapes, and an artifact has only one."
+    raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, "Keep the one that it has."))
 
 
 def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.plan import model_spec_to_run, plan, target_spec
+from hatch_epcontext.build.plan import (
+    model_spec_for,
+    model_spec_to_run,
+    plan,
+    source_spec,
+    target_spec,
+)
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
@@ -104,3 +110,61 @@ def test_members_of_a_group_have_the_same_settings(project: Path) -> None:
         ConfigError, match="this model has other settings for the target npu than a"
     ):
         plan(config(project, toml))
+
+
+SHAPES = """
+models = [{ name = "det", path = "models/a.onnx", shapes = [{ x = [1] }, { x = [2] }] }]
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+
+@newer_python
+def test_each_shape_is_a_job_of_its_own(project: Path) -> None:
+    planned = plan(config(project, SHAPES))
+    assert [job.location for job in planned.jobs] == ["det.1 -> npu", "det.2 -> npu", "det -> cpu"]
+    assert [job.folder for job in planned.jobs] == ["det.1/npu", "det.2/npu", "det/cpu"]
+
+
+@newer_python
+def test_the_shapes_of_one_model_can_share_weights(project: Path) -> None:
+    toml = SHAPES.replace("shapes", 'share-weights = "both", shapes')
+    planned = plan(config(project, toml))
+    assert [job.location for job in planned.jobs] == ["both (det.1 + det.2) -> npu", "det -> cpu"]
+    with pytest.raises(ConfigError, match="embed = true") as raised:
+        plan(config(project, toml.replace("shapes", "embed = true, shapes")))
+    assert len(raised.value.problems) == 1
+
+
+@newer_python
+def test_a_request_says_whether_shapes_are_fixed(project: Path) -> None:
+    one, _, plain = config(project, SHAPES).models
+    assert model_spec_for(one, one.targets[0]).static_shapes
+    assert not model_spec_for(plain, plain.targets[0]).static_shapes
+    assert (source_spec(one).static_shapes, source_spec(plain).static_shapes) == (True, False)
+
+
+@newer_python
+def test_the_facts_of_a_model_are_those_of_its_fixed_form_if_it_has_one(project: Path) -> None:
+    both, only_npu = config(project).models
+    assert source_spec(both).static_shapes
+    assert not model_spec_for(both, both.targets[1]).static_shapes
+    assert source_spec(only_npu).static_shapes
+    (only_cpu, nothing) = config(project, TARGETS="cpu").models
+    assert not source_spec(only_cpu).static_shapes
+    assert (nothing.targets, source_spec(nothing).static_shapes) == ((), False)
+
+
+def test_profiles_win_over_sizes_that_are_not_fixed(project: Path) -> None:
+    toml = """
+provider = "tensorrt"
+static-shapes = false
+profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
+models = [{ path = "models/a.onnx", dims = { n = 4 } }]
+"""
+    (model,) = config(project, toml).models
+    spec = model_spec_to_run(model, model.targets[0])
+    assert (spec.shapes, spec.dims) == ({"x": (8, 3)}, {})
+    assert model_spec_for(model, model.targets[0]).dims == {"n": 4}

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import onnxruntime
 import pytest
 
@@ -118,8 +119,6 @@ def test_another_tolerance_is_validated_again_without_compiling(run: Run) -> Non
 
 
 def test_other_inputs_in_the_same_file_are_validated_again(project: Path, run: Run) -> None:
-    import numpy as np
-
     toml = CPU.replace(
         '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "x.npz" } }'
     )
@@ -289,6 +288,88 @@ def test_a_group_that_must_run_fails_where_it_cannot(run: Run) -> None:
         BuildError, match='share weights on this machine, and validate is "require"'
     ):
         run(required)
+
+
+SHAPES = """
+[targets.npu]
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+[targets.cpu]
+provider = "cpu"
+[[models]]
+name = "net"
+path = "models/a.onnx"
+shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
+"""
+
+
+@needs_qnn
+def test_each_shape_of_a_model_is_compiled_and_validated(run: Run, log: list[str]) -> None:
+    result = run(SHAPES)
+    assert [each.job.location for each in result.built] == [
+        "net.1x1x8x8 -> npu",
+        "net.4x1x8x8 -> npu",
+        "net -> cpu",
+    ]
+    for each in result.built:
+        (validation,) = each.validations.values()
+        assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN, 1)
+    shapes = {
+        each.job.name: each.artifact.record.contexts[0].inputs[0].shape for each in result.built
+    }
+    assert shapes == {
+        "net.1x1x8x8": (1, 1, 8, 8),
+        "net.4x1x8x8": (4, 1, 8, 8),
+        "net": ("batch", 1, 8, 8),
+    }
+    assert {each.model.name: each.facts.inputs[0].shape for each in result.sources} == shapes
+    assert sorted(result.built[0].artifact.record.files) == [
+        "net.1x1x8x8_ctx.onnx",
+        "net.1x1x8x8_ctx_qnn.bin",
+    ]
+    assert log[1].startswith("net.4x1x8x8 -> npu (qnn): 4/4 nodes in 1 context")
+    # A new shape compiles only itself.
+    again = run(SHAPES.replace(" }]", " }, { x = [2, 1, 8, 8] }]"))
+    assert [each.cached for each in again.built] == [True, True, False, True]
+
+
+@needs_qnn
+def test_the_shapes_of_a_model_share_weights_only_as_a_group(run: Run) -> None:
+    toml = SHAPES.replace('name = "net"', 'name = "net"\nshare-weights = "nets"')
+    together, alone = run(toml).built
+    assert together.job.location == "nets (net.1x1x8x8 + net.4x1x8x8) -> npu"
+    assert alone.job.location == "net -> cpu"
+    statuses = {name: each.status for name, each in together.validations.items()}
+    assert statuses == dict.fromkeys(("net.1x1x8x8", "net.4x1x8x8"), ValidationStatus.RAN_ALONE)
+    assert sorted(together.artifact.record.files) == [
+        "net.1x1x8x8_ctx.onnx",
+        "net.1x1x8x8_ctx_qnn.bin",
+        "net.4x1x8x8_ctx.onnx",
+    ]
+
+
+def test_open_shapes_are_run_with_the_sizes_of_the_dummy_inputs(
+    run: Run, project: Path, tmp_path: Path
+) -> None:
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", dims = { batch = 3 } }')
+    (built,) = run(toml).built
+    assert built.artifact.record.contexts[0].inputs[0].shape == ("batch", 1, 8, 8)
+    session = onnxruntime.InferenceSession(built.artifact.folder / "a_optimized.onnx")
+    x = np.ones((7, 1, 8, 8), np.float32)
+    assert session.run(None, {"x": x})[0].shape == (7, 10)
+    np.savez(project / "x.npz", x=np.ones((2, 1, 8, 8), np.float32))
+    in_file = toml.replace("dims", 'validate = { inputs = "x.npz" }, dims')
+    assert run(in_file).built[0].cached, "a file has its own sizes"
+    (fixed,) = run(f"static-shapes = true\n{toml}").built
+    assert fixed.artifact.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
+
+
+@needs_qnn
+def test_open_shapes_are_refused_for_an_ep_of_fixed_shapes(run: Run) -> None:
+    toml = QNN.replace("dims", "static-shapes = false, dims")
+    with pytest.raises(BuildError, match="because static-shapes is false") as raised:
+        run(toml)
+    assert raised.value.problems[0].advice().startswith("Set static-shapes = true in the model's")
 
 
 @needs_qnn

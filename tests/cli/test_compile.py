@@ -80,13 +80,27 @@ def test_the_cpu_provider_writes_an_optimized_graph(cli: Cli, source: Path, out:
     arguments = ("-i", source.parent / "x.npz", "-l", "extended", "--shape", "x=2,1,8,8")
     cli("compile", source, "-o", out / "o.onnx", "-p", "CPUExecutionProvider", *arguments)
     session = onnxruntime.InferenceSession(out / "o.onnx")
+    assert session.get_inputs()[0].shape == ["batch", 1, 8, 8]
+    assert session.run(None, {"x": x})[0].shape == (2, 10)
+    fixed = ("-p", "cpu", *arguments, "--set", "static-shapes=true")
+    cli("compile", source, "-o", out / "fixed.onnx", *fixed)
+    session = onnxruntime.InferenceSession(out / "fixed.onnx")
     assert session.get_inputs()[0].shape == [2, 1, 8, 8]
     assert session.run(None, {"x": x})[0].shape == (2, 10)
 
 
+def test_several_shapes_are_written_into_a_folder(cli: Cli, source: Path, out: Path) -> None:
+    shapes = ("--set", "shapes=[{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]")
+    arguments = ("-p", "cpu", *shapes, "--set", "static-shapes=true", "--no-validate")
+    cli("compile", source, "-o", out, *arguments)
+    assert names(out) == ["net.1x1x8x8_optimized.onnx", "net.2x1x8x8_optimized.onnx"]
+    printed = cli("compile", source, "-o", out / "o.onnx", *arguments, code=2).stderr
+    assert "several models need a folder" in printed
+
+
 def test_several_models_have_their_own_shapes(cli: Cli, source: Path, out: Path) -> None:
     other = save(network("n"), source.parent / "other.onnx")
-    shapes = ("--dim", "net:batch=3", "--dim", "other:n=2")
+    shapes = ("--dim", "net:batch=3", "--dim", "other:n=2", "--set", "static-shapes=true")
     report = json.loads(
         cli("compile", source, other, "-o", out, "-p", "cpu", *shapes, "--json").stdout
     )

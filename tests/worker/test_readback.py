@@ -14,7 +14,7 @@ from hatch_epcontext.ipc.protocol import ModelSpec
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import readback
 from tests.conftest import needs_qnn
-from tests.models import interrupted, network, save, with_weights_left_over
+from tests.models import half_for_the_cpu, interrupted, network, save, with_weights_left_over
 from tests.worker.test_compile import MODEL, X_ELITE, compiled, target
 
 
@@ -94,3 +94,20 @@ def test_a_context_that_needs_the_sources_external_data_is_an_error(tmp_path: Pa
         readback.read_context(spec, path, result, target("qnn", X_ELITE))
     (setting,) = raised.value.problems[0].settings
     assert str(setting) == "tool.epcontext.models[0].external-initializers = true"
+
+
+@needs_qnn
+def test_reasons_are_only_known_for_fixed_inputs(tmp_path: Path) -> None:
+    path = save(half_for_the_cpu(), tmp_path / "a.onnx")
+    reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
+    (context,) = reply.contexts
+    assert context.coverage is not None
+    assert context.coverage.uncovered[0].reason is not None
+    made = half_for_the_cpu()
+    made.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    open_path = save(made, tmp_path / "open.onnx")
+    spec = ModelSpec("a", str(open_path), MODEL, static_shapes=False)
+    result = folder / context.model_file
+    read = readback.read_context(spec, open_path, result, target("qnn", X_ELITE))
+    assert read.coverage is not None
+    assert [each.reason for each in read.coverage.uncovered] == [None]
