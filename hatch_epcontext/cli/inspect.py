@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import click
+from rich.text import Text
 
 from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
@@ -14,7 +16,7 @@ from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
 from hatch_epcontext.package.manifest import PackageMetadata, VariantMetadata, ours
 from hatch_epcontext.package.model_package import ModelPackage, Variant
 from hatch_epcontext.providers import find
-from hatch_epcontext.serialize import to_json
+from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, show_size
 from hatch_epcontext.tools import inspect as tool
 
@@ -33,7 +35,8 @@ def inspect(path: Path, as_json: bool, verify: bool) -> None:
     """
     found = tool.inspect(path)
     if as_json:
-        click.echo(to_json(found), nl=False)
+        # Not sorted: the order of the variants is that of preference.
+        click.echo(json.dumps(to_plain(found), indent=2))
     elif found.model is not None:
         _show_model(found.model)
     else:
@@ -87,7 +90,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
         for target, variant in component.variants.items():
             size = sum(s.size for f, s in files.items() if f.startswith(f"{variant.directory}/"))
             its = ours(variant.metadata, VariantMetadata)
-            made.add_row(
+            cells = (
                 name,
                 target,
                 variant.ep or "",
@@ -96,6 +99,8 @@ def _show_package(folder: str, package: ModelPackage) -> None:
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
             )
+            # As they are: names of other tools may look like Rich's markup.
+            made.add_row(*map(Text, cells))
     show(made)
 
 
