@@ -52,6 +52,8 @@ def _show_model(model: InspectReply) -> None:
         click.echo(f"{kind}: {_listed(model.operators)}")
     for ep, text in model.compatibility.items():
         click.echo(f"compatibility with {ep}: {text}")
+        if chip := _compiled_for(ep, text):
+            click.echo(f"compiled for: {_listed(chip)}")
     if model.contexts:
         made = table("context", "EP", "SDK", "blob", "size", "sha256")
         for context in model.contexts:
@@ -83,7 +85,7 @@ def _show_manifest(folder: str, manifest: Manifest) -> None:
                 name,
                 entry.target,
                 entry.settings.ep,
-                _listed(_compiled_for(entry)),
+                _listed(_compiled_for(entry.settings.provider, entry.compatibility_string)),
                 describe_coverage(entry.coverage),
                 _summarize(entry.validation),
                 show_size(_size_of(entry, manifest)),
@@ -94,10 +96,10 @@ def _show_manifest(folder: str, manifest: Manifest) -> None:
     show(made)
 
 
-def _compiled_for(entry: TargetEntry) -> Mapping[str, str]:
-    # Another version of the package can have other providers.
-    provider = find(entry.settings.provider)
-    return provider.compiled_for(entry.compatibility_string) if provider else {}
+def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:
+    # Another version of the package, or another tool, can have other providers.
+    provider = find(name)
+    return provider.compiled_for(compatibility) if provider else {}
 
 
 def _size_of(entry: TargetEntry, manifest: Manifest) -> int:
