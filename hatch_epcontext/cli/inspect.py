@@ -14,7 +14,7 @@ from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.cli._output import show, table
 from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
 from hatch_epcontext.package.manifest import PackageMetadata, VariantMetadata, ours
-from hatch_epcontext.package.model_package import ModelPackage, Variant
+from hatch_epcontext.package.model_package import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, show_size
@@ -56,6 +56,8 @@ def _show_model(model: InspectReply) -> None:
         click.echo(f"{kind}: {_listed(model.operators)}")
     for ep, text in model.compatibility.items():
         click.echo(f"compatibility with {ep}: {text}")
+        if chip := _compiled_for(ep, text):
+            click.echo(f"compiled for: {_listed(chip)}")
     if model.contexts:
         made = table("context", "EP", "SDK", "blob", "size", "sha256")
         for context in model.contexts:
@@ -90,11 +92,13 @@ def _show_package(folder: str, package: ModelPackage) -> None:
         for target, variant in component.variants.items():
             size = sum(s.size for f, s in files.items() if f.startswith(f"{variant.directory}/"))
             its = ours(variant.metadata, VariantMetadata)
+            provider = its.settings.provider if its else variant.ep or ""
+            compatibility = variant.compatibility_string or ""
             cells = (
                 name,
                 target,
                 variant.ep or "",
-                _listed(_compiled_for(variant, its)) or variant.compatibility_string or "",
+                _listed(_compiled_for(provider, compatibility)) or compatibility,
                 describe_coverage(its.coverage) if its else "",
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
@@ -104,10 +108,10 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     show(made)
 
 
-def _compiled_for(variant: Variant, about: VariantMetadata | None) -> Mapping[str, str]:
-    # Another version of the package can have other providers.
-    provider = find(about.settings.provider if about else variant.ep or "")
-    return provider.compiled_for(variant.compatibility_string or "") if provider else {}
+def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:
+    # Another version of the package, or another tool, can have other providers.
+    provider = find(name)
+    return provider.compiled_for(compatibility) if provider else {}
 
 
 def _summarize(validation: Validation) -> str:

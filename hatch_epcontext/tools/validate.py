@@ -167,7 +167,14 @@ def _check_chip(path: Path, model: InspectReply, job: Job) -> None:
 
 
 def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
-    """Why a context that shares its sidecar with another cannot be opened alone: simulators crash."""
+    """Why a context for several chips cannot be opened, nor one that shares its sidecar with another."""
+    chip = provider.compiled_for(model.compatibility.get(provider.ep, ""))
+    if len(provider.chips(chip)) > 1:
+        chips = ", ".join(f"{name} {value}" for name, value in chip.items())
+        return (
+            f"it is for several chips ({chips}), and {provider.ep} cannot open such contexts on this "
+            "machine"
+        )
     if not provider.shares_weights or provider.loads_shared:
         return None
     others = [

@@ -83,7 +83,9 @@ def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: P
     together = planned.jobs[0]
     assert (together.folder, together.group) == ("both/npu", "both")
     assert [job.location for job in together.alone] == ["a -> npu", "b -> npu"]
+    assert together.needs_device
     assert planned.jobs[1].group is None
+    assert (planned.jobs[1].alone, planned.jobs[1].needs_device) == ((), False)
 
 
 def test_without_an_ep_that_can_share_there_is_no_group(project: Path) -> None:
@@ -168,3 +170,65 @@ models = [{ path = "models/a.onnx", dims = { n = 4 } }]
     spec = model_spec_to_run(model, model.targets[0])
     assert (spec.shapes, spec.dims) == ({"x": (8, 3)}, {})
     assert model_spec_for(model, model.targets[0]).dims == {"n": 4}
+
+
+def test_an_ep_that_may_share_weights_gets_the_group_too(project: Path) -> None:
+    toml = GROUP.replace('provider = "cpu"', 'provider = "openvino"')
+    assert [job.location for job in plan(config(project, toml, TARGETS="cpu")).jobs] == [
+        "a -> cpu",
+        "b -> cpu",
+    ]
+    toml += "allow-unknown-options = true\n"
+    (job,) = plan(config(project, toml, TARGETS="cpu")).jobs
+    assert (job.location, job.group) == ("both (a + b) -> cpu", "both")
+    # Whether such contexts can be opened anywhere is not known: it is tried.
+    assert not job.needs_device
+
+
+CHIPS = "provider-options = { soc_model = [60, 57], vtcm_mb = 8 }"
+
+
+@newer_python
+def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
+    toml = BOTH.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    both, cpu, _ = plan(config(project, toml)).jobs
+    assert (both.has_several_chips, both.needs_device, both.folder) == (True, True, "a/npu")
+    first, second = both.alone
+    assert first.location == "a -> npu (soc_model 60, htp_arch 73, vtcm_mb 8)"
+    assert (first.target.settings.provider_options, second.target.settings.provider_options) == (
+        {"backend_type": "htp", "soc_model": "60", "htp_arch": "73", "vtcm_mb": "8"},
+        {"backend_type": "htp", "soc_model": "57", "htp_arch": "75", "vtcm_mb": "8"},
+    )
+    assert len({both.folder, first.folder, second.folder}) == 3
+    for job in (first, second, cpu):
+        assert (job.alone, job.needs_device, job.has_several_chips) == ((), False, False)
+
+
+@newer_python
+def test_a_group_for_several_chips_is_also_a_job_for_each_model_and_chip(project: Path) -> None:
+    toml = GROUP.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    job, *_ = plan(config(project, toml)).jobs
+    chips = ("soc_model 60, htp_arch 73, vtcm_mb 8", "soc_model 57, htp_arch 75, vtcm_mb 8")
+    assert job.needs_device
+    assert [each.location for each in job.alone] == [
+        f"{model} -> npu ({chip})" for model in "ab" for chip in chips
+    ]
+
+
+@newer_python
+def test_a_chip_alone_is_compiled_as_for_a_target_of_that_chip(project: Path) -> None:
+    several = BOTH.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    one = "provider-options = { soc_model = 57, htp_arch = 75, vtcm_mb = 8 }"
+    expected = plan(config(project, several.replace(CHIPS, one))).jobs[0].target.settings
+    assert plan(config(project, several)).jobs[0].alone[1].target.settings == expected
+
+
+@newer_python
+def test_the_same_chip_twice_is_one_job_alone(project: Path) -> None:
+    toml = BOTH.replace(
+        'provider = "qnn"',
+        'provider = "qnn"\nallow-unknown-options = true\n'
+        "provider-options = { soc_model = [60, 60] }",
+    )
+    job = plan(config(project, toml)).jobs[0]
+    assert (job.needs_device, len(job.alone)) == (True, 1)

@@ -19,7 +19,7 @@ from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.build.run import build
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest
 from tests.conftest import needs_qnn
@@ -268,7 +268,7 @@ def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: li
     assert first.saved == second.saved
     assert "lm (prefill + decode) -> qnn (qnn): prefill 8/8 nodes in 1 context" in log[0]
     assert "structure checked (QNNExecutionProvider cannot open" in log[0]
-    assert "compiled alone it ran and agrees with the CPU" in log[0]
+    assert "compiled one at a time, it ran and agrees with the CPU" in log[0]
     assert "saved by sharing" in log[0]
 
 
@@ -370,6 +370,85 @@ def test_open_shapes_are_refused_for_an_ep_of_fixed_shapes(run: Run) -> None:
     with pytest.raises(BuildError, match="because static-shapes is false") as raised:
         run(toml)
     assert raised.value.problems[0].advice().startswith("Set static-shapes = true in the model's")
+
+
+CHIPS = QNN.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
+
+
+@needs_qnn
+def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log: list[str]) -> None:
+    (first,), (second,) = run(CHIPS).built, run(CHIPS).built
+    assert (first.cached, second.cached) == (False, True)
+    assert first.validations == second.validations
+    assert first.saved == second.saved
+    (context,) = first.artifact.record.contexts
+    assert context.compatibility.split(":")[4:6] == ["73,75", "60,57"]
+    validation = first.validations["a"]
+    assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
+    reason = "QNNExecutionProvider cannot open contexts for several chips on this machine"
+    assert validation.reason == first.artifact.record.times.not_measured == reason
+    assert f"for soc_model 60,57, htp_arch 73,75, structure checked ({reason})" in log[0]
+    assert "compiled one at a time, it ran and agrees with the CPU" in log[0]
+    assert "saved by one context for all chips" in log[0]
+    (cached,) = run(CHIPS, {"HATCH_EPCONTEXT_FROM_CACHE": "qnn"}).built
+    assert cached.validations == first.validations
+
+
+@needs_qnn
+def test_each_of_several_chips_is_an_artifact_of_its_own(run: Run) -> None:
+    run(CHIPS)
+    for chip in ("soc_model = 60, htp_arch = 73", "soc_model = 57, htp_arch = 75"):
+        (built,) = run(CHIPS.replace("soc_model = [60, 57]", chip)).built
+        assert built.cached
+        assert built.validations["a"].status is ValidationStatus.RAN
+
+
+@needs_qnn
+def test_wrong_outputs_on_one_of_several_chips_fail_the_job(run: Run) -> None:
+    strict = CHIPS.replace("dims =", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims =")
+    with pytest.raises(
+        BuildError,
+        match=r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401\n.*differs from",
+    ):
+        run(strict)
+
+
+@needs_qnn
+def test_several_chips_that_must_run_fail_where_they_cannot(run: Run) -> None:
+    required = CHIPS.replace("dims =", 'validate = "require", dims =')
+    with pytest.raises(
+        BuildError, match='several chips on this machine, and validate is "require"'
+    ):
+        run(required)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_for_several_chips_is_refused_with_the_reason(run: Run) -> None:
+    toml = SHARED.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
+    with pytest.raises(BuildError, match="for several chips that share weights") as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.NOT_SHARED
+    assert problem.hint == "Give each chip a target of its own, or remove share-weights."
+
+
+UNKNOWN_EP = """
+provider = "plugin"
+library = "onnxruntime_qnn"
+ep-name = "QNNExecutionProvider"
+device = "any"
+provider-options = { backend_type = "htp", soc_model = 60 }
+"""
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_an_ep_that_is_not_known_shares_weights(run: Run) -> None:
+    models = SHARED[SHARED.index("[[models]]") :].replace('"lm"', '"lm"\nvalidate = "structure"')
+    (built,) = run(UNKNOWN_EP + models).built
+    assert len(built.artifact.record.files) == 3
+    assert 0.6 < built.saved / built.artifact.size < 1
 
 
 @needs_qnn

@@ -262,3 +262,30 @@ def test_a_timeout_names_the_flag_that_raises_it(cli: Cli, source: Path, out: Pa
     printed = cli("compile", source, *arguments, code=1).stderr
     assert "compiling failed, nothing is written:" in printed
     assert printed.endswith("\n    Add --set build.timeout=0.02\n")
+
+
+@needs_qnn
+def test_one_context_for_several_chips(cli: Cli, source: Path, out: Path) -> None:
+    arguments = ("compile", source, "-p", "qnn", "--dim", "batch=1", "-o", out)
+    printed = cli(*arguments, "-O", "soc_model=60,57")
+    assert "for soc_model 60,57, htp_arch 73,75" in printed.stderr
+    assert "compiled one at a time, it ran and agrees with the CPU" in printed.stderr
+    assert names(out) == ["net_ctx.onnx", "net_ctx_qnn.bin"]
+    context = out / "net_ctx.onnx"
+    shown = cli("inspect", context).stdout
+    assert "compiled for: soc_model 60,57, htp_arch 73,75\n" in shown
+    printed = cli("validate", context, code=1)
+    assert "EPC404" in printed.stderr
+    assert (
+        "it is for several chips (soc_model 60,57, htp_arch 73,75), and QNNExecutionProvider cannot "
+        "open such contexts on this machine."
+    ) in printed.stderr
+    structure = cli("validate", context, "--structure", "-O", "soc_model=60,57").stdout
+    assert structure.endswith("structure checked, NOT run\n")
+    printed = cli("validate", context, "--structure", "-O", "soc_model=60", code=1)
+    assert "soc_model = 60 was requested, but the EP compiled for 60,57" in printed.stderr
+
+
+def test_a_contradictory_list_of_chips_names_its_flag(cli: Cli, source: Path, out: Path) -> None:
+    printed = cli("compile", source, "-p", "qnn", "-o", out, "-O", "soc_model=60,88", code=2)
+    assert "--option soc_model: EPC018\n    this package does not know" in printed.stderr

@@ -53,6 +53,31 @@ def test_embedded_and_secondary_contexts_need_no_sidecar(tmp_path: Path) -> None
     assert not list(found)
 
 
+CHIPS = {"soc_model": "60,57"}
+
+
+@needs_qnn
+def test_a_context_for_several_chips_is_read_back(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    to = target("qnn", CHIPS)
+    reply, folder = compiled(path, to, tmp_path)
+    (context,) = reply.contexts
+    assert context.compatibility.split(":")[4:6] == ["73,75", "60,57"]
+    result = folder / context.model_file
+    spec = ModelSpec("a", str(path), MODEL)
+    # Another order is another context, and one chip is not two.
+    for chips in ("57,60", "60", "60,57,69"):
+        with pytest.raises(BuildError, match=f"soc_model = {chips} was requested, but the EP"):
+            readback.read_context(spec, path, result, target("qnn", {"soc_model": chips}))
+    model = onnx.load(result)
+    (mark,) = [a for a in model.graph.node[0].attribute if a.name == "is_multi_soc_ep_context"]
+    assert mark.i == 1
+    mark.i = 0
+    onnx.save(model, result)
+    with pytest.raises(BuildError, match="its attribute is_multi_soc_ep_context is not 1"):
+        readback.read_context(spec, path, result, to)
+
+
 @needs_qnn
 def test_two_embedded_contexts_are_an_error_for_an_ep_that_loads_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.providers import OptionValue, Provider, render
@@ -129,24 +129,37 @@ def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> P
     return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
 
 
-def check_session_options(key: Key, options: Mapping[str, OptionValue]) -> Iterator[Problem]:
-    """The table of session options at ``key``."""
+def is_known_session_option(name: str) -> bool:
+    """Whether a session option is known, also one that is reserved."""
+    return name in _SESSION_OPTIONS or name in _RESERVED_SESSION_OPTIONS
+
+
+def check_session_options(
+    key: Key, options: Mapping[str, OptionValue], target: Key, *, unchecked: bool = False
+) -> Iterator[Problem]:
+    """The table of session options at ``key``, for the target at ``target``.
+
+    With ``unchecked`` unknown ones pass.
+    """
     for name, value in options.items():
         if name in _RESERVED_SESSION_OPTIONS:
             message = f"is reserved: {_RESERVED_SESSION_OPTIONS[name]}."
             yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
-        elif name not in _SESSION_OPTIONS:
+        elif isinstance(value, Mapping | Sequence) and not isinstance(value, str):
+            message = (
+                f"must not be a {'table' if isinstance(value, Mapping) else 'list'}: {show(value)}."
+            )
+            yield Problem.at(key / name, Kind.WRONG_TYPE, message)
+        elif name not in _SESSION_OPTIONS and not unchecked:
             silent = "ONNX Runtime would accept it, and ignore it silently."
             near = near_name(name, sorted(_SESSION_OPTIONS))
             yield Problem.at(
                 key / name,
                 Kind.UNKNOWN_SESSION_OPTION,
                 "is not a session option of ONNX Runtime.",
-                f"{near} {silent}" if near else silent,
+                f"{near or ''} {silent}\nIf ONNX Runtime is newer than this package:".lstrip(),
+                Setting(target / "allow-unknown-options", True),
             )
-        elif isinstance(value, Mapping):
-            message = f"must not be a table: {show(value)}."
-            yield Problem.at(key / name, Kind.WRONG_TYPE, message)
 
 
 def render_options(
