@@ -16,12 +16,11 @@ _SESSION_OPTIONS = frozenset(
     optimization.constant_folding_max_output_size_in_bytes
     optimization.disable_specified_optimizers optimization.enable_cast_chain_elimination
     optimization.enable_gelu_approximation session.allow_released_opsets_only
-    session.collect_node_memory_stats_to_file session.debug_layout_transformation
     session.disable_aot_function_inlining session.disable_cpu_ep_fallback
     session.disable_double_qdq_remover session.disable_prepacking
     session.disable_qdq_constant_folding session.disable_quant_qdq session.dynamic_block_base
     session.enable_cpu_mem_arena session.enable_dq_matmulnbits_fusion
-    session.enable_mem_pattern session.enable_profiling session.enable_quant_qdq_cleanup
+    session.enable_mem_pattern session.enable_quant_qdq_cleanup
     session.execution_mode session.fail_on_suboptimal_compiled_model
     session.force_spinning_stop session.graph_optimizations_loop_level
     session.inter_op.allow_spinning session.inter_op_num_threads
@@ -37,6 +36,11 @@ _SESSION_OPTIONS = frozenset(
 )
 """Session options that a user may set (``onnxruntime_session_options_config_keys.h``, ONNX Runtime 1.31)."""
 
+_WRITES_A_FILE = (
+    "it writes a file, and ONNX Runtime opens no package with it; the app can set it in "
+    "load(..., session_options=...)"
+)
+
 _RESERVED_SESSION_OPTIONS = {
     "ep.context_enable": "compiling always sets it",
     "ep.context_embed_mode": "use embed = true or false",
@@ -48,6 +52,9 @@ _RESERVED_SESSION_OPTIONS = {
     "session.disable_model_compile": "the loader sets it for compiled models",
     "session.graph_optimization_level": 'use optimization = "..."',
     "session.optimized_model_filepath": "the places of files in the wheel are fixed",
+    "session.collect_node_memory_stats_to_file": _WRITES_A_FILE,
+    "session.debug_layout_transformation": _WRITES_A_FILE,
+    "session.enable_profiling": _WRITES_A_FILE,
     "session.record_ep_graph_assignment_info": "validation sets it",
 }
 """Session options that the build or the loader sets, each with the reason or the key to use."""
