@@ -1,0 +1,164 @@
+"""A model of several shapes with a frozen input, from the configuration to the app."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+from tests.conftest import needs_qnn
+from tests.integration.conftest import run
+from tests.models import network, save, value
+
+pytestmark = [needs_qnn, pytest.mark.slow]
+
+PYPROJECT = """
+[build-system]
+requires = ["hatchling", "hatch-epcontext"]
+build-backend = "hatchling.build"
+
+[project]
+name = "shapes-app"
+version = "1.0"
+
+[tool.hatch.build.targets.wheel.hooks.epcontext]
+
+[tool.epcontext.targets.npu]
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+recompile = true
+
+[tool.epcontext.targets.cpu]
+provider = "cpu"
+
+[[tool.epcontext.models]]
+path = "models/net.onnx"
+constants = { scale = 2.0 }
+shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
+fallback = "source"
+"""
+
+OPEN = """
+import json, sys
+import numpy as np
+from shapes_app.epcontext import LoadError, explain, load, models, shapes_of, target_of
+
+batch, target, device, fallback = json.loads(sys.argv[1])
+shapes = None if batch is None else {"x": (batch, 1, 8, 8)}
+arguments = {"target": target, "device": device, "fallback": fallback, "shapes": shapes}
+try:
+    session = load("net", **arguments)
+except LoadError as error:
+    print(json.dumps({"error": str(error)}))
+    sys.exit()
+size = shapes_of(session)["x"][0]
+x = np.linspace(0, 1, 64 * (size if isinstance(size, int) else batch or 1), dtype=np.float32)
+x = x.reshape(-1, 1, 8, 8)
+scale = np.array(2, np.float32)
+answers = [session.run(None, feed)[0] for feed in ({"x": x}, {"x": x, "scale": scale})]
+assert np.array_equal(*answers)
+try:
+    session.run(None, {"x": x, "scale": np.array(3, np.float32)})
+    refused = None
+except ValueError as error:
+    refused = str(error)
+print(json.dumps({
+    "models": models(), "target": target_of(session), "size": size, "y": answers[0].tolist(),
+    "inputs": [each.name for each in session.get_inputs()], "refused": refused,
+}))
+"""
+
+
+def scaled() -> onnx.ModelProto:
+    """`network` with an input ``scale``, by which its output is multiplied."""
+    made = network()
+    made.graph.node[-1].output[0] = "unscaled"
+    made.graph.node.append(helper.make_node("Mul", ["unscaled", "scale"], ["y"], "scale"))
+    made.graph.input.append(value("scale", []))
+    return made
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the unpacked wheel."""
+    root = tmp_path_factory.mktemp("shapes-app")
+    (root / "shapes_app").mkdir()
+    (root / "shapes_app" / "__init__.py").touch()
+    (root / "pyproject.toml").write_text(PYPROJECT, encoding="utf-8")
+    save(scaled(), root / "models" / "net.onnx")
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(root / "cache")}
+    run(sys.executable, "-m", "build", "-w", "-n", root, cwd=root, env=env)
+    (wheel,) = (root / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(root / "installed")
+    return root / "installed"
+
+
+def opened(
+    app: Path,
+    batch: int | None = None,
+    *,
+    target: str | None = None,
+    device: str | None = "any",
+    fallback: str | None = "cpu",
+) -> dict[str, Any]:
+    """The answer of a new process that opens the model."""
+    env = {**os.environ, "PYTHONPATH": str(app), "XDG_CACHE_HOME": str(app / "user")}
+    arguments = json.dumps([batch, target, device, fallback])
+    output = run(sys.executable, "-c", OPEN, arguments, cwd=app, env=env)
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("batch", "target", "size"),
+    [(None, "npu", 1), (1, "npu", 1), (2, "npu", 4), (4, "npu", 4), (5, "cpu", "batch")],
+)
+def test_the_smallest_shape_that_is_large_enough_is_opened(
+    app: Path, batch: int | None, target: str, size: int | str
+) -> None:
+    answer = opened(app, batch)
+    assert (answer["models"], answer["target"], answer["size"]) == (["net"], target, size)
+
+
+@pytest.mark.parametrize("target", ["npu", "cpu", "source"])
+def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path, target: str) -> None:
+    answer = opened(app, 1, target=target)
+    assert answer["inputs"] == ["x"]
+    assert "'scale' was frozen to 2.0" in answer["refused"]
+    reference = onnxruntime.InferenceSession(app.parent / "models" / "net.onnx")
+    x = np.linspace(0, 1, 64, dtype=np.float32).reshape(1, 1, 8, 8)
+    (expected,) = reference.run(None, {"x": x, "scale": np.array(2, np.float32)})
+    np.testing.assert_allclose(answer["y"], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_without_a_shape_that_is_large_enough_the_shapes_are_listed(app: Path) -> None:
+    error = opened(app, 5, target="npu")["error"]
+    assert "none of its shapes is large enough (x 1x1x8x8; x 4x1x8x8)" in error
+
+
+def test_a_context_that_does_not_open_is_compiled_on_the_users_machine(app: Path) -> None:
+    before = opened(app, 4, target="npu")
+    (sidecar,) = (app / "shapes_app" / "epcontext" / "net.4x1x8x8" / "npu").glob("*.bin")
+    shipped = sidecar.read_bytes()
+    try:
+        # Of the right size, so that the EP itself refuses it.
+        sidecar.write_bytes(bytes(len(shipped)))
+        assert "InvalidGraph" in opened(app, 4, target="npu")["error"]
+        for _ in range(2):
+            answer = opened(app, 4, target="npu", fallback="jit")
+            assert (answer["target"], answer["size"]) == ("npu", 4)
+            np.testing.assert_allclose(answer["y"], before["y"], rtol=1e-3, atol=1e-3)
+        compiled = list((app / "user" / "shapes_app" / "compiled").glob("*/*_ctx.onnx"))
+        assert [file.name for file in compiled] == ["net.4x1x8x8_ctx.onnx"]
+    finally:
+        sidecar.write_bytes(shipped)
