@@ -333,6 +333,8 @@ _PURPOSES: Mapping[str, str] = {
     "build": "Compiles and validates the project's models into the cache, from which the next wheel takes "
     "them.",
     "compile": "Compiles any models without a project, with the same checks and the same validation.",
+    "export": "Writes the project's models as a model package, for the wheels of other build backends and "
+    "for apps without Python.",
     "validate": "Validates any context model, whatever tool compiled it.",
     "bench": "Measures how much faster compiled models open.",
     "inspect": "Shows what a model, a wheel or an installed package contains.",

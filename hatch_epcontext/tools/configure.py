@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Fallback
 from hatch_epcontext.config.tables import BuildTable, ModelTable, RootTable, TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.text import file_name, show, suggestion, toml_key
@@ -40,7 +40,8 @@ class JobSettings:
 
     The fields are keys of ``[tool.epcontext]``. A key of ``dims``, ``shapes`` or ``constants`` counts
     for all models, and with a model's name before it (``"decoder:length"``) for that model.
-    ``validate`` is the mode or the table. ``settings`` are any other keys in `SETTABLE`.
+    ``fallback`` counts only in a model package. ``validate`` is the mode or the table. ``settings`` are
+    any other keys in `SETTABLE`.
     """
 
     provider_options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class JobSettings:
     optimization: str | None = None
     embed: bool | None = None
     share_weights: bool = False
+    fallback: Fallback | None = None
     dims: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +142,9 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
                 table[key] = {**table[key], **_validate_table(value)}
             else:
                 _assign(table, dotted, value)
-    root = {**target, "models": tables, "build": build}
+    root: _Tables = {**target, "models": tables, "build": build}
+    if job_settings.fallback is not None:
+        root["fallback"] = job_settings.fallback
     config = load(Path.cwd(), root, {}, _environ(build, job_settings), confined=False)
     if job_settings.cache_dir is None:
         return config
