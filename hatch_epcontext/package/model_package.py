@@ -54,7 +54,7 @@ class Variant:
 
     directory: str
     ep: str | None
-    device: str | None = None
+    device: Literal["cpu", "gpu", "npu"] | None = None
     compatibility_string: str | None = None
     ort: OrtInfo | None = None
     metadata: Any = None

@@ -167,15 +167,15 @@ def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSetting
     table: _Tables = {
         "name": name,
         "path": str(models[name].absolute()),
-        "dims": _for_model(name, models, job_settings.dims),
-        "shapes": _for_model(name, models, job_settings.shapes),
-        "constants": _for_model(name, models, job_settings.constants),
+        "dims": for_model(name, models, job_settings.dims),
+        "shapes": for_model(name, models, job_settings.shapes),
+        "constants": for_model(name, models, job_settings.constants),
         "validate": _validate_table(job_settings.validate),
     }
     return {**table, "share-weights": _GROUP} if job_settings.share_weights else table
 
 
-def _for_model(
+def for_model(
     model: str, models: Mapping[str, Path], values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Those of ``values`` that are for ``model``: all but those with the name of another model."""

@@ -88,17 +88,17 @@ def verify(path: Path, inspection: Inspection) -> int:
         problems = [
             problem
             for folder, package in inspection.packages.items()
-            for problem in _damaged(path / folder, package)
+            for problem in damaged_files(path / folder, package)
         ]
         if problems:
             raise InspectionError(*problems)
-        return sum(len(_recorded(package)) for package in inspection.packages.values())
+        return sum(len(recorded_files(package)) for package in inspection.packages.values())
     return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.packages)
 
 
-def _damaged(folder: Path, package: ModelPackage) -> Iterator[Problem]:
+def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
     """The files of a package that are missing or changed; without a record, the missing model files."""
-    recorded = _recorded(package)
+    recorded = recorded_files(package)
     for name in manifest.changed_files(folder, recorded):
         message = "is missing, or differs from its record in the manifest."
         yield Problem(Kind.CHANGED_FILE, str(folder / name), message)
@@ -109,7 +109,8 @@ def _damaged(folder: Path, package: ModelPackage) -> Iterator[Problem]:
                 yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
 
 
-def _recorded(package: ModelPackage) -> Mapping[str, FileRecord]:
+def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:
+    """The records of a package's files by path, if its tool has written any."""
     about = manifest.ours(package.metadata, manifest.PackageMetadata)
     return about.files if about else {}
 
