@@ -194,7 +194,7 @@ class _ManifestJson:
 
 @dataclass(frozen=True, kw_only=True)
 class _ComponentJson:
-    variants: Mapping[str, _VariantJson]
+    variants: Mapping[str, Any]
     component_name: str | None = None
     additional_metadata: Any = None
 
@@ -241,16 +241,17 @@ class _Reader:
             )
             return None
         manifest = yield from self._structured(content, _ManifestJson, ())
-        if manifest is None:
-            return None
-        self._confined = manifest.layout == "portable"
-        if not manifest.components:
+        self._confined = manifest is None or manifest.layout == "portable"
+        if manifest is not None and not manifest.components:
             yield self._problem(("components",), "is empty, and a package needs a component.")
         components = {}
-        for name, value in manifest.components.items():
+        # Also where the manifest has other errors, so that all are found at once.
+        for name, value in _table(content, "components").items():
             component = yield from self._component(value, ("components", name))
             if component is not None:
                 components[name] = component
+        if manifest is None:
+            return None
         return ModelPackage(components, manifest.layout, manifest.additional_metadata, version)
 
     def _component(self, value: Any, place: tuple[str, ...]) -> Checked[Component | None]:
@@ -266,13 +267,16 @@ class _Reader:
             if value is None:
                 return None
         found = yield from self._structured(value, _ComponentJson, place)
+        variants = {}
+        for name, each in _table(value, "variants").items():
+            where = (*place, "variants", name)
+            body = yield from self._structured(each, _VariantJson, where)
+            if body is not None:
+                variant = yield from self._variant(name, body, folder, where)
+                if variant is not None:
+                    variants[name] = variant
         if found is None:
             return None
-        variants = {}
-        for name, each in found.variants.items():
-            variant = yield from self._variant(name, each, folder, (*place, "variants", name))
-            if variant is not None:
-                variants[name] = variant
         return Component(variants, found.additional_metadata)
 
     def _variant(
@@ -346,6 +350,12 @@ class _Reader:
     ) -> Problem:
         location = f"{self._location}: {dotted(place)}" if place else self._location
         return Problem(Kind.INVALID_PACKAGE, location, message, hint)
+
+
+def _table(content: Any, key: str) -> Mapping[str, Any]:
+    """The table ``key`` of ``content``; empty if there is none, which is an error of its own."""
+    table = content.get(key) if isinstance(content, dict) else None
+    return table if isinstance(table, dict) else {}
 
 
 def _refuse_constant(name: str) -> None:

@@ -92,7 +92,10 @@ def verify(path: Path, inspection: Inspection) -> int:
         ]
         if problems:
             raise InspectionError(*problems)
-        return sum(len(recorded_files(package)) for package in inspection.packages.values())
+        return sum(
+            len(recorded_files(package)) + sum(1 for _ in _unrecorded_models(package))
+            for package in inspection.packages.values()
+        )
     return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.packages)
 
 
@@ -102,11 +105,17 @@ def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
     for name in manifest.changed_files(folder, recorded):
         message = "is missing, or differs from its record in the manifest."
         yield Problem(Kind.CHANGED_FILE, str(folder / name), message)
-    for component in package.components.values():
-        for variant in component.variants.values():
-            name = variant.model_file or ""
-            if name and name not in recorded and not (folder / name).is_file():
-                yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
+    for name in _unrecorded_models(package):
+        if not (folder / name).is_file():
+            yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
+
+
+def _unrecorded_models(package: ModelPackage) -> Iterator[str]:
+    """The model files that the manifest has no record of, by path."""
+    recorded = recorded_files(package)
+    variants = (each for c in package.components.values() for each in c.variants.values())
+    found = dict.fromkeys(each.model_file for each in variants)
+    yield from (name for name in found if name is not None and name not in recorded)
 
 
 def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:

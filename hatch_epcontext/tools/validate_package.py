@@ -325,19 +325,23 @@ class _Validator:
 
     def _file(self, variant: Variant) -> Path:
         """The model file of ``variant``, after a check of all its recorded files."""
-        folder, name = self._read.folder, variant.model_file
         damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
         if damaged:
             raise InspectionError(*damaged)
-        if name is not None:
-            return folder / name
-        found = sorted((folder / variant.directory).glob("*.onnx"))
-        if len(found) == 1:
-            # Packages for onnxruntime-genai have no entry for ONNX Runtime itself.
-            return found[0]
-        files = count(len(found), "ONNX file")
-        reason = f"executor_info.ort names no model in the manifest, and its folder has {files}"
+        files = self._model_files(variant)
+        if len(files) == 1:
+            return files[0]
+        number = count(len(files), "ONNX file")
+        reason = f"the manifest names no model (executor_info.ort), and its folder has {number}"
         raise BuildError(_not_run("", reason))
+
+    def _model_files(self, variant: Variant) -> list[Path]:
+        """The model file of ``variant``; if its manifest names none, all that there are."""
+        folder, name = self._read.folder, variant.model_file
+        if name is not None:
+            return [folder / name]
+        # Packages for onnxruntime-genai have no entry for ONNX Runtime itself.
+        return sorted((folder / variant.directory).glob("*.onnx"))
 
     def _configure(self, component: str) -> Config:
         """The configuration with what the user's settings say of ``component``."""
@@ -416,12 +420,14 @@ class _Validator:
             return None
         if self._source is not None:
             return _Reference(self._source.absolute(), frozen)
-        on_cpu = (name for name, each in found.variants.items() if each.ep in (None, CPU_EP))
-        name = source or next(on_cpu, variant)
-        file = found.variants[name].model_file
-        if name == variant or file is None or file in self._read.damaged:
-            return None
-        return _Reference((self._read.folder / file).absolute(), frozen if source else {})
+        for name, each in found.variants.items():
+            files = self._model_files(each)
+            if len(files) == 1 and files[0].is_file():
+                if name == source:
+                    return _Reference(files[0].absolute(), frozen)
+                if source is None and each.ep in (None, CPU_EP):
+                    return None if name == variant else _Reference(files[0].absolute(), {})
+        return None
 
 
 def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
