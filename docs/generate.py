@@ -57,7 +57,7 @@ EPs accept unknown options and impossible values silently. In this package an un
 out of range, two options that exclude each other, and an option of an older release are errors, with a
 suggestion. If an EP is newer than this page, `allow-unknown-options = true` in the target's table
 accepts its options without a check. `true`, `false` and numbers become the strings that the EP takes,
-and so do tables where an option takes JSON.
+and so do tables where an option takes JSON, and lists where an option has one value for each chip.
 
 If an EP does not find what it needs, the error names it: a device, with all devices that there are and
 the EP's own reasons, or a library of the driver, with the package that contains it.

@@ -134,7 +134,9 @@ def compile_models(
     ``provider_options``, ``session_options``: checked by name and value.
     ``device``: the device to compile for; the default is the provider's.
     ``dims``: sizes of open dimensions, by the dimension's name.
-    ``shapes``: whole shapes, by input: a sequence of sizes, such as ``(1, 3, 224, 224)``.
+    ``shapes``: whole shapes, by input: a sequence of sizes, such as ``(1, 3, 224, 224)``. Where shapes
+    stay open, as for the CPU, both are only the sizes of the dummy inputs: ``static-shapes`` in
+    ``settings`` decides.
     ``constants``: values to which inputs are frozen, by input: a number, true or false, a string, or a
     nested list of them; the dtype is the input's.
     ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.

@@ -141,14 +141,14 @@ class Kind(Enum):
     CONFLICTING_OPTIONS = (
         "EPC018",
         "Conflicting provider options",
-        "Two provider options exclude or contradict each other.",
-        "Keep one of them.",
+        "Provider options exclude or contradict each other, or a list of chips is contradictory.",
+        "Keep one of the options, or give each chip one value in each list.",
     )
     UNKNOWN_SESSION_OPTION = (
         "EPC019",
         "Unknown session option",
         "ONNX Runtime does not have this session option. It would ignore it silently.",
-        "Check the spelling.",
+        "Check the spelling. If ONNX Runtime is newer than this package: `allow-unknown-options = true`.",
     )
     INVALID_VARIABLE = (
         "EPC020",
@@ -315,7 +315,7 @@ class Kind(Enum):
     NOT_SHARED = (
         "EPC306",
         "Weights are not shared",
-        "The models of a group do not share one sidecar.",
+        "The models of a group do not share one sidecar, or the EP does not compile them together.",
         "Check that they have the same weights, and that the EP can share them.",
     )
     COMPILE_FAILED = (

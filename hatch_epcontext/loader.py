@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import json
 import logging
+import operator
 import os
 import sys
 import threading
@@ -64,8 +65,15 @@ CPU_EP = "CPUExecutionProvider"
 USER_CACHE_LIMIT = 4 * 2**30
 """The size in bytes that contexts compiled on the user's machine may have together."""
 
+_DAY = 24 * 60 * 60.0
 _MANIFEST = "manifest.json"
 _SCHEMA = "1"
+
+# With the files of a context that was compiled on this machine, beside them.
+_RECORD = "files.json"
+
+# What Windows says of a device, and may change when it starts again.
+_VOLATILE_FACTS = ("LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex")
 
 # For packages of other tools, which do not name the package of an EP's library.
 _KNOWN_PLUGINS = {
@@ -75,8 +83,59 @@ _KNOWN_PLUGINS = {
     "WebGpuExecutionProvider": "onnxruntime_ep_webgpu",
 }
 
+# What this module reads of a manifest: a type for each value, which may be missing where None is another
+# choice. "*" stands for any name, and names that are not here may have any value.
+_OPTIONS = ({"*": str}, None)
+_SHAPE = [(int, str, None)]
+_MANIFEST_FORM = {
+    "schema_version": (str, int),
+    "layout": (str, None),
+    "components": {"*": (dict, str)},
+}
+_COMPONENT_FORM = {"variants": {"*": dict}}
+_VARIANT_FORM = {
+    "variant_directory": (str, None),
+    "ep": (str, None),
+    "device": (str, None),
+    "executor_info": ({"ort": (dict, str, None)}, None),
+}
+_ORT_FORM = {"model_file": str, "session_options": _OPTIONS, "provider_options": _OPTIONS}
+_OUR_PACKAGE_FORM = {"files": ({"*": {"size": int, "sha256": str}}, None)}
+_OUR_COMPONENT_FORM = {
+    "model": (str, None),
+    "constants": ({"*": {"dtype": str, "shape": _SHAPE}}, None),
+}
+_OUR_VARIANT_FORM = {
+    "inputs": ([{"name": str, "shape": _SHAPE}], None),
+    "load_options": _OPTIONS,
+    "needs_device": (bool, None),
+    "plugin": ({"module": str, "package": str, "registration_name": str}, None),
+    "prepared": (str, None),
+    "settings": (
+        {
+            "device": (str, None),
+            "device_filter": _OPTIONS,
+            "embed": (bool, None),
+            "optimization": (str, None),
+            "policy": (str, None),
+            "provider_options": _OPTIONS,
+            "session_options": _OPTIONS,
+        },
+        None,
+    ),
+    "sharing": ({"group": str}, None),
+}
+_JSON_TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+}
+
 _log = logging.getLogger(__name__)
 _registration_lock = threading.Lock()
+_groups_lock = threading.Lock()
 _target_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # For each session that shares weights, the earlier sessions of its group, which have to outlive it.
 _earlier_sessions: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -161,9 +220,7 @@ def load(
     Raises LoadError when no target could be opened, when the package is damaged, and when it has no
     such model, target or shape.
     """
-    request = _Request(
-        device, shapes, fallback, verify, session_options, dict(provider_options or {})
-    )
+    request = _checked(device, shapes, fallback, verify, session_options, provider_options)
     steps: list[Step] = []
     session = None
     for step, opened in _try_targets(_package(package), name, target, request):
@@ -188,7 +245,7 @@ def explain(
     package: str | os.PathLike[str] | None = None,
 ) -> list[Step]:
     """The steps of `load` with the same arguments. It opens a session to find out."""
-    request = _Request(device, shapes, fallback, verify, None, {})
+    request = _checked(device, shapes, fallback, verify)
     return [step for step, _ in _try_targets(_package(package), name, target, request)]
 
 
@@ -220,9 +277,10 @@ def path(
         raise LoadError(f"the model {name!r} has no targets in {found.location}")
     with contextlib.ExitStack() as stack:
         try:
-            yield found.on_disk(variants[0], stack, verify=False)
-        except _FileError as error:
-            raise LoadError(str(error)) from None
+            file = found.on_disk(variants[0], stack, verify=False)
+        except Exception as error:
+            raise LoadError(f"{name} on {variants[0].target}: {error}") from error
+        yield file
 
 
 class _Request(NamedTuple):
@@ -236,10 +294,44 @@ class _Request(NamedTuple):
     provider_options: dict[str, object]
 
 
+def _checked(
+    device: Device | None,
+    shapes: Shapes | None,
+    fallback: Fallback | None,
+    verify: bool,
+    session_options: Any = None,
+    provider_options: Mapping[str, object] | None = None,
+) -> _Request:
+    """The request with these arguments. Raises LoadError for a value that an argument does not take."""
+    if device not in (None, "npu", "gpu", "cpu", "any"):
+        raise LoadError(f"device must be 'npu', 'gpu', 'cpu', 'any' or None, not {device!r}")
+    if fallback not in (None, "cpu", "jit"):
+        raise LoadError(f"fallback must be 'cpu', 'jit' or None, not {fallback!r}")
+    if not isinstance(provider_options or {}, Mapping):
+        raise LoadError(f"provider_options must be a mapping, not {provider_options!r}")
+    sizes = None if shapes is None else _sizes(shapes)
+    return _Request(device, sizes, fallback, verify, session_options, dict(provider_options or {}))
+
+
+def _sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """``shapes`` in Python's own types: sizes may also be integers of numpy, or a framework's shape."""
+    try:
+        sizes = {name: tuple(map(operator.index, shape)) for name, shape in shapes.items()}
+    except (AttributeError, TypeError):
+        sizes = {"": (-1,)}
+    if any(size < 0 for shape in sizes.values() for size in shape):
+        raise LoadError(
+            "shapes must have the sizes of each input by its name, such as {'x': (1, 3, 224, 224)}, "
+            f"not {shapes!r}"
+        )
+    return sizes
+
+
 class _Variant(NamedTuple):
     """A variant of a component, with this module's own part of its metadata.
 
-    ``folder`` and ``model_file`` are relative to the package, with forward slashes.
+    ``folder`` and ``model_file`` are relative to the package, with forward slashes. ``model_file`` is
+    empty if the manifest does not name it.
     """
 
     target: str
@@ -254,8 +346,7 @@ class _Variant(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = self.ours.get("settings", {})
-        return settings
+        return self.ours.get("settings") or {}
 
     @property
     def is_source(self) -> bool:
@@ -271,7 +362,7 @@ class _Variant(NamedTuple):
 
     @property
     def input_shapes(self) -> dict[str, tuple[int | str | None, ...]]:
-        return {each["name"]: tuple(each["shape"]) for each in self.ours.get("inputs", ())}
+        return {each["name"]: tuple(each["shape"]) for each in self.ours.get("inputs") or ()}
 
 
 class _Package:
@@ -280,54 +371,73 @@ class _Package:
     def __init__(self, root: Any, location: str) -> None:
         self.root, self.location = root, location
         content = self._json(_MANIFEST)
-        version = str(self._get(content, "schema_version", (str, int)))
-        if version.partition(".")[0] != _SCHEMA:
+        place = f"{_MANIFEST}:"
+        version = content.get("schema_version")
+        self._check(version, (str, int), f"{place}.schema_version")
+        if str(version).partition(".")[0] != _SCHEMA:
             raise LoadError(
                 f"{location}: {_MANIFEST} has the schema {version}, and this loader reads {_SCHEMA}.x"
             )
-        self._portable = content.get("layout", "portable") == "portable"
-        about = _ours(content)
-        self.files: dict[str, dict[str, Any]] = about.get("files", {})
+        self._check(content, _MANIFEST_FORM, place)
+        layout = content.get("layout") or "portable"
+        if layout not in ("portable", "installed"):
+            raise self._error(f"{place}.layout", f" is {layout!r}, which is unknown")
+        # An archive cannot contain what is outside of it.
+        self._confined = layout == "portable" or not isinstance(root, Path)
+        about = self._ours(content, _OUR_PACKAGE_FORM, place)
+        self.files: dict[str, dict[str, Any]] = about.get("files") or {}
+        for name in self.files:
+            self._inside(name, f"{place}.additional_metadata.{METADATA}.files")
         self.components: dict[str, tuple[_Variant, ...]] = {}
         self.constants: dict[str, dict[str, Any]] = {}
         self.models: dict[str, list[str]] = {}
         self._files_of_variants: dict[tuple[str, str], list[str]] = {}
-        for name, body in self._get(content, "components", dict).items():
-            self._add_component(name, body)
+        for name, body in content["components"].items():
+            self._add_component(name, body, f"{place}.components.{name}")
 
-    def _add_component(self, name: str, body: Any) -> None:
-        folder = PurePosixPath()
+    def _add_component(self, name: str, body: Any, place: str) -> None:
+        folder = ""
         if isinstance(body, str):
-            file = self._inside(body)
+            file = self._inside(body, place)
             if not file.endswith(".json"):
                 file += "/component.json"
-            folder, body = PurePosixPath(file).parent, self._json(file)
-        variants = self._get(body, "variants", dict, name)
+            folder, body, place = str(PurePosixPath(file).parent), self._json(file), f"{file}:"
+        self._check(body, _COMPONENT_FORM, place)
         self.components[name] = tuple(
             variant
-            for target, each in variants.items()
-            if (variant := self._variant(name, target, each, folder)) is not None
+            for target, each in body["variants"].items()
+            if (variant := self._variant(name, target, each, folder, f"{place}.variants.{target}"))
+            is not None
         )
-        about = _ours(body)
-        self.constants[name] = about.get("constants", {})
-        self.models.setdefault(about.get("model", name), []).append(name)
+        about = self._ours(body, _OUR_COMPONENT_FORM, place)
+        self.constants[name] = about.get("constants") or {}
+        self.models.setdefault(about.get("model") or name, []).append(name)
 
     def _variant(
-        self, component: str, target: str, body: Any, parent: PurePosixPath
+        self, component: str, target: str, body: Any, parent: str, place: str
     ) -> _Variant | None:
-        place = f"{component}.{target}"
-        folder = str(parent / self._inside(body.get("variant_directory", target)))
-        info = self._get(body, "executor_info", dict, place).get("ort")
-        if info is None:
+        self._check(body, _VARIANT_FORM, place)
+        directory = body.get("variant_directory")
+        directory = self._inside(
+            target if directory is None else directory, f"{place}.variant_directory"
+        )
+        folder = _join(parent, directory)
+        about = self._ours(body, _OUR_VARIANT_FORM, place)
+        if about.get(PREPARED):
+            self._inside(about[PREPARED], f"{place}.additional_metadata.{METADATA}.{PREPARED}")
+        executors = body.get("executor_info") or {}
+        info = executors.get("ort")
+        if executors and info is None:
+            # It is for another program than ONNX Runtime.
             return None
-        if isinstance(info, str):
-            info = self._json(f"{folder}/{self._inside(info)}")
-        file: str = self._get(info, "model_file", str, place)
-        if file.startswith("sha256:"):
-            digest, _, rest = file.removeprefix("sha256:").partition("/")
-            model_file = f"shared_assets/sha256-{self._inside(digest)}/{self._inside(rest)}"
-        else:
-            model_file = str(PurePosixPath(folder) / self._inside(file))
+        model_file = ""
+        if info is not None:
+            place = f"{place}.executor_info.ort"
+            if isinstance(info, str):
+                file = _join(folder, self._inside(info, place))
+                info, place = self._json(file), f"{file}:"
+            self._check(info, _ORT_FORM, place)
+            model_file = self._model_file(info["model_file"], folder, f"{place}.model_file")
         return _Variant(
             target,
             component,
@@ -335,40 +445,57 @@ class _Package:
             model_file,
             body.get("ep") or CPU_EP,
             body.get("device"),
-            dict(info.get("session_options", {})),
-            dict(info.get("provider_options", {})),
-            _ours(body),
+            dict((info or {}).get("session_options") or {}),
+            dict((info or {}).get("provider_options") or {}),
+            about,
         )
+
+    def _model_file(self, name: str, folder: str, place: str) -> str:
+        digest, _, rest = name.removeprefix("sha256:").partition("/")
+        if not name.startswith("sha256:"):
+            return _join(folder, self._inside(name, place))
+        return f"shared_assets/sha256-{self._inside(digest, place)}/{self._inside(rest, place)}"
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            content = json.loads((self.root / name).read_text(encoding="utf-8"))
-        except (OSError, KeyError) as error:
+            text = (self.root / name).read_bytes()
+        except Exception as error:
+            # Of any kind: archives raise their own errors.
             raise LoadError(f"{self.location}: {name} cannot be read ({error})") from None
+        try:
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise LoadError(f"{self.location}: {name} is not JSON ({error})") from None
         if not isinstance(content, dict):
             raise LoadError(f"{self.location}: {name} is not a JSON object")
         return content
 
-    def _get(self, table: Any, key: str, type_: Any, place: str = "") -> Any:
-        value = table.get(key) if isinstance(table, dict) else None
-        if not isinstance(value, type_):
-            where = f"{place}.{key}" if place else key
-            problem = "is missing" if value is None else "has the wrong type"
-            raise LoadError(
-                f"{self.location}: {_MANIFEST} is not that of a model package: {where} {problem}"
-            )
-        return value
+    def _check(self, value: Any, form: Any, place: str) -> None:
+        if problem := _misfit(value, form):
+            raise self._error(place, problem)
 
-    def _inside(self, name: Any) -> str:
+    def _error(self, place: str, problem: str) -> LoadError:
+        """``place`` is a file, a colon, and a dot before each key."""
+        return LoadError(f"{self.location}: {(place + problem).replace(':.', ': ', 1)}")
+
+    def _ours(self, body: dict[str, Any], form: Any, place: str) -> dict[str, Any]:
+        """This module's own part of the metadata of a package, a component or a variant."""
+        metadata = body.get("additional_metadata")
+        if not isinstance(metadata, dict) or METADATA not in metadata:
+            # Other tools may write anything there.
+            return {}
+        about: dict[str, Any] = metadata[METADATA]
+        self._check(about, form, f"{place}.additional_metadata.{METADATA}")
+        return about
+
+    def _inside(self, name: str, place: str) -> str:
         """``name``, which must not leave the package if the package can be moved."""
-        text = str(name)
-        windows = PureWindowsPath(text)
+        # On any system also what another one would take for a drive or a parent folder.
+        windows = PureWindowsPath(name)
         leaves = windows.drive or windows.root or ".." in windows.parts
-        if not text or (leaves and self._portable):
-            raise LoadError(f"{self.location}: {_MANIFEST} names a file outside: {text!r}")
-        return text
+        if not name or (leaves and self._confined):
+            raise self._error(place, f" names a file outside of the package: {name!r}")
+        return name
 
     def on_disk(self, variant: _Variant, stack: contextlib.ExitStack, *, verify: bool) -> Path:
         """The model file of ``variant`` on disk, with its sidecars beside it.
@@ -377,7 +504,8 @@ class _Package:
         missing or has another size than it was recorded with; with ``verify`` also if its sha256
         differs.
         """
-        return self._on_disk(variant.model_file, self._files_of(variant), stack, verify)
+        model_file = variant.model_file or self._only_model(variant.folder)
+        return self._on_disk(model_file, self._files_of(variant), stack, verify)
 
     def prepared_on_disk(self, variant: _Variant, stack: contextlib.ExitStack) -> Path:
         """The prepared model of ``variant`` on disk; as `on_disk`."""
@@ -385,10 +513,25 @@ class _Package:
         names = [name for name in self.files if name.startswith(prefix)]
         return self._on_disk(f"{variant.folder}/{variant.ours[PREPARED]}", names, stack, False)
 
+    def _only_model(self, folder: str) -> str:
+        """The model in a variant's folder: Olive's packages do not name it."""
+        try:
+            names = [each.name for each in (self.root / folder).iterdir()]
+        except OSError as error:
+            raise _FileError(f"{folder} cannot be read ({error})") from None
+        found = [name for name in names if name.endswith(".onnx")]
+        if len(found) != 1:
+            raise _SkipTargetError(
+                "the manifest does not name its model file, and its folder has "
+                + (f"{len(found)}: {', '.join(sorted(found))}" if found else "none")
+            )
+        return f"{folder}/{found[0]}"
+
     def _files_of(self, variant: _Variant) -> list[str]:
         key = variant.component, variant.target
         if key not in self._files_of_variants:
-            prefix, prepared = f"{variant.folder}/", f"{variant.folder}/{PREPARED}/"
+            prefix = "" if variant.folder == "." else f"{variant.folder}/"
+            prepared = f"{prefix}{PREPARED}/"
             models = {each.model_file for all_ in self.components.values() for each in all_}
             self._files_of_variants[key] = [
                 name
@@ -428,23 +571,48 @@ class _Package:
             try:
                 with (self.root / name).open("rb") as source, target.open("wb") as copy:
                     shutil.copyfileobj(source, copy, 1 << 20)
-            except (OSError, KeyError):
-                raise _FileError(f"{name} is missing in {self.location}") from None
+            except Exception as error:
+                # Of any kind: archives raise their own errors.
+                reason = f"{name} cannot be copied from {self.location} ({error})"
+                raise _FileError(reason) from None
         return folder
 
 
-def _ours(body: Any) -> dict[str, Any]:
-    """This module's own part of the metadata of a package, a component or a variant."""
-    metadata = body.get("additional_metadata")
-    about = metadata.get(METADATA) if isinstance(metadata, dict) else None
-    return about if isinstance(about, dict) else {}
+def _join(folder: str, name: str) -> str:
+    # Only an installed package has absolute names, and on Windows they begin with a drive.
+    return name if PureWindowsPath(name).is_absolute() else str(PurePosixPath(folder) / name)
+
+
+def _misfit(value: Any, form: Any) -> str | None:
+    """Where ``value`` does not have the ``form``, and how, such as ``.ep must be a string``.
+
+    None if it has. A form is a type, a tuple of choices, a list with the form of the items, or a dict.
+    """
+    if isinstance(form, tuple):
+        problems = [_misfit(value, each) for each in form if each is not None]
+        accepted = None in problems or (value is None and None in form)
+        return None if accepted else problems[0]
+    type_: Any = form if isinstance(form, type) else type(form)
+    if not isinstance(value, type_) or (type_ is int and isinstance(value, bool)):
+        return " is missing" if value is None else f" must be {_JSON_TYPES[type_]}"
+    parts: list[tuple[str, Any, Any]] = []
+    if isinstance(form, list):
+        parts = [(f"[{index}]", item, form[0]) for index, item in enumerate(value)]
+    elif isinstance(form, dict) and "*" in form:
+        parts = [(f".{name}", item, form["*"]) for name, item in value.items()]
+    elif isinstance(form, dict):
+        parts = [(f".{name}", value.get(name), each) for name, each in form.items()]
+    found = (f"{name}{problem}" for name, item, each in parts if (problem := _misfit(item, each)))
+    return next(found, None)
 
 
 def _check_file(file: Path, name: str, recorded: Mapping[str, Any], *, verify: bool) -> None:
     try:
         size = file.stat().st_size
-    except OSError:
+    except FileNotFoundError:
         raise _FileError(f"{name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise _FileError(f"{name} cannot be read ({error})") from None
     # An EP may crash on a truncated file.
     if size != recorded["size"]:
         raise _FileError(f"{name} has {size} bytes, and {recorded['size']} were recorded")
@@ -464,17 +632,23 @@ def _sha256(file: Path) -> str:
 
 def _package(folder: str | os.PathLike[str] | None) -> _Package:
     """The package in ``folder``, or the one that contains this module; read again when it changed."""
-    root: Any = Path(__file__).parent if folder is None else Path(folder)
+    try:
+        root: Any = Path(__file__).parent if folder is None else Path(folder)
+    except TypeError:
+        raise LoadError(f"package must be the path of a folder, not {folder!r}") from None
     location = str(root)
     try:
         stat = (root / _MANIFEST).stat()
         stamp: Any = (stat.st_mtime_ns, stat.st_size)
-    except OSError:
+    except (OSError, ValueError):
         stamp = None
         if folder is None and not root.is_dir():
             # This module is inside a zip archive.
             resources = importlib.import_module("importlib.resources")
-            root = resources.files(__name__)
+            try:
+                root = resources.files(__name__)
+            except Exception as error:
+                raise LoadError(f"{location} cannot be read ({error})") from None
     known = _packages.get(location)
     if known is None or known[0] != stamp or not isinstance(root, Path):
         known = _packages[location] = stamp, _Package(root, location)
@@ -485,8 +659,6 @@ def _try_targets(
     package: _Package, name: str, target: str | None, request: _Request
 ) -> Iterator[tuple[Step, Any]]:
     """Yield a step for each target, with the session of the one that is opened and else None."""
-    if request.fallback not in ("cpu", "jit", None):
-        raise LoadError(f"fallback must be 'cpu', 'jit' or None, not {request.fallback!r}")
     variants = _choose(package, name, target, request.shapes)
     if target is None and request.fallback is None:
         variants = [variant for variant in variants if not variant.is_source]
@@ -531,6 +703,8 @@ def _choose(
 
     Raises LoadError for a model or a target that the package does not have.
     """
+    if not isinstance(name, str):
+        raise LoadError(f"the name of a model must be a string, not {name!r}")
     if name in package.models:
         components = package.models[name]
     elif name in package.components:
@@ -614,15 +788,16 @@ def _keep_alive(session: Any, package: _Package, variant: _Variant) -> None:
     """Keep the earlier sessions of the variant's weight-sharing group alive as long as ``session``."""
     if sharing := variant.ours.get("sharing"):
         key = (package.location, sharing["group"], variant.target)
-        group = _groups.setdefault(key, weakref.WeakSet())
-        _earlier_sessions[session] = tuple(group)
-        group.add(session)
+        with _groups_lock:
+            group = _groups.setdefault(key, weakref.WeakSet())
+            _earlier_sessions[session] = tuple(group)
+            group.add(session)
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {name!r}.{hint} Known: {', '.join(known)}."
 
@@ -654,8 +829,6 @@ def _open_file(
     wanted, built_for = _kinds_of_device(variant, request)
     options = request.session_options
     options = (options() if callable(options) else options) or ort.SessionOptions()
-    for key, value in variant.session_options.items():
-        options.add_session_config_entry(key, value)
     provider_options = _provider_options(variant, request)
     arguments: dict[str, Any] = {}
     if _is_built_in(ort, variant):
@@ -663,11 +836,15 @@ def _open_file(
         runs_on = f"{variant.ep} on {built_for}"
     else:
         runs_on = _add_devices(ort, variant, wanted, options, provider_options)
+    # Not before: a target that is skipped leaves the app's own options as they are.
+    for key, value in variant.session_options.items():
+        options.add_session_config_entry(key, value)
     # Asked nothing before: onnxruntime checks the context's compatibility string itself, and the
     # function that asks an EP about it crashes some EPs.
     if constants := package.constants.get(variant.component):
         session = _session_with_constants(ort)(file, options, enable_fallback=0, **arguments)
-        session.epcontext_constants = constants
+        # As arrays: `run_async` needs them until it is done.
+        session.epcontext_constants = _arrays(constants)
     else:
         session = ort.InferenceSession(file, options, enable_fallback=0, **arguments)
     # If a library of the EP is missing, onnxruntime only logs it, and opens the session without the EP.
@@ -701,7 +878,7 @@ def _add_devices(
         return f"{variant.ep} on {_kind(devices[0])}"
     # A policy takes no provider options. These keys are where onnxruntime itself keeps them.
     for name, value in provider_options.items():
-        options.add_session_config_entry(f"ep.{variant.ep.lower()}.{name}", value)
+        options.add_session_config_entry(f"ep.{devices[0].ep_name.lower()}.{name}", value)
     options.set_provider_selection_policy(
         ort.OrtExecutionProviderDevicePolicy.__members__[policy.replace("-", "_").upper()]
     )
@@ -721,7 +898,7 @@ def _session_with_constants(ort: Any) -> Any:
     import numpy as np
 
     class SessionWithConstants(ort.InferenceSession):  # type: ignore[misc]
-        epcontext_constants: Mapping[str, Mapping[str, Any]] = {}
+        epcontext_constants: Mapping[str, Any] = {}
 
         def get_inputs(self) -> Any:
             inputs = super().get_inputs()
@@ -744,11 +921,10 @@ def _session_with_constants(ort: Any) -> Any:
         def _feed(self, given: Mapping[str, Any]) -> dict[str, Any]:
             feed = dict(given)
             needed = {each.name for each in super().get_inputs()}
-            for name, constant in self.epcontext_constants.items():
-                value = np.asarray(constant["value"], constant["dtype"]).reshape(constant["shape"])
+            for name, value in self.epcontext_constants.items():
                 if name in feed and not np.array_equal(np.ravel(feed.pop(name)), value.ravel()):
                     raise ValueError(
-                        f"the input {name!r} was frozen to {constant['value']!r} when the model was "
+                        f"the input {name!r} was frozen to {value.tolist()!r} when the model was "
                         "compiled, and has another value here"
                     )
                 if name in needed:
@@ -759,10 +935,24 @@ def _session_with_constants(ort: Any) -> Any:
     return SessionWithConstants
 
 
+def _arrays(constants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """``constants`` as arrays; one number has the rank that the model takes."""
+    import numpy as np
+
+    arrays = {}
+    for name, each in constants.items():
+        dtype = np.dtype(object) if each["dtype"] == "string" else np.dtype(each["dtype"])
+        array = np.asarray(each["value"], dtype)
+        if array.ndim != len(each["shape"]) and array.size == 1:
+            array = array.reshape([1] * len(each["shape"]))
+        arrays[name] = array
+    return arrays
+
+
 def _provider_options(variant: _Variant, request: _Request) -> dict[str, str]:
     """The variant's provider options, and those of the app unless it is the source."""
     result = dict(variant.provider_options)
-    for name, value in variant.ours.get("load_options", {}).items():
+    for name, value in (variant.ours.get("load_options") or {}).items():
         result[name] = _expand_user_cache(value)
     if not variant.is_source:
         for name, more in request.provider_options.items():
@@ -777,11 +967,13 @@ def _is_built_in(ort: Any, variant: _Variant) -> bool:
     """
     if variant.ours.get("plugin"):
         return False
+    offered = [each for each in _ep_devices(ort) if each.ep_name == variant.ep]
+    # onnxruntime also counts a registered library among its own.
+    if any("library_path" in each.ep_metadata for each in offered):
+        return False
     if variant.ep in ort.get_available_providers():
         return True
-    if not variant.ours and variant.ep in _KNOWN_PLUGINS:
-        return False
-    if any(each.ep_name == variant.ep for each in _ep_devices(ort)):
+    if offered or (not variant.ours and variant.ep in _KNOWN_PLUGINS):
         return False
     raise _SkipTargetError(f"this onnxruntime ({ort.__version__}) does not contain {variant.ep}")
 
@@ -810,7 +1002,7 @@ def _kind(device: Any) -> str:
 
 def _devices(ort: Any, variant: _Variant, wanted: str) -> list[Any]:
     """The devices that the target can run on, best first; ``wanted`` is a kind of device or "any"."""
-    kind, wanted_facts = variant.kind_of_device, variant.settings.get("device_filter", {})
+    kind, wanted_facts = variant.kind_of_device, variant.settings.get("device_filter") or {}
     offered = [each for each in _offered(ort, variant) if _passes(each, wanted_facts)]
     if wanted == "any":
         fitting = [each for each in offered if _kind(each) == kind]
@@ -871,6 +1063,9 @@ def _offered(ort: Any, variant: _Variant) -> list[Any]:
             library = str(importlib.import_module(plugin["module"]).get_library_path())
         except ImportError as error:
             raise _SkipTargetError(f"{plugin['package']} is not installed ({error})") from error
+        except Exception as error:
+            reason = f"{plugin['package']} names no library ({type(error).__name__}: {error})"
+            raise _SkipTargetError(reason) from error
         # The app may have registered the library under another name, which some EPs take as their own.
         offered = _of_ep(ort, ep, library)
         if offered:
@@ -892,8 +1087,14 @@ def _of_ep(ort: Any, ep: str, library: str | None) -> list[Any]:
     """The devices of ``ep``, or else those that the file ``library`` offers under another name."""
     devices = _ep_devices(ort)
     return [each for each in devices if each.ep_name == ep] or [
-        each for each in devices if library and each.ep_metadata.get("library_path") == library
+        each
+        for each in devices
+        if library and _same_path(each.ep_metadata.get("library_path", ""), library)
     ]
+
+
+def _same_path(first: str, second: str) -> bool:
+    return os.path.normcase(os.path.realpath(first)) == os.path.normcase(os.path.realpath(second))
 
 
 def _open_compiled_here(package: _Package, variant: _Variant, request: _Request) -> tuple[Any, str]:
@@ -902,23 +1103,33 @@ def _open_compiled_here(package: _Package, variant: _Variant, request: _Request)
     wanted, _ = _kinds_of_device(variant, request)
     if not hasattr(ort, "ModelCompiler"):
         raise _SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
-    device = _devices(ort, variant, wanted)[0]
+    key = _key_of_compiled(ort, package, variant, _devices(ort, variant, wanted)[0])
     folder = _user_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
-    key = _key_of_compiled(ort, package, variant, device)
     file = folder / key / PurePosixPath(variant.model_file).name
     with _locked(folder / f"{key}.lock"):
-        if file.is_file():
-            with contextlib.suppress(Exception):
-                session, runs_on = _open_file(ort, package, variant, request, file)
-                os.utime(file.parent)
-                return session, f"{runs_on}, compiled on this machine"
-            # It was damaged since.
-            _remove(file.parent)
-        _compile(ort, package, variant, device, file)
-        session, runs_on = _open_file(ort, package, variant, request, file)
-    _remove_oldest(folder, keep=key)
+        try:
+            _check_record(file.parent, verify=request.verify)
+            session, runs_on = _open_file(ort, package, variant, request, file)
+        except _SkipTargetError:
+            raise
+        except Exception as error:
+            if file.parent.exists():
+                _log.warning("%s cannot be opened any more: %s", file, error)
+                _remove(file.parent)
+            _compile(ort, package, variant, wanted, file)
+            session, runs_on = _open_file(ort, package, variant, request, file)
+    # The folder may have become read-only.
+    with contextlib.suppress(OSError):
+        os.utime(file.parent)
+        _remove_oldest(folder, keep=key)
     return session, f"{runs_on}, compiled on this machine"
+
+
+def _check_record(folder: Path, *, verify: bool) -> None:
+    """Raise an exception if a file of a context that was compiled here is missing or damaged."""
+    for name, recorded in json.loads((folder / _RECORD).read_bytes()).items():
+        _check_file(folder / name, name, recorded, verify=verify)
 
 
 def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any) -> str:
@@ -927,11 +1138,13 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
     from importlib.metadata import PackageNotFoundError, version
 
     installed = None
-    with contextlib.suppress(PackageNotFoundError):
+    # Some libraries have no package, and Python refuses an empty name with a ValueError.
+    with contextlib.suppress(PackageNotFoundError, ValueError):
         installed = version((variant.ours.get("plugin") or {}).get("package", ""))
     prefix = f"{variant.folder}/{PREPARED}/"
     facts = {**dict(device.ep_metadata), **dict(device.device.metadata)}
-    facts.pop("library_path", None)
+    for name in ("library_path", *_VOLATILE_FACTS):
+        facts.pop(name, None)
     content = {
         "model": {n: r["sha256"] for n, r in package.files.items() if n.startswith(prefix)},
         "settings": variant.settings,
@@ -942,24 +1155,28 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compile(ort: Any, package: _Package, variant: _Variant, device: Any, file: Path) -> None:
+def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: Path) -> None:
     """Compile the prepared model of ``variant`` into ``file``, in a folder that appears as a whole."""
     import tempfile
 
     settings = variant.settings
     options = ort.SessionOptions()
-    for key, value in settings.get("session_options", {}).items():
+    for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)
-    options.add_provider_for_devices([device], settings.get("provider_options", {}))
+    # Listed again: this process may have waited for another one that compiled, and failed.
+    devices = _devices(ort, variant, wanted)
+    options.add_provider_for_devices(devices[:1], settings.get("provider_options") or {})
     level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
-        settings.get("optimization", "basic"), "ENABLE_ALL"
+        settings.get("optimization") or "basic", "ENABLE_ALL"
     )
     _log.warning("%s is compiled for %s on this machine, once", variant.component, variant.target)
     with contextlib.ExitStack() as stack:
         prepared = package.prepared_on_disk(variant, stack)
         parent = file.parent.parent
-        made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".new-", dir=parent)))
-        result = made / file.parent.name
+        made = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix=".new-", dir=parent, ignore_cleanup_errors=True)
+        )
+        result = Path(made, file.parent.name)
         result.mkdir()
         compiler = ort.ModelCompiler(
             options,
@@ -969,6 +1186,11 @@ def _compile(ort: Any, package: _Package, variant: _Variant, device: Any, file: 
             graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
         )
         compiler.compile_to_file(str(result / file.name))
+        record = {
+            each.name: {"size": each.stat().st_size, "sha256": _sha256(each)}
+            for each in result.iterdir()
+        }
+        (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
         result.rename(file.parent)
 
 
@@ -984,25 +1206,43 @@ def _locked(file: Path) -> Iterator[None]:
             import time
 
             while True:
-                # Gives up after ten seconds, and a compiler may take minutes.
+                # The mode that waits gives up after ten seconds, and a compiler may take minutes.
                 with contextlib.suppress(OSError):
                     msvcrt.locking(opened.fileno(), msvcrt.LK_NBLCK, 1)
                     break
                 time.sleep(0.1)
+            try:
+                yield
+            finally:
+                msvcrt.locking(opened.fileno(), msvcrt.LK_UNLCK, 1)
         else:
             import fcntl
 
             fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
+            yield
 
 
 def _remove_oldest(folder: Path, keep: str) -> None:
     """Remove the contexts that were unused for the longest time, beyond `USER_CACHE_LIMIT` bytes."""
+    import shutil
+    import time
+
+    contexts = []
+    for each in folder.iterdir():
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(OSError):
+            used = each.stat().st_mtime
+            if each.name.startswith("."):
+                # It belongs to a process that compiles, or that was killed long ago.
+                if used < time.time() - _DAY:
+                    shutil.rmtree(each, ignore_errors=True)
+            elif each.is_dir():
+                size = sum(file.stat().st_size for file in each.rglob("*"))
+                contexts.append((each.name == keep, used, size, each))
     total = 0
-    contexts = [each for each in folder.iterdir() if each.is_dir()]
-    for each in sorted(contexts, key=lambda c: (c.name == keep, c.stat().st_mtime), reverse=True):
-        total += sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
-        if total > USER_CACHE_LIMIT and each.name != keep:
+    for is_kept, _, size, each in sorted(contexts, reverse=True):
+        total += size
+        if total > USER_CACHE_LIMIT and not is_kept:
             _remove(each)
 
 

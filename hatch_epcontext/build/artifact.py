@@ -69,7 +69,8 @@ class ValidationStatus(Enum):
     RAN_ON_CPU = "ran-on-cpu"
     """It is an optimized graph, and was run on the CPU EP instead of its own."""
     RAN_ALONE = "ran-alone"
-    """It shares weights: its files were checked, and the same model was run compiled alone."""
+    """It shares weights or is for several chips: its files were checked, and the same model was run,
+    compiled alone for each chip."""
     STRUCTURE = "structure"
     """Only its files were checked."""
     NOT_VALIDATED = "not-validated"
@@ -148,7 +149,7 @@ class Source:
 class Built:
     """A finished job: its artifact, and the validation of each of its models by name.
 
-    ``saved``: bytes by which the artifact is smaller than its models compiled alone.
+    ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip.
     """
 
     job: Job

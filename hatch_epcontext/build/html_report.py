@@ -182,8 +182,8 @@ def _job(job: JobReport) -> ET.Element:
         ("compiled", f"in {times.compile:.1f} s, prepared in {times.prepare:.1f} s{cached}"),
         ("with", ", ".join(f"{name} {version}" for name, version in job.versions.items())),
     ]
-    if job.group:
-        facts.append(("saved by sharing", show_size(job.saved)))
+    if job.saved > 0:
+        facts.append(("saved by compiling together", show_size(job.saved)))
     if times.not_measured:
         facts.append(("loading not measured", times.not_measured))
     rows = [

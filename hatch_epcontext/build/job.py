@@ -26,10 +26,11 @@ from hatch_epcontext.build.preparation import prepare
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import (
     not_run_error,
+    reason_not_to_open,
     reason_not_to_run,
     validation_from_reply,
     validation_key,
-    validation_of_shared,
+    validation_of_alone,
     validation_without_run,
 )
 from hatch_epcontext.config.settings import Model
@@ -73,16 +74,18 @@ class JobRunner:
             self.cache.set_latest(settings_key, key)
         for context in artifact.record.contexts:
             check_coverage(context.coverage, job.target, job.location)
-        alone = {each.models[0].name: self.run(each) for each in job.alone if job.group}
+        alone = [self.run(each) for each in job.alone]
         validations = {
-            context.model: validation_of_shared(
-                job, model, alone[model.name].validations[model.name]
+            context.model: validation_of_alone(
+                job,
+                model,
+                [each.validations[model.name] for each in alone if model.name in each.validations],
             )
-            if job.group and not job.target.provider.loads_shared
+            if job.needs_device
             else self._validate(job, model, artifact, context, scratch)
             for model, context in zip(job.models, artifact.record.contexts, strict=True)
         }
-        saved = sum(built.artifact.size for built in alone.values()) - artifact.size if alone else 0
+        saved = sum(built.artifact.size for built in alone) - artifact.size if alone else 0
         return Built(job, artifact, validations, cached, saved)
 
     def dry_run(self, job: Job) -> tuple[str, bool]:
@@ -164,8 +167,9 @@ class JobRunner:
     def _measure(
         self, job: Job, compiled: CompileRequest, reply: CompileReply, times: Times, scratch: Path
     ) -> Times:
-        """``times`` with the times to load, for jobs of one model that can be run on this machine."""
-        if reason := reason_not_to_run(job) or ("its models share weights" if job.group else None):
+        """``times`` with the times to load, for jobs of one model and chip that this machine can run."""
+        shared = "its models share weights" if job.group else None
+        if reason := reason_not_to_run(job) or reason_not_to_open(job) or shared:
             return replace(times, not_measured=reason)
         request = MeasureRequest(
             compiled.prepared[0], compiled.target, reply.product, reply.contexts[0], compiled.folder

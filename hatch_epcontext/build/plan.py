@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hatch_epcontext.build.requirements import requirements
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.ipc.protocol import ModelSpec, TargetSpec
+from hatch_epcontext.text import file_name
 
 
 @dataclass(frozen=True)
 class Job:
     """Models that are compiled together for one target; several only when they share weights.
 
-    ``group``: the name of their weight-sharing group.
+    ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that
+    name its chip, if its target is one of several chips.
     """
 
     models: tuple[Model, ...]
     target: Target
     group: str | None = None
+    chip: str = ""
 
     @property
     def name(self) -> str:
@@ -32,17 +35,48 @@ class Job:
     def location(self) -> str:
         """The job in a message: ``"digits -> x-elite"``."""
         members = f" ({' + '.join(model.name for model in self.models)})" if self.group else ""
-        return f"{self.name}{members} -> {self.target.name}"
+        chip = f" ({self.chip})" if self.chip else ""
+        return f"{self.name}{members} -> {self.target.name}{chip}"
+
+    @property
+    def has_several_chips(self) -> bool:
+        """Whether its contexts are for several chips."""
+        options = self.target.settings.provider_options
+        return len(self.target.provider.chips(options)) > 1
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether the artifact can be opened on the EP's own device only, and not on a simulator of it.
+
+        So it is with contexts for several chips, and with contexts that share weights, unless the
+        provider is known to open these anywhere.
+        """
+        shared = self.group is not None and not self.target.provider.loads_shared
+        return shared or self.has_several_chips
 
     @property
     def alone(self) -> tuple[Job, ...]:
-        """A job for each of the models, without sharing."""
-        return tuple(Job((model,), self.target) for model in self.models)
+        """A job for each of the models on each of the chips; empty for one model on one chip."""
+        if not self.group and not self.has_several_chips:
+            return ()
+        return tuple(
+            Job((model,), _with_options(self.target, options), chip=chip)
+            for model in self.models
+            for chip, options in self._chips().items()
+        )
 
     @property
     def folder(self) -> str:
-        """The artifact's folder below the output folder."""
-        return f"{self.name}/{self.target.name}"
+        """The artifact's folder below the output folder; a job for one of several chips is not shipped."""
+        folder = f"{self.name}/{self.target.name}"
+        return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
+
+    def _chips(self) -> Mapping[str, Mapping[str, str]]:
+        """The options that name a chip, for each different chip by their words; no words for one chip."""
+        chips = self.target.provider.chips(self.target.settings.provider_options)
+        if len(chips) == 1:
+            return {"": chips[0]}
+        return {", ".join(f"{name} {value}" for name, value in c.items()): c for c in chips}
 
 
 @dataclass(frozen=True)
@@ -117,6 +151,13 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                 f"the target {target.name} than {members[0][0].name}.",
                 "Move what they narrow to the target, or give both the same settings.",
             )
+
+
+def _with_options(target: Target, options: Mapping[str, str]) -> Target:
+    """``target`` with ``options`` instead of those with the same names, which count for compiling only."""
+    options = {**target.settings.provider_options, **options}
+    settings = dataclasses.replace(target.settings, provider_options=options)
+    return dataclasses.replace(target, settings=settings)
 
 
 def model_spec(model: Model, *, static_shapes: bool) -> ModelSpec:

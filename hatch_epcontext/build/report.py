@@ -42,8 +42,8 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class JobReport:
-    """One job. ``size``: bytes of all its ``files``, and ``saved`` those that sharing weights saves;
-    the times are of the build that compiled it.
+    """One job. ``size``: bytes of all its ``files``, and ``saved`` those that sharing weights and one
+    context for several chips save; the times are of the build that compiled it.
     """
 
     target: str
@@ -133,8 +133,9 @@ def summarize(built: Built) -> str:
         name = f"{context.model} " if built.job.group else ""
         parts.append(name + ", ".join(_summarize_model(built, preparation, context)))
     parts.append(show_size(built.artifact.size))
-    if built.job.group:
-        parts.append(f"{show_size(built.saved)} saved by sharing")
+    if built.saved > 0:
+        way = "sharing" if built.job.group else "one context for all chips"
+        parts.append(f"{show_size(built.saved)} saved by {way}")
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
     return f"{built.job.location} ({built.job.target.provider.name}): {', '.join(parts)}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hatch_epcontext.build.plan import Job
 from hatch_epcontext.config.settings import CompileSettings, Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.files import file_sha256, record_files
-from hatch_epcontext.ipc.protocol import ValidateReply
+from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
 from hatch_epcontext.providers import Provider
 
 
@@ -28,7 +29,7 @@ def describe_validation(validation: Validation) -> str:
     ran = {
         ValidationStatus.RAN: "ran",
         ValidationStatus.RAN_ON_CPU: f"ran on the CPU only{reason}",
-        ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled alone it ran",
+        ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled one at a time, it ran",
     }[validation.status]
     if not validation.agreements:
         return f"{ran}, outputs finite, not compared"
@@ -98,19 +99,45 @@ def validation_from_reply(artifact: Artifact, reply: ValidateReply) -> Validatio
     return Validation(status, reply.agreements, reply.unavailable)
 
 
-def validation_of_shared(job: Job, model: Model, alone: Validation) -> Validation:
-    """The validation of a context that shares weights, where such contexts cannot be opened.
+def reason_not_to_open(job: Job) -> str | None:
+    """Why no simulator can open the job's result; None unless it needs the EP's own device."""
+    if not job.needs_device:
+        return None
+    shared = job.group is not None and not job.target.provider.loads_shared
+    kind = " for several chips" if job.has_several_chips else ""
+    kind += " that share weights" if shared else ""
+    return f"{job.target.provider.ep} cannot open contexts{kind} on this machine"
 
-    ``alone`` is the validation of the same model compiled alone.
+
+def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> Validation:
+    """The validation of a context that cannot be opened on this machine; see `Job.needs_device`.
+
+    ``alone``: the validations of the same model compiled without the others, one for each chip.
     """
-    if alone.status is ValidationStatus.NOT_VALIDATED or not model.validate.mode:
-        return alone
-    reason = f"{job.target.provider.ep} cannot open contexts that share weights on this machine"
+    if not model.validate.mode:
+        return Validation(ValidationStatus.NOT_VALIDATED)
+    reason = reason_not_to_open(job)
+    assert reason is not None, "only such a job is compiled alone"
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
-    if alone.status is not ValidationStatus.RAN:
-        return alone
-    return Validation(ValidationStatus.RAN_ALONE, alone.agreements, reason)
+    not_run = next((each for each in alone if each.status is not ValidationStatus.RAN), None)
+    return not_run or Validation(ValidationStatus.RAN_ALONE, _worst(alone), reason)
+
+
+def _worst(validations: Sequence[Validation]) -> tuple[Agreement, ...]:
+    """For each output the largest difference and the smallest cosine of all validations."""
+    by_output: dict[str, list[Agreement]] = {}
+    for each in validations:
+        for agreement in each.agreements:
+            by_output.setdefault(agreement.output, []).append(agreement)
+    return tuple(
+        Agreement(
+            output,
+            max(each.max_abs for each in same),
+            min((each.cosine for each in same if each.cosine is not None), default=None),
+        )
+        for output, same in by_output.items()
+    )
 
 
 def not_run_error(job: Job, model: Model, reason: str) -> BuildError:

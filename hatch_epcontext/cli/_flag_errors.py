@@ -62,6 +62,8 @@ class FlagNames(KeyNames):
     def _flags(self, setting: Setting) -> str:
         index, parts = _split(setting.key)
         name, value = parts[0] if parts else "provider", setting.value
+        if name in _OF_MODELS and len(parts) > 1 and isinstance(parts[1], int):
+            return f"--set {name}"
         if name in _PAIRS:
             several = index is not None and name in _OF_MODELS and len(self.models) > 1
             model = f"{list(self.models)[index or 0]}:" if several else ""
@@ -90,7 +92,7 @@ def _flag(parts: _Parts) -> str:
         return "MODEL"
     if parts == _INPUTS:
         return "--inputs"
-    if name in _PAIRS:
+    if name in _PAIRS and not any(isinstance(part, int) for part in rest[:1]):
         return f"{_PAIRS[str(name)]} {dotted(rest)}".rstrip()
     flag = {**_VALUES, **_SWITCHES}.get(str(name))
     return f"--set {dotted(parts)}" if flag is None or rest else flag

@@ -73,10 +73,10 @@ def bench_(
 ) -> None:
     """Measure how much faster compiled models open.
 
-    The source of each MODEL (with fixed shapes, and simplified) and its compiled form are opened from disk
-    and from memory, with the blob beside and inside the context model. A fresh process opens each, and runs
-    it once. The table has the medians, and in parentheses the smallest and the largest value. Memory is the
-    peak of the process when the session is open. Nothing is taken from the cache.
+    The source of each MODEL (with its shapes as in a build, and simplified) and its compiled form are opened
+    from disk and from memory, with the blob beside and inside the context model. A fresh process opens each,
+    and runs it once. The table has the medians, and in parentheses the smallest and the largest value. Memory
+    is the peak of the process when the session is open. Nothing is taken from the cache.
     """
     _check_outputs(json_path, plot_path)
     named = name_models(models)

@@ -97,7 +97,8 @@ def compile_(
     Each MODEL is compiled for the provider and validated as in a build, and the results are written to
     OUT, or to DIR as a model package, which ONNX Runtime and the loader open. The names of dimensions and
     inputs count for all models. For one model write its name and a colon before them: --dim
-    decoder:length=1.
+    decoder:length=1. Where shapes stay open, as for the CPU, --dim and --shape only size the dummy inputs;
+    --set static-shapes=true fixes them.
     """
     if share_weights and len(models) == 1:
         raise click.UsageError("--share-weights is for two models or more.")

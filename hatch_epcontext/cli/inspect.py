@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
+from rich.text import Text
 
 from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
@@ -17,9 +19,9 @@ from hatch_epcontext.package.manifest import (
     VariantMetadata,
     ours,
 )
-from hatch_epcontext.package.model_package import ModelPackage, Variant
+from hatch_epcontext.package.model_package import ModelPackage
 from hatch_epcontext.providers import find
-from hatch_epcontext.serialize import to_json
+from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, show_size
 from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspect as tool
@@ -39,7 +41,8 @@ def inspect(path: Path, as_json: bool, verify: bool) -> None:
     """
     found = tool.inspect(path)
     if as_json:
-        click.echo(to_json(found), nl=False)
+        # Not sorted: the order of the variants is that of preference.
+        click.echo(json.dumps(to_plain(found), indent=2))
     elif found.model is not None:
         _show_model(found.model)
     else:
@@ -59,6 +62,8 @@ def _show_model(model: InspectReply) -> None:
         click.echo(f"{kind}: {_listed(model.operators)}")
     for ep, text in model.compatibility.items():
         click.echo(f"compatibility with {ep}: {text}")
+        if chip := _compiled_for(ep, text):
+            click.echo(f"compiled for: {_listed(chip)}")
     if model.contexts:
         made = table("context", "EP", "SDK", "blob", "size", "sha256")
         for context in model.contexts:
@@ -93,15 +98,19 @@ def _show_package(folder: str, package: ModelPackage) -> None:
         for target, variant in component.variants.items():
             size = sum(s.size for f, s in files.items() if f.startswith(f"{variant.directory}/"))
             its = ours(variant.metadata, VariantMetadata)
-            made.add_row(
+            provider = its.settings.provider if its else variant.ep or ""
+            compatibility = variant.compatibility_string or ""
+            cells = (
                 name,
                 target,
                 variant.ep or "",
-                _listed(_compiled_for(variant, its)) or variant.compatibility_string or "",
+                _listed(_compiled_for(provider, compatibility)) or compatibility,
                 describe_coverage(its.coverage) if its else "",
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
             )
+            # As they are: names of other tools may look like Rich's markup.
+            made.add_row(*map(Text, cells))
     show(made)
     for name, component in package.components.items():
         if about_model := ours(component.metadata, ComponentMetadata):
@@ -121,10 +130,10 @@ def _shape(shape: Sequence[Size]) -> str:
     return "x".join("?" if size is None else str(size) for size in shape)
 
 
-def _compiled_for(variant: Variant, about: VariantMetadata | None) -> Mapping[str, str]:
-    # Another version of the package can have other providers.
-    provider = find(about.settings.provider if about else variant.ep or "")
-    return provider.compiled_for(variant.compatibility_string or "") if provider else {}
+def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:
+    # Another version of the package, or another tool, can have other providers.
+    provider = find(name)
+    return provider.compiled_for(compatibility) if provider else {}
 
 
 def _summarize(validation: Validation) -> str:

@@ -229,9 +229,10 @@ class Resolver:
 
 def _check_model_names(models: Sequence[Model]) -> Checked[None]:
     """The names of all models and of their weight-sharing groups."""
-    configured = [(model.key, model.configured_name, model.share_weights) for model in models]
-    # First the names that users wrote, with which they know a model.
-    named = [*configured, *((model.key, model.name, None) for model in models)]
+    named: list[tuple[Key, str, str | None]] = []
+    for model in models:
+        named.append((model.key, model.configured_name, model.share_weights))
+        named.append((model.key, model.name, None))
     yield from check_duplicates(((key, name) for key, name, _ in named), "model")
     yield from check_groups(named)
     for model in models:

@@ -116,7 +116,7 @@ class NarrowableTable:
 
     provider_options: Options = _key(
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
-        "value. `true` and numbers become the strings that it wants.",
+        "value. `true`, numbers and lists become the strings that it wants.",
         {},
     )
     session_options: Options = _key(
@@ -190,7 +190,9 @@ class _WholeTarget(NarrowableTable):
         when_missing="the provider's",
     )
     allow_unknown_options: bool = _key(
-        "Take provider options without a check, for an EP that is newer than this package.", False
+        "Take provider options without a check, session options with unknown names, and "
+        "`share-weights`, for an EP or an ONNX Runtime that is newer than this package.",
+        False,
     )
     virtual_devices: bool = _key(
         "Compile for a device that the EP offers although the machine does not have it "

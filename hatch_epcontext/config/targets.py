@@ -27,6 +27,8 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
     provider = find(table.provider)
     if provider is not None and (table.library or provider.needs_library):
         provider = _with_library(provider, table, root)
+    if provider is not None and table.allow_unknown_options and provider.product == "context":
+        provider = _that_shares_weights(provider)
     return NamedTarget(name, key, table, provider)
 
 
@@ -36,6 +38,14 @@ def _is_path(library: str) -> bool:
 
 
 _LIBRARIES = (".so", ".dll", ".dylib")
+
+
+def _that_shares_weights(provider: Provider) -> Provider:
+    """The provider for an EP that may share weights, although this package does not know that it can."""
+    if provider.shares_weights:
+        return provider
+    # Only an attempt to open them shows whether the machine can.
+    return dataclasses.replace(provider, shares_weights=True, loads_shared=True)
 
 
 def _with_library(provider: Provider, table: TargetTable, root: Path) -> Provider:

@@ -255,7 +255,7 @@ def _variant(built: Built, model: str) -> Variant:
         coverage=context.coverage,
         validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
-        needs_device=job.group is not None and not target.provider.loads_shared,
+        needs_device=job.needs_device,
         sharing=_sharing(built),
     )
     return Variant(

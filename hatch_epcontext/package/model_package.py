@@ -7,19 +7,22 @@ with a ``manifest.json``; it has components (models), and each component has var
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, Protocol
 
 from hatch_epcontext.errors import Checked, Kind, Problem
 from hatch_epcontext.serialize import InvalidJsonError, from_plain, to_plain
-from hatch_epcontext.text import dotted
+from hatch_epcontext.text import dotted, show
 
 FILE = "manifest.json"
 """The name of the manifest."""
@@ -29,8 +32,32 @@ SCHEMA_VERSION = "1.0"
 Layout = Literal["portable", "installed"]
 """``"installed"`` allows absolute paths and ``..``; a portable package can be moved."""
 
+DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+"""What `zipfile` raises for contents that it cannot read."""
+
 _COMPONENT_FILE = "component.json"
-_ASSET = re.compile(r"sha256:([0-9a-f]{64})(/.*)?")
+_ASSET_URI = re.compile(r"sha256:[0-9a-f]{64}")
+_ASSET = re.compile(rf"({_ASSET_URI.pattern})(?:/(.*))?", re.DOTALL)
+_ASSET_FORM = "sha256: and 64 lower-case hex digits"
+_VERSION = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
+
+_MOST_LEVELS = 150
+"""How deep a manifest may be nested; ONNX Runtime opens one of 100, and Python's recursion has limits."""
+
+_OUTPUT_FILES = frozenset(
+    {
+        "session.collect_node_memory_stats_to_file",
+        "session.debug_layout_transformation",
+        "session.enable_profiling",
+        "session.optimized_model_filepath",
+    }
+)
+"""Session options that name output files. ONNX Runtime refuses a package that sets one."""
+
+INPUT_PATHS = frozenset(
+    {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
+)
+"""Session options whose values are paths in the package, in the form of ``model_file``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +76,16 @@ class OrtInfo:
 class Variant:
     """One form of a component. ``directory`` is relative to the package, with forward slashes.
 
+    ``asset_folder``: where the manifest puts the shared asset that ``ort`` names, if it says so.
     ``metadata`` is what any tool has written there; `hatch_epcontext.package.manifest` has ours.
     """
 
     directory: str
     ep: str | None
-    device: Literal["cpu", "gpu", "npu"] | None = None
+    device: str | None = None
     compatibility_string: str | None = None
     ort: OrtInfo | None = None
+    asset_folder: str | None = None
     metadata: Any = None
 
     @property
@@ -65,8 +94,8 @@ class Variant:
         if self.ort is None:
             return None
         if asset := _ASSET.fullmatch(self.ort.model_file):
-            return f"shared_assets/sha256-{asset[1]}{asset[2] or ''}"
-        return str(PurePosixPath(self.directory) / self.ort.model_file)
+            return _joined(self.asset_folder or _default_folder(asset[1]), asset[2] or "")
+        return _joined(self.directory, self.ort.model_file)
 
 
 @dataclass(frozen=True)
@@ -91,7 +120,7 @@ class Files(Protocol):
     """The files of a package, wherever they are; names are relative, with forward slashes."""
 
     def read(self, name: str) -> bytes:
-        """The contents of a file; raises OSError or KeyError if there is none."""
+        """The contents of a file; raises OSError if there is none, or ValueError for an invalid name."""
 
     def is_folder(self, name: str) -> bool:
         """Whether there is a folder of that name."""
@@ -107,7 +136,10 @@ class FolderFiles:
         return (self.folder / name).read_bytes()
 
     def is_folder(self, name: str) -> bool:
-        return (self.folder / name).is_dir()
+        # Of a name that no file can have, some versions of Python raise an error.
+        with contextlib.suppress(OSError):
+            return (self.folder / name).is_dir()
+        return False
 
 
 @dataclass(frozen=True)
@@ -118,10 +150,16 @@ class ArchiveFiles:
     folder: PurePosixPath
 
     def read(self, name: str) -> bytes:
-        return self.archive.read(str(self.folder / name))
+        try:
+            return self.archive.read(str(self.folder / name))
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, "it is missing", name) from None
+        except DAMAGED_ARCHIVE as error:
+            raise OSError(errno.EIO, f"it is damaged ({error})", name) from None
 
     def is_folder(self, name: str) -> bool:
-        prefix = f"{self.folder / name}/"
+        path = self.folder / name
+        prefix = f"{path}/" if path.parts else ""
         return any(each.startswith(prefix) for each in self.archive.namelist())
 
 
@@ -179,14 +217,18 @@ def _portable(value: Any) -> Any:
     return value
 
 
+_ABSENT: Any = None
+"""The value of a key that is left out. ONNX Runtime refuses null, and so do the types without None."""
+
+
 # The types as they are written. Unknown keys are refused, as ONNX Runtime does.
 @dataclass(frozen=True, kw_only=True)
 class _ManifestJson:
     schema_version: str | int
     components: Mapping[str, Any]
-    package_name: str | None = None
-    package_version: str | None = None
-    description: str | None = None
+    package_name: str = _ABSENT
+    package_version: str = _ABSENT
+    description: str = _ABSENT
     layout: Layout = "portable"
     shared_assets: Mapping[str, str] = field(default_factory=dict)
     additional_metadata: Any = None
@@ -194,18 +236,18 @@ class _ManifestJson:
 
 @dataclass(frozen=True, kw_only=True)
 class _ComponentJson:
-    variants: Mapping[str, Any]
-    component_name: str | None = None
+    variants: Mapping[str, _VariantJson]
+    component_name: str = _ABSENT
     additional_metadata: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _VariantJson:
-    variant_directory: str | None = None
-    ep: str | None = None
-    device: Literal["cpu", "gpu", "npu"] | None = None
-    compatibility_string: str | None = None
-    executor_info: Mapping[str, Any] = field(default_factory=dict)
+    variant_directory: str = _ABSENT
+    ep: str = _ABSENT
+    device: str = _ABSENT
+    compatibility_string: str = _ABSENT
+    executor_info: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
     additional_metadata: Any = None
 
 
@@ -225,120 +267,193 @@ class _Reader:
         self._location = location
         self._confined = True
         self._strict = True
+        self._assets: Mapping[str, str] = {}
 
     def package(self) -> Checked[ModelPackage | None]:
         content = yield from self._json(FILE, ())
-        if content is None:
-            return None
-        version = str(content.get("schema_version", "")) if isinstance(content, dict) else ""
-        # A newer minor version may have more keys.
-        self._strict = version in ("", "1", SCHEMA_VERSION)
-        if version and version.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]:
-            yield self._problem(
-                ("schema_version",),
-                f"is {version}, and this version reads {SCHEMA_VERSION}.",
-                "Use a newer version of hatch-epcontext, or the tool that wrote it.",
-            )
+        if content is _UNREADABLE or not (yield from self._is_known_version(content)):
             return None
         manifest = yield from self._structured(content, _ManifestJson, ())
-        self._confined = manifest is None or manifest.layout == "portable"
-        if manifest is not None and not manifest.components:
+        if manifest is None:
+            return None
+        self._confined = manifest.layout == "portable"
+        self._assets = manifest.shared_assets
+        for uri, path in self._assets.items():
+            if not _ASSET_URI.fullmatch(uri):
+                yield self._problem(("shared_assets", uri), f"must be named {_ASSET_FORM}.")
+            yield from self._leaves_package(path, ("shared_assets", uri))
+        if not manifest.components:
             yield self._problem(("components",), "is empty, and a package needs a component.")
         components = {}
-        # Also where the manifest has other errors, so that all are found at once.
-        for name, value in _table(content, "components").items():
+        for name, value in manifest.components.items():
             component = yield from self._component(value, ("components", name))
             if component is not None:
                 components[name] = component
-        if manifest is None:
-            return None
-        return ModelPackage(components, manifest.layout, manifest.additional_metadata, version)
+        return ModelPackage(
+            components,
+            manifest.layout,
+            manifest.additional_metadata,
+            str(manifest.schema_version),
+        )
+
+    def _is_known_version(self, content: Any) -> Checked[bool]:
+        """Whether the manifest's version is missing or one that can be read."""
+        if not isinstance(content, dict) or "schema_version" not in content:
+            return True
+        version = content["schema_version"]
+        found = _VERSION.fullmatch(str(version)) if type(version) in (str, int) else None
+        place = ("schema_version",)
+        if found is None:
+            message = f'must be a version such as "{SCHEMA_VERSION}", not {show(version)}.'
+            yield self._problem(place, message)
+            return False
+        if found[1] != SCHEMA_VERSION.partition(".")[0]:
+            yield self._problem(
+                place,
+                f"is {version}, and this version reads {SCHEMA_VERSION}.",
+                "Use a newer version of hatch-epcontext, or the tool that wrote it.",
+            )
+            return False
+        # A newer minor version may have more keys.
+        self._strict = not (found[2] or "").strip("0")
+        return True
 
     def _component(self, value: Any, place: tuple[str, ...]) -> Checked[Component | None]:
-        folder = PurePosixPath()
+        folder = ""
         if isinstance(value, str):
             if (yield from self._leaves_package(value, place)):
                 return None
-            file = value
-            if self._files.is_folder(value):
-                file = str(PurePosixPath(value) / _COMPONENT_FILE)
-            folder = PurePosixPath(file).parent
+            is_folder = self._files.is_folder(value)
+            file = _joined(value, _COMPONENT_FILE) if is_folder else value
+            folder = PurePath(file).parent.as_posix()
             value = yield from self._json(file, place)
-            if value is None:
+            if value is _UNREADABLE:
                 return None
         found = yield from self._structured(value, _ComponentJson, place)
-        variants = {}
-        for name, each in _table(value, "variants").items():
-            where = (*place, "variants", name)
-            body = yield from self._structured(each, _VariantJson, where)
-            if body is not None:
-                variant = yield from self._variant(name, body, folder, where)
-                if variant is not None:
-                    variants[name] = variant
         if found is None:
             return None
+        variants = {}
+        for name, each in found.variants.items():
+            variant = yield from self._variant(name, each, folder, (*place, "variants", name))
+            if variant is not None:
+                variants[name] = variant
         return Component(variants, found.additional_metadata)
 
     def _variant(
-        self, name: str, found: _VariantJson, folder: PurePosixPath, place: tuple[str, ...]
+        self, name: str, found: _VariantJson, folder: str, place: tuple[str, ...]
     ) -> Checked[Variant | None]:
-        given = found.variant_directory if found.variant_directory is not None else name
-        if (yield from self._leaves_package(given, (*place, "variant_directory"))):
+        directory = yield from self._directory(name, found.variant_directory, folder, place)
+        if directory is None:
             return None
-        directory = str(folder / given)
-        if found.variant_directory is not None and not self._files.is_folder(directory):
-            yield self._problem(
-                (*place, "variant_directory"), f"names the folder {directory!r}, which is missing."
-            )
-        info = found.executor_info.get("ort")
-        where = (*place, "executor_info", "ort")
-        if isinstance(info, str):
-            if (yield from self._leaves_package(info, where)):
-                return None
-            info = yield from self._json(str(PurePosixPath(directory) / info), where)
+        if self._strict and found.device not in (None, "cpu", "gpu", "npu"):
+            message = f'must be "cpu" or "gpu" or "npu", not {show(found.device)}.'
+            yield self._problem((*place, "device"), message)
         ort = None
-        if info is not None:
-            ort = yield from self._structured(info, OrtInfo, where, strict=False)
-        if ort is not None:
-            model_place = (*where, "model_file")
-            asset = _ASSET.fullmatch(ort.model_file)
-            inside = (asset[2] or "/").lstrip("/") or "." if asset else ort.model_file
-            if (yield from self._leaves_package(inside, model_place)):
-                ort = None
+        for executor, given in found.executor_info.items():
+            where = (*place, "executor_info", executor)
+            info = yield from self._executor_info(given, directory, where)
+            if executor == "ort" and info is not _UNREADABLE:
+                ort = yield from self._ort(info, where)
+        asset = _ASSET.fullmatch(ort.model_file) if ort else None
         return Variant(
             directory=directory,
             ep=found.ep,
             device=found.device,
             compatibility_string=found.compatibility_string,
             ort=ort,
+            asset_folder=self._assets.get(asset[1]) if asset else None,
             metadata=found.additional_metadata,
         )
 
+    def _directory(
+        self, name: str, given: str | None, folder: str, place: tuple[str, ...]
+    ) -> Checked[str | None]:
+        """The variant's directory from the package; None if it is outside."""
+        if given is None:
+            # ONNX Runtime takes the name, also where there is no such folder.
+            outside = yield from self._leaves_package(name, place)
+            return None if outside else _joined(folder, name)
+        place = (*place, "variant_directory")
+        if (yield from self._leaves_package(given, place)):
+            return None
+        directory = _joined(folder, given)
+        if not self._files.is_folder(directory):
+            yield self._problem(place, f"names the folder {directory!r}, which is missing.")
+        return directory
+
+    def _executor_info(self, info: Any, directory: str, place: tuple[str, ...]) -> Checked[Any]:
+        """What stands in the manifest or in the file that it names."""
+        if not isinstance(info, str):
+            return info
+        if (yield from self._leaves_package(info, place)):
+            return _UNREADABLE
+        content = yield from self._json(_joined(directory, info), place)
+        return content
+
+    def _ort(self, info: Any, place: tuple[str, ...]) -> Checked[OrtInfo | None]:
+        ort: OrtInfo | None = yield from self._structured(info, OrtInfo, place, strict=False)
+        if ort is None:
+            return None
+        for name, value in ort.session_options.items():
+            where = (*place, "session_options", name)
+            if name in _OUTPUT_FILES:
+                message = "names an output file, which ONNX Runtime refuses in a package."
+                yield self._problem(where, message)
+            elif name in INPUT_PATHS:
+                yield from self._is_wrong_path(value, where)
+        wrong = yield from self._is_wrong_path(ort.model_file, (*place, "model_file"))
+        return None if wrong else ort
+
+    def _is_wrong_path(self, path: str, place: tuple[str, ...]) -> Checked[bool]:
+        """Whether ``path`` leaves the package, or is in a shared asset that there is not."""
+        if not path.startswith("sha256:"):
+            wrong = yield from self._leaves_package(path, place)
+            return wrong
+        asset = _ASSET.fullmatch(path)
+        if asset is None:
+            yield self._problem(place, f"must be a path, or begin with {_ASSET_FORM}.")
+        elif not is_inside(asset[2] or "."):
+            # In no layout.
+            yield self._problem(place, f"names {path!r}, which is outside of the shared asset.")
+        else:
+            folder = _default_folder(asset[1])
+            if asset[1] in self._assets or self._files.is_folder(folder):
+                return False
+            yield self._problem(place, f"names a shared asset, and {folder!r} is missing.")
+        return True
+
     def _json(self, name: str, place: tuple[str, ...]) -> Checked[Any]:
+        """The contents of a JSON file, or `_UNREADABLE`."""
         try:
-            return json.loads(self._files.read(name), parse_constant=_refuse_constant)
-        except (OSError, KeyError) as error:
-            reason = getattr(error, "strerror", None) or "it is missing"
+            text = self._files.read(name)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             yield self._problem(place, f"{name} cannot be read: {reason}.")
+            return _UNREADABLE
+        try:
+            content = json.loads(text.decode("utf-8-sig"), parse_constant=_refuse_constant)
+            _refuse_unportable(content)
         except (ValueError, RecursionError) as error:
             yield self._problem(place, f"{name} is not JSON: {error}.")
-        return None
+            return _UNREADABLE
+        return content
 
     def _structured(
         self, value: Any, type_: type[Any], place: tuple[str, ...], *, strict: bool = True
     ) -> Checked[Any]:
-        for key, item in value.items() if isinstance(value, dict) else ():
-            if item is None and key != "additional_metadata":
-                yield self._problem((*place, key), "must not be null: leave the key out.")
         try:
             return from_plain(value, type_, strict=strict and self._strict)
         except InvalidJsonError as error:
             for path, message in error.reasons:
                 yield self._problem((*place, *path), message)
+            if strict and self._strict:
+                # Unknown keys are not in the way of reading the rest, which may have errors too.
+                with contextlib.suppress(InvalidJsonError):
+                    return from_plain(value, type_, strict=False)
         return None
 
     def _leaves_package(self, path: str, place: tuple[str, ...]) -> Checked[bool]:
-        if self._confined and not is_inside(path):
+        if not path or (self._confined and not is_inside(path)):
             yield self._problem(
                 place, f"names {path!r}, which is outside of the package, or not a relative path."
             )
@@ -352,15 +467,41 @@ class _Reader:
         return Problem(Kind.INVALID_PACKAGE, location, message, hint)
 
 
-def _table(content: Any, key: str) -> Mapping[str, Any]:
-    """The table ``key`` of ``content``; empty if there is none, which is an error of its own."""
-    table = content.get(key) if isinstance(content, dict) else None
-    return table if isinstance(table, dict) else {}
+_UNREADABLE: Any = object()
+"""In place of the contents of a file that cannot be read, for JSON has null."""
 
 
 def _refuse_constant(name: str) -> None:
     # Python reads them, and other parsers do not.
     raise ValueError(f"{name} is not a number in JSON")
+
+
+def _refuse_unportable(content: Any) -> None:
+    """Raise ValueError for what Python reads in JSON, and ONNX Runtime does not."""
+    # No recursion, which has limits.
+    values = [(content, 1)]
+    while values:
+        value, level = values.pop()
+        if level > _MOST_LEVELS:
+            raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+        if isinstance(value, str):
+            value.encode()
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("a number in it is too large")
+        elif isinstance(value, dict):
+            values += ((each, level + 1) for item in value.items() for each in item)
+        elif isinstance(value, list):
+            values += ((each, level + 1) for each in value)
+
+
+def _default_folder(uri: str) -> str:
+    """The folder of a shared asset that the manifest does not put elsewhere."""
+    return f"shared_assets/{uri.replace(':', '-')}"
+
+
+def _joined(*parts: str) -> str:
+    """A path with forward slashes; parts of an installed package can be absolute on this system."""
+    return PurePath(*parts).as_posix()
 
 
 def is_inside(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -232,5 +233,7 @@ def _largest_files(wheel: Path) -> str:
 
 
 def _sha256(archive: zipfile.ZipFile, name: str) -> str:
-    with archive.open(name) as file:
+    """The hex sha256 of a file in the archive; empty if it cannot be read."""
+    with contextlib.suppress(*model_package.DAMAGED_ARCHIVE), archive.open(name) as file:
         return stream_sha256(file)
+    return ""

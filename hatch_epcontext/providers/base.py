@@ -81,6 +81,10 @@ def _no_contradictions(options: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
+def _nothing_implied(options: Mapping[str, str]) -> dict[str, str]:
+    return {}
+
+
 def _unknown_format(compatibility: str) -> dict[str, str]:
     return {}
 
@@ -208,15 +212,23 @@ class Provider:
     open_shapes_on: tuple[Device, ...] = ()
     """The kinds of devices for which shapes stay open by default."""
 
+    several_chips: str | None = None
+    """The attribute of EPContext nodes that is 1 where the context is for several chips. Such contexts
+    cannot be opened on the machine that compiled them."""
+
     own_context_options: Callable[[str, bool], dict[str, str]] | None = None
     """(path of the context model, embed) -> provider options with which a plain session writes it.
     For EPs that write context models themselves, and that ModelCompiler does not support."""
+
+    implied: Callable[[Mapping[str, str]], dict[str, str]] = _nothing_implied
+    """(options) -> the options that follow from them, which the EP gets unless they are set."""
 
     contradictions: Callable[[Mapping[str, str]], dict[str, str]] = _no_contradictions
     """(options) -> a message for each option that contradicts another one."""
 
     compiled_for: Callable[[str], dict[str, str]] = _unknown_format
-    """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown."""
+    """(compatibility string) -> what it was compiled for, by name; empty if the format is unknown.
+    Names of options have values as the EP takes them: ``"60,57"`` for two chips."""
 
     disagreement: Callable[[str, str, Mapping[str, str]], str | None] = _no_disagreement
     """(compatibility string, ep_sdk_version, options) -> how what was compiled disagrees with the
@@ -233,14 +245,28 @@ class Provider:
         return device in self.open_shapes_on
 
     def complete(self, options: Mapping[str, str]) -> dict[str, str]:
-        """``options`` with the defaults added."""
+        """``options`` with the defaults added, and with the options that follow from them."""
         excluded = {
             name
             for group in self.exclusive
             if not group.isdisjoint(options)
             for name in group - options.keys()
         }
-        return {**{k: v for k, v in self.defaults.items() if k not in excluded}, **options}
+        defaults = {k: v for k, v in self.defaults.items() if k not in excluded}
+        return {**defaults, **self.implied(options), **options}
+
+    def chips(self, options: Mapping[str, str]) -> tuple[dict[str, str], ...]:
+        """The options that name a chip, for each of the chips that ``options`` name: at least one."""
+        lists = {
+            name: options[name].split(",")
+            for name, option in self.options.items()
+            if option.several and name in options
+        }
+        # An option with one value counts for all chips.
+        return tuple(
+            {name: values[min(chip, len(values) - 1)] for name, values in lists.items()}
+            for chip in range(max(map(len, lists.values()), default=1))
+        )
 
     def loading(self, options: Mapping[str, str]) -> dict[str, str]:
         """Those of ``options`` that count when a session opens the artifact."""

@@ -22,7 +22,7 @@ _OPTIONS: Mapping[str, Option] = {
         kind="json",
         scope="both",
     ),
-    "reshape_input": text("Fixed shapes, such as `x[1,3,224,224]`; prefer `shapes`"),
+    "reshape_input": text("Fixed shapes, such as `x[1,3,224,224]`; prefer `static-shapes`"),
     "enable_causallm": switch("The model is a language model with a key-value cache", scope="both"),
     "hint_enable_gqa": switch("Fuse grouped-query attention"),
 }
@@ -88,7 +88,7 @@ PROVIDER = Provider(
         "model_priority": _CONFIG.format('NPU = { MODEL_PRIORITY = "LOW" }'),
         "enable_qdq_optimizer": _CONFIG.format('NPU = { NPU_QDQ_OPTIMIZATION = "YES" }'),
         "enable_opencl_throttling": _CONFIG.format('GPU = { PLUGIN_THROTTLE = "1" }'),
-        "disable_dynamic_shapes": "dims or shapes in the model's table",
+        "disable_dynamic_shapes": "static-shapes = true, with dims or shapes in the model's table",
         "layout": "a model that is exported with this layout",
     },
     compiled_for=_compiled_for,

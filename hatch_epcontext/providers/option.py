@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Scalar = bool | int | float | str
-OptionValue = Scalar | Mapping[str, Any]
+OptionValue = Scalar | Mapping[str, Any] | tuple[Scalar, ...]
 Scope = Literal["compile", "load", "both"]
 Kind = Literal["bool", "int", "text", "json", "pointer"]
 
@@ -36,10 +36,17 @@ class Option:
     scope: Scope = "compile"
     booleans: tuple[str, str] = ("0", "1")
     """The EP's spelling of false and of true."""
+    several: bool = False
+    """Whether it takes a list, with a value for each chip that a context is for."""
 
     @property
     def allowed(self) -> str:
         """The values that the option takes, for messages."""
+        lists = ", or a list of them, one for each chip" if self.several else ""
+        return f"{self._allowed_once}{lists}"
+
+    @property
+    def _allowed_once(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind == "int":
@@ -60,6 +67,11 @@ class Option:
 
         Raises ValueError with the allowed values. EPs accept impossible values without an error.
         """
+        if self.several:
+            return ",".join(map(self._render_once, _items(value)))
+        return self._render_once(value)
+
+    def _render_once(self, value: OptionValue) -> str:
         text = render(value)
         if not self._fits(value, text):
             raise ValueError(self.allowed)
@@ -68,6 +80,8 @@ class Option:
         return text
 
     def _fits(self, value: OptionValue, text: str) -> bool:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return False
         if self.choices:
             return text in self.choices
         if self.pattern:
@@ -87,6 +101,15 @@ class Option:
         return above and (self.maximum is None or int(text) <= self.maximum)
 
 
+def _items(value: OptionValue) -> Sequence[OptionValue]:
+    """The items of a list, also of one that is written as text; an empty list fits no option."""
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",")]
+    if isinstance(value, Sequence):
+        return value or [()]
+    return [value]
+
+
 def _is_json_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
@@ -95,10 +118,15 @@ def _is_json_object(text: str) -> bool:
 
 
 def render(value: OptionValue) -> str:
-    """A TOML value as the string that ONNX Runtime takes: ``true`` becomes ``"1"``, a table JSON."""
+    """A TOML value as the string that ONNX Runtime takes.
+
+    ``true`` becomes ``"1"``, a table JSON, and a list its items with commas between them.
+    """
     if isinstance(value, Mapping):
         # `default`, because TOML has dates and JSON has none.
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(render, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -118,14 +146,20 @@ def number(
     minimum: int | None = 0,
     maximum: int | None = None,
     scope: Scope = "compile",
+    *,
+    several: bool = False,
 ) -> Option:
     """An option that is a whole number."""
-    return Option(doc, "int", default, minimum=minimum, maximum=maximum, scope=scope)
+    return Option(
+        doc, "int", default, minimum=minimum, maximum=maximum, scope=scope, several=several
+    )
 
 
-def choice(doc: str, *choices: str, default: str = "", scope: Scope = "compile") -> Option:
+def choice(
+    doc: str, *choices: str, default: str = "", scope: Scope = "compile", several: bool = False
+) -> Option:
     """An option that takes one of a few values."""
-    return Option(doc, default=default, choices=choices, scope=scope)
+    return Option(doc, default=default, choices=choices, scope=scope, several=several)
 
 
 def text(doc: str, default: str = "", scope: Scope = "compile") -> Option:

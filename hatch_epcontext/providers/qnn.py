@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
+from hatch_epcontext.text import count, listing
 
 _PERFORMANCE_MODES = (
     "burst",
@@ -43,10 +44,12 @@ _OPTIONS: Mapping[str, Option] = {
         scope=_BOTH,
     ),
     "backend_path": text("Path of the backend's library, instead of `backend_type`", scope=_BOTH),
-    "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)"),
-    "htp_arch": choice("HTP architecture", "0", "68", "69", "73", "75", "79", "81", default="0"),
+    "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)", several=True),
+    "htp_arch": choice(
+        "HTP architecture", "0", "68", "69", "73", "75", "79", "81", default="0", several=True
+    ),
     "device_id": number("Number of the device", scope=_BOTH),
-    "vtcm_mb": number("Size of the fast memory (VTCM) in MB", "0: not set"),
+    "vtcm_mb": number("Size of the fast memory (VTCM) in MB", "0: not set", several=True),
     "htp_graph_finalization_optimization_mode": choice(
         "How long to optimize", "0", "1", "2", "3", default="0"
     ),
@@ -108,7 +111,51 @@ _OPTIONS: Mapping[str, Option] = {
 }
 
 
+_PER_CHIP = tuple(name for name, option in _OPTIONS.items() if option.several)
+
+
+def _implied(options: Mapping[str, str]) -> dict[str, str]:
+    # The EP finds the architectures itself, but then its compatibility string does not name them.
+    socs = options.get("soc_model", "").split(",")
+    archs = [_ARCH_OF_SOC[soc] for soc in socs if soc in _ARCH_OF_SOC]
+    return {"htp_arch": ",".join(archs)} if 1 < len(archs) == len(socs) else {}
+
+
 def _contradictions(options: Mapping[str, str]) -> dict[str, str]:
+    chips = PROVIDER.chips(options)
+    found = _contradictions_of_lists(options) if len(chips) > 1 else {}
+    for chip in chips if not found else ():
+        found = {**_contradictions_of_one(chip), **found}
+    return found
+
+
+def _contradictions_of_lists(options: Mapping[str, str]) -> dict[str, str]:
+    """Contradictions between the lists of several chips: the EP accepts some of them silently."""
+    only_archs = "htp_arch" in options and "soc_model" not in options
+    chip_option = "htp_arch" if only_archs else "soc_model"
+    chips = options.get(chip_option, "0").split(",")
+    if len(chips) > 1 and "0" in chips:
+        return {chip_option: "0 means that it is not set, and cannot be in a list of chips"}
+    if twice := sorted({chip for chip in chips if chips.count(chip) > 1}):
+        return {chip_option: f"names {listing(twice)} twice"}
+    lists = {name: options[name].split(",") for name in _PER_CHIP if name in options}
+    # The EP takes one `vtcm_mb` for all chips.
+    wrong = {
+        name: f"must have one value for each chip: it has {len(values)}, and {chip_option} names "
+        + count(len(chips), "chip")
+        for name, values in lists.items()
+        if len(values) != len(chips) and not (name == "vtcm_mb" and len(values) == 1)
+    }
+    unknown = [soc for soc in chips if soc not in _ARCH_OF_SOC]
+    if unknown and len(chips) > 1 and "htp_arch" not in options:
+        wrong["soc_model"] = (
+            f"this package does not know the HTP architecture of {listing(unknown)}: "
+            "htp_arch must be a list with that of each chip"
+        )
+    return wrong
+
+
+def _contradictions_of_one(options: Mapping[str, str]) -> dict[str, str]:
     soc, arch = options.get("soc_model", "0"), options.get("htp_arch", "0")
     known = _ARCH_OF_SOC.get(soc)
     if known and arch not in ("0", known):
@@ -128,17 +175,23 @@ def _chip(compatibility: str) -> dict[str, str]:
 
 
 def _compiled_for(compatibility: str) -> dict[str, str]:
-    # "0" means that the option is not set.
-    return {name: value for name, value in _chip(compatibility).items() if value != "0"}
+    return {name: value for name, value in _chip(compatibility).items() if _is_set(value)}
+
+
+def _is_set(value: str) -> bool:
+    return any(each != "0" for each in value.split(","))
 
 
 def _disagreement(
     compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
 ) -> str | None:
+    # The EP does not write architectures that it found itself.
+    implied = _implied(options).items()
     differences = [
         f"{name} = {options[name]} was requested, but the EP compiled for {value}"
         for name, value in _chip(compatibility).items()
         if options.get(name, "0") not in ("0", value)
+        and (_is_set(value) or (name, options[name]) not in implied)
     ]
     return "; ".join(differences) or None
 
@@ -173,6 +226,8 @@ PROVIDER = Provider(
     # The NPU computes in float16. Measured on real models: probabilities that differ by 0.02, with a
     # cosine of 0.9999.
     tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
+    several_chips="is_multi_soc_ep_context",
+    implied=_implied,
     contradictions=_contradictions,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
@@ -186,6 +241,13 @@ PROVIDER = Provider(
     notes=(
         "Shapes must be fixed.",
         "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have.",
+        (
+            "A list compiles one context for several chips: `soc_model = [60, 57]`. `htp_arch` follows "
+            "from it, unless a chip is not one of "
+            + ", ".join(_ARCH_OF_SOC)
+            + ". The simulator does "
+            "not open such a context."
+        ),
         "The EP ignores an `htp_arch` that is not that of `soc_model`. The build refuses such a pair.",
     ),
 )

@@ -15,7 +15,8 @@ from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.plan import Job, Plan, model_spec_to_run, target_spec
 from hatch_epcontext.build.preparation import Prepared, prepare
 from hatch_epcontext.build.run import job_runner
-from hatch_epcontext.errors import BuildError, Problem
+from hatch_epcontext.build.validation import reason_not_to_open
+from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import OpenReply, OpenRequest
 from hatch_epcontext.providers import Product
@@ -122,6 +123,10 @@ def bench(
         folder = staging / str(embedded)
         runner = job_runner(plan, folder, Cache(None, folder / "cache", log), workers)
         for job in plan.jobs:
+            if reason := reason_not_to_open(job):
+                hint = "Measure the chips one at a time."
+                failures.append(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))
+                continue
             try:
                 built = runner.run(job)
                 if job.name not in subjects:

@@ -45,20 +45,14 @@ def inspect(path: Path) -> Inspection:
     is not installed.
     """
     if path.is_dir():
-        folders = {
-            file.parent.relative_to(path).as_posix(): FolderFiles(file.parent)
-            for file in sorted(path.rglob(model_package.FILE))
-            if _is_package(file.read_bytes())
-        }
+        parents = [file.parent for file in sorted(path.rglob(model_package.FILE)) if file.is_file()]
+        folders = {each.relative_to(path).as_posix(): FolderFiles(each) for each in parents}
         return Inspection(str(path), _read_all(folders, path))
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            names = (PurePosixPath(name) for name in archive.namelist())
-            inside = {
-                str(name.parent): ArchiveFiles(archive, name.parent)
-                for name in names
-                if name.name == model_package.FILE and _is_package(archive.read(str(name)))
-            }
+            names = [PurePosixPath(each) for each in archive.namelist() if each[-1:] != "/"]
+            places = [each.parent for each in names if each.name == model_package.FILE]
+            inside = {str(each): ArchiveFiles(archive, each) for each in places}
             return Inspection(str(path), _read_all(inside, path))
     return Inspection(str(path), {}, inspect_model(path))
 
@@ -92,36 +86,35 @@ def verify(path: Path, inspection: Inspection) -> int:
         ]
         if problems:
             raise InspectionError(*problems)
-        return sum(
-            len(recorded_files(package)) + sum(1 for _ in _unrecorded_models(package))
-            for package in inspection.packages.values()
-        )
+        packages = inspection.packages.values()
+        return sum(len(recorded_files(each)) + len(_unrecorded(each)) for each in packages)
     return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.packages)
 
 
 def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
     """The files of a package that are missing or changed; without a record, the missing model files."""
-    recorded = recorded_files(package)
-    for name in manifest.changed_files(folder, recorded):
+    for name in manifest.changed_files(folder, recorded_files(package)):
         message = "is missing, or differs from its record in the manifest."
         yield Problem(Kind.CHANGED_FILE, str(folder / name), message)
-    for name in _unrecorded_models(package):
+    for name in _unrecorded(package):
         if not (folder / name).is_file():
             yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
 
 
-def _unrecorded_models(package: ModelPackage) -> Iterator[str]:
-    """The model files that the manifest has no record of, by path."""
-    recorded = recorded_files(package)
-    variants = (each for c in package.components.values() for each in c.variants.values())
-    found = dict.fromkeys(each.model_file for each in variants)
-    yield from (name for name in found if name is not None and name not in recorded)
-
-
 def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:
-    """The records of a package's files by path, if its tool has written any."""
     about = manifest.ours(package.metadata, manifest.PackageMetadata)
     return about.files if about else {}
+
+
+def _unrecorded(package: ModelPackage) -> tuple[str, ...]:
+    """The model files whose size and sha256 are not in the manifest."""
+    files = (
+        variant.model_file
+        for component in package.components.values()
+        for variant in component.variants.values()
+    )
+    recorded = recorded_files(package)
+    return tuple(dict.fromkeys(file for file in files if file and file not in recorded))
 
 
 def verify_model(path: Path, model: InspectReply) -> int:
@@ -146,17 +139,18 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
         yield Problem(Kind.EXTERNAL_DATA, str(path), message)
 
 
-def _is_package(text: bytes) -> bool:
+def _is_package(files: model_package.Files) -> bool:
     """Whether a ``manifest.json``, a common name, can be that of a model package."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
+        content = json.loads(files.read(model_package.FILE))
+    except (OSError, ValueError, RecursionError):
         return True
     return isinstance(content, dict) and bool({"schema_version", "components"} & content.keys())
 
 
 def _read_all(found: Mapping[str, model_package.Files], path: Path) -> dict[str, ModelPackage]:
     """The packages by folder; raises InspectionError with all problems, also if there is no package."""
+    found = {folder: files for folder, files in found.items() if _is_package(files)}
     if not found:
         raise InspectionError(
             Problem(

@@ -11,7 +11,7 @@ from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.validation import reason_not_to_run
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Config
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -82,6 +82,7 @@ def validate_context(
     known = _provider_of(context, model, provider)
     (name,) = name_models([context])
     planned = plan(configure({name: source or context}, known.name, job_settings))
+    _refuse_several_shapes(planned.config)
     (job,) = planned.jobs
     check_chip(context, model, job.target.provider, job.target.settings)
     validation = Validation(ValidationStatus.STRUCTURE)
@@ -119,6 +120,15 @@ def refuse_mode(settings: Mapping[str, Any]) -> None:
     message = "cannot be set for this validation, which always runs the model."
     hint = "To run nothing, check only the structure of its files."
     raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
+
+
+def _refuse_several_shapes(config: Config) -> None:
+    if len(config.models) == 1:
+        return
+    (listed, *_) = (model.listed for model in config.models if model.listed)
+    key = Key() / listed.name
+    message = "has several shapes, and an artifact has only one."
+    raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, "Keep the one that it has."))
 
 
 def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider:
@@ -189,7 +199,14 @@ def check_chip(
 
 
 def reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
-    """Why a context that shares its sidecar with another cannot be opened alone: simulators crash."""
+    """Why a context for several chips cannot be opened, nor one that shares its sidecar with another."""
+    chip = provider.compiled_for(model.compatibility.get(provider.ep, ""))
+    if len(provider.chips(chip)) > 1:
+        chips = ", ".join(f"{name} {value}" for name, value in chip.items())
+        return (
+            f"it is for several chips ({chips}), and {provider.ep} cannot open such contexts on this "
+            "machine"
+        )
     if not provider.shares_weights or provider.loads_shared:
         return None
     others = [

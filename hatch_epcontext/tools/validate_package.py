@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.requirements import INSPECTION, check_environment
@@ -39,7 +39,7 @@ from hatch_epcontext.package.manifest import (
     ours,
 )
 from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
-from hatch_epcontext.providers import PROVIDERS, Provider, find
+from hatch_epcontext.providers import PROVIDERS, Device, Provider, find
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
 from hatch_epcontext.tools.inspect import damaged_files, inspect, inspect_model, verify_model
@@ -52,8 +52,7 @@ from hatch_epcontext.tools.validate import (
     why_not_run,
 )
 
-_PLACES = ("ep.context_file_path", "session.model_external_initializers_file_folder_path")
-"""Session options that name files elsewhere in the package, which this module does not look for."""
+_DEVICES: Mapping[str, Device] = {name: name for name in get_args(Device)}
 
 
 @dataclass(frozen=True)
@@ -362,9 +361,10 @@ class _Validator:
         found = package.components[component].variants[variant]
         about = ours(found.metadata, VariantMetadata)
         reason = reason_not_to_run_here(form.provider, form.target.settings)
+        reason = reason or reason_not_to_open(form.file, form.model, form.provider)
         if about is not None and about.needs_device:
             reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"
-        if reason := reason or reason_not_to_open(form.file, form.model, form.provider):
+        if reason:
             raise BuildError(_not_run(location, reason))
         (model,) = self._configure(component).models
         reference = self._reference(component, variant)
@@ -446,7 +446,7 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
     if provider.needs_library and not (plugin and (plugin.module or plugin.path)):
         raise BuildError(_not_run("", f"no package contains the library of {ep}"))
     options = found.ort or OrtInfo(model_file=file.name)
-    if places := [key for key in _PLACES if key in options.session_options]:
+    if places := sorted(model_package.INPUT_PATHS & options.session_options.keys()):
         raise BuildError(_not_run("", f"its session option {places[0]} names files elsewhere"))
     if about:
         settings = replace(
@@ -458,7 +458,7 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
         settings = CompileSettings(
             provider=provider.name,
             ep=ep,
-            device=found.device or "any",
+            device=_DEVICES.get(found.device or "any", "any"),
             provider_options=options.provider_options,
             session_options=options.session_options,
         )

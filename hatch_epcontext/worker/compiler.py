@@ -42,7 +42,7 @@ def compile_context(
         else:
             own = provider.own_context_options(str(result), target.settings.embed)
             provider_options = {**target.settings.provider_options, **own}
-            _with_session(prepared, options(target, provider_options), target)
+            _with_session(prepared, options(target, provider_options, session_options), target)
     if not result.is_file():
         raise BuildError(_nothing_compiled(provider, _graph(prepared), key))
 
@@ -134,6 +134,13 @@ def _explanation(
             "of time.",
             "Ship the source model, or its optimized graph with the cpu provider. This EP then "
             "compiles it on the user's machine.",
+        )
+    if "unsupported with shared EP context" in message:
+        return Problem(
+            Kind.NOT_SHARED,
+            "",
+            f"{provider.ep} does not compile contexts for several chips that share weights.",
+            "Give each chip a target of its own, or remove share-weights.",
         )
     if library := missing(message):
         name, supplier = library

@@ -51,7 +51,7 @@ def sized(inputs: Sequence[TensorFacts], spec: ModelSpec) -> list[TensorFacts]:
     for each in inputs:
         # A named dimension has one size in the whole model.
         for size, given in zip(each.shape, shapes[each.name], strict=True):
-            if isinstance(size, str):
+            if isinstance(size, str) and isinstance(given, int):
                 sizes.setdefault(size, given)
     return [
         replace(each, shape=tuple(sizes.get(size, size) for size in shapes[each.name]))

@@ -130,6 +130,17 @@ def _wrong_chip(
             f"{provider.ep} did not compile for the target's options: {difference}.\n"
             f"The compatibility string of the result is {compatibility or 'missing'}.",
         )
+    marks = provider.several_chips
+    if marks is None or len(provider.chips(options)) < 2:
+        return
+    for node in contexts:
+        if graph.attribute(node, marks, 0) != 1:
+            yield Problem(
+                Kind.WRONG_RESULT,
+                f"target {target.name}",
+                f"the target names several chips, and the EPContext node {node.name} is for one: its "
+                f"attribute {marks} is not 1.",
+            )
 
 
 def _check_data(model: onnx.ModelProto, result: Path, spec: ModelSpec, provider: Provider) -> None:

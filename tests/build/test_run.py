@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import onnxruntime
 import pytest
 
@@ -18,7 +19,7 @@ from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.build.run import build
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest
 from tests.conftest import needs_qnn
@@ -118,8 +119,6 @@ def test_another_tolerance_is_validated_again_without_compiling(run: Run) -> Non
 
 
 def test_other_inputs_in_the_same_file_are_validated_again(project: Path, run: Run) -> None:
-    import numpy as np
-
     toml = CPU.replace(
         '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "x.npz" } }'
     )
@@ -269,7 +268,7 @@ def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: li
     assert first.saved == second.saved
     assert "lm (prefill + decode) -> qnn (qnn): prefill 8/8 nodes in 1 context" in log[0]
     assert "structure checked (QNNExecutionProvider cannot open" in log[0]
-    assert "compiled alone it ran and agrees with the CPU" in log[0]
+    assert "compiled one at a time, it ran and agrees with the CPU" in log[0]
     assert "saved by sharing" in log[0]
 
 
@@ -289,6 +288,167 @@ def test_a_group_that_must_run_fails_where_it_cannot(run: Run) -> None:
         BuildError, match='share weights on this machine, and validate is "require"'
     ):
         run(required)
+
+
+SHAPES = """
+[targets.npu]
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+[targets.cpu]
+provider = "cpu"
+[[models]]
+name = "net"
+path = "models/a.onnx"
+shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
+"""
+
+
+@needs_qnn
+def test_each_shape_of_a_model_is_compiled_and_validated(run: Run, log: list[str]) -> None:
+    result = run(SHAPES)
+    assert [each.job.location for each in result.built] == [
+        "net.1x1x8x8 -> npu",
+        "net.4x1x8x8 -> npu",
+        "net -> cpu",
+    ]
+    for each in result.built:
+        (validation,) = each.validations.values()
+        assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN, 1)
+    shapes = {
+        each.job.name: each.artifact.record.contexts[0].inputs[0].shape for each in result.built
+    }
+    assert shapes == {
+        "net.1x1x8x8": (1, 1, 8, 8),
+        "net.4x1x8x8": (4, 1, 8, 8),
+        "net": ("batch", 1, 8, 8),
+    }
+    assert {each.model.name: each.facts.inputs[0].shape for each in result.sources} == shapes
+    assert sorted(result.built[0].artifact.record.files) == [
+        "net.1x1x8x8_ctx.onnx",
+        "net.1x1x8x8_ctx_qnn.bin",
+    ]
+    assert log[1].startswith("net.4x1x8x8 -> npu (qnn): 4/4 nodes in 1 context")
+    # A new shape compiles only itself.
+    again = run(SHAPES.replace(" }]", " }, { x = [2, 1, 8, 8] }]"))
+    assert [each.cached for each in again.built] == [True, True, False, True]
+
+
+@needs_qnn
+def test_the_shapes_of_a_model_share_weights_only_as_a_group(run: Run) -> None:
+    toml = SHAPES.replace('name = "net"', 'name = "net"\nshare-weights = "nets"')
+    together, alone = run(toml).built
+    assert together.job.location == "nets (net.1x1x8x8 + net.4x1x8x8) -> npu"
+    assert alone.job.location == "net -> cpu"
+    statuses = {name: each.status for name, each in together.validations.items()}
+    assert statuses == dict.fromkeys(("net.1x1x8x8", "net.4x1x8x8"), ValidationStatus.RAN_ALONE)
+    assert sorted(together.artifact.record.files) == [
+        "net.1x1x8x8_ctx.onnx",
+        "net.1x1x8x8_ctx_qnn.bin",
+        "net.4x1x8x8_ctx.onnx",
+    ]
+
+
+def test_open_shapes_are_run_with_the_sizes_of_the_dummy_inputs(
+    run: Run, project: Path, tmp_path: Path
+) -> None:
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", dims = { batch = 3 } }')
+    (built,) = run(toml).built
+    assert built.artifact.record.contexts[0].inputs[0].shape == ("batch", 1, 8, 8)
+    session = onnxruntime.InferenceSession(built.artifact.folder / "a_optimized.onnx")
+    x = np.ones((7, 1, 8, 8), np.float32)
+    assert session.run(None, {"x": x})[0].shape == (7, 10)
+    np.savez(project / "x.npz", x=np.ones((2, 1, 8, 8), np.float32))
+    in_file = toml.replace("dims", 'validate = { inputs = "x.npz" }, dims')
+    assert run(in_file).built[0].cached, "a file has its own sizes"
+    (fixed,) = run(f"static-shapes = true\n{toml}").built
+    assert fixed.artifact.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
+
+
+@needs_qnn
+def test_open_shapes_are_refused_for_an_ep_of_fixed_shapes(run: Run) -> None:
+    toml = QNN.replace("dims", "static-shapes = false, dims")
+    with pytest.raises(BuildError, match="because static-shapes is false") as raised:
+        run(toml)
+    assert raised.value.problems[0].advice().startswith("Set static-shapes = true in the model's")
+
+
+CHIPS = QNN.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
+
+
+@needs_qnn
+def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log: list[str]) -> None:
+    (first,), (second,) = run(CHIPS).built, run(CHIPS).built
+    assert (first.cached, second.cached) == (False, True)
+    assert first.validations == second.validations
+    assert first.saved == second.saved
+    (context,) = first.artifact.record.contexts
+    assert context.compatibility.split(":")[4:6] == ["73,75", "60,57"]
+    validation = first.validations["a"]
+    assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
+    reason = "QNNExecutionProvider cannot open contexts for several chips on this machine"
+    assert validation.reason == first.artifact.record.times.not_measured == reason
+    assert f"for soc_model 60,57, htp_arch 73,75, structure checked ({reason})" in log[0]
+    assert "compiled one at a time, it ran and agrees with the CPU" in log[0]
+    assert "saved by one context for all chips" in log[0]
+    (cached,) = run(CHIPS, {"HATCH_EPCONTEXT_FROM_CACHE": "qnn"}).built
+    assert cached.validations == first.validations
+
+
+@needs_qnn
+def test_each_of_several_chips_is_an_artifact_of_its_own(run: Run) -> None:
+    run(CHIPS)
+    for chip in ("soc_model = 60, htp_arch = 73", "soc_model = 57, htp_arch = 75"):
+        (built,) = run(CHIPS.replace("soc_model = [60, 57]", chip)).built
+        assert built.cached
+        assert built.validations["a"].status is ValidationStatus.RAN
+
+
+@needs_qnn
+def test_wrong_outputs_on_one_of_several_chips_fail_the_job(run: Run) -> None:
+    strict = CHIPS.replace("dims =", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims =")
+    with pytest.raises(
+        BuildError,
+        match=r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401\n.*differs from",
+    ):
+        run(strict)
+
+
+@needs_qnn
+def test_several_chips_that_must_run_fail_where_they_cannot(run: Run) -> None:
+    required = CHIPS.replace("dims =", 'validate = "require", dims =')
+    with pytest.raises(
+        BuildError, match='several chips on this machine, and validate is "require"'
+    ):
+        run(required)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_for_several_chips_is_refused_with_the_reason(run: Run) -> None:
+    toml = SHARED.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
+    with pytest.raises(BuildError, match="for several chips that share weights") as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.NOT_SHARED
+    assert problem.hint == "Give each chip a target of its own, or remove share-weights."
+
+
+UNKNOWN_EP = """
+provider = "plugin"
+library = "onnxruntime_qnn"
+ep-name = "QNNExecutionProvider"
+device = "any"
+provider-options = { backend_type = "htp", soc_model = 60 }
+"""
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_an_ep_that_is_not_known_shares_weights(run: Run) -> None:
+    models = SHARED[SHARED.index("[[models]]") :].replace('"lm"', '"lm"\nvalidate = "structure"')
+    (built,) = run(UNKNOWN_EP + models).built
+    assert len(built.artifact.record.files) == 3
+    assert 0.6 < built.saved / built.artifact.size < 1
 
 
 @needs_qnn

@@ -12,15 +12,17 @@ from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.build.validation import (
     describe_validation,
     not_run_error,
+    reason_not_to_open,
     reason_not_to_run,
     validation_from_reply,
     validation_key,
-    validation_of_shared,
+    validation_of_alone,
     validation_without_run,
 )
 from hatch_epcontext.config.settings import ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
+from hatch_epcontext.providers import PROVIDERS
 from tests.results import configured
 
 AGREEMENTS = (Agreement("y", 0.0125, 0.9987), Agreement("z", 0.5, None))
@@ -64,7 +66,7 @@ def elsewhere(job: Job) -> Job:
         ),
         (
             Validation(ValidationStatus.RAN_ALONE, reason="shared"),
-            "structure checked (shared); compiled alone it ran, outputs finite, not compared",
+            "structure checked (shared); compiled one at a time, it ran, outputs finite, not compared",
         ),
         (
             Validation(ValidationStatus.STRUCTURE, reason="no NPU"),
@@ -144,16 +146,56 @@ def test_the_status_follows_the_reply_and_the_product(artifact: Artifact) -> Non
     )
 
 
+RAN = Validation(ValidationStatus.RAN, AGREEMENTS)
+STRUCTURE = Validation(ValidationStatus.STRUCTURE, reason="x")
+
+
 def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Job) -> None:
     (model,) = job.models
-    found = validation_of_shared(job, model, Validation(ValidationStatus.RAN, AGREEMENTS))
+    job = dataclasses.replace(job, group="both")
+    found = validation_of_alone(job, model, [RAN])
     assert (found.status, found.agreements) == (ValidationStatus.RAN_ALONE, AGREEMENTS)
-    assert found.reason is not None
-    structure = Validation(ValidationStatus.STRUCTURE, reason="x")
-    assert validation_of_shared(job, model, structure) is structure
+    assert found.reason == (
+        "CPUExecutionProvider cannot open contexts that share weights on this machine"
+    )
+    assert validation_of_alone(job, model, [STRUCTURE]) is STRUCTURE
     job = with_validate(job, mode="require")
     with pytest.raises(BuildError, match="cannot open contexts that share weights"):
-        validation_of_shared(job, job.models[0], Validation(ValidationStatus.RAN, AGREEMENTS))
+        validation_of_alone(job, job.models[0], [RAN])
+    job = with_validate(job, mode=False)
+    off = validation_of_alone(job, job.models[0], [])
+    assert off.status is ValidationStatus.NOT_VALIDATED
+
+
+def for_several_chips(job: Job) -> Job:
+    settings = dataclasses.replace(job.target.settings, provider_options={"soc_model": "60,57"})
+    target = dataclasses.replace(job.target, provider=PROVIDERS["qnn"], settings=settings)
+    return dataclasses.replace(job, target=target)
+
+
+def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: Job) -> None:
+    (model,) = job.models
+    job = for_several_chips(job)
+    worse = (Agreement("y", 0.02, 0.9991), Agreement("z", 0.25, 0.9))
+    found = validation_of_alone(job, model, [RAN, Validation(ValidationStatus.RAN, worse)])
+    assert found.agreements == (Agreement("y", 0.02, 0.9987), Agreement("z", 0.5, 0.9))
+    assert found.status is ValidationStatus.RAN_ALONE
+    assert found.reason == (
+        "QNNExecutionProvider cannot open contexts for several chips on this machine"
+    )
+    assert validation_of_alone(job, model, [RAN, STRUCTURE]) is STRUCTURE
+    required = with_validate(job, mode="require")
+    with pytest.raises(BuildError, match='chips on this machine, and validate is "require"'):
+        validation_of_alone(required, required.models[0], [RAN, RAN])
+
+
+def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
+    assert reason_not_to_open(job) is None
+    both = dataclasses.replace(for_several_chips(job), group="both")
+    assert reason_not_to_open(both) == (
+        "QNNExecutionProvider cannot open contexts for several chips that share weights on this "
+        "machine"
+    )
 
 
 def test_inputs_tolerance_and_load_options_are_in_the_key(job: Job, tmp_path: Path) -> None:

@@ -63,3 +63,13 @@ def test_without_measurements_there_is_no_table_and_each_problem_once(
 )
 def test_wrong_usage(cli: Cli, source: Path, arguments: tuple[str, ...], message: str) -> None:
     assert message in cli("bench", source, "-p", "cpu", *arguments, code=2).stderr
+
+
+@needs_qnn
+def test_a_context_for_several_chips_is_not_measured_and_the_reason_is_printed(
+    cli: Cli, tmp_path: Path
+) -> None:
+    source = save(network(1), tmp_path / "net.onnx")
+    printed = cli("bench", source, "-p", "qnn", "-O", "soc_model=60,57", "--runs", "1", code=1)
+    assert "net -> qnn: EPC404" in printed.stderr
+    assert "cannot open contexts for several chips on this machine" in printed.stderr

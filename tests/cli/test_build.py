@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
-from tests.models import save, transformer, unknown_operator
+from tests.models import network, save, transformer, unknown_operator
 
 
 def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
@@ -137,3 +137,37 @@ share-weights = "both"
         save(transformer(length), app_project / "models" / f"{name}.onnx")
     planned = json.loads(cli("build", app_project, "-m", "b", "--dry-run", "--json").stdout)
     assert [job["job"] for job in planned["jobs"]] == ["both (a + b) -> qnn"]
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("name", "jobs"),
+    [
+        ("net", ["net.1x1x8x8 -> npu", "net.4x1x8x8 -> npu", "net -> cpu"]),
+        ("net.4x1x8x8", ["net.4x1x8x8 -> npu"]),
+        ("b", ["b -> npu", "b -> cpu"]),
+    ],
+)
+def test_a_model_of_several_shapes_is_chosen_by_its_name_or_by_that_of_a_shape(
+    cli: Cli, app_project: Path, name: str, jobs: list[str]
+) -> None:
+    toml = """
+[tool.epcontext.targets.npu]
+provider = "qnn"
+[tool.epcontext.targets.cpu]
+provider = "cpu"
+[[tool.epcontext.models]]
+name = "net"
+path = "models/a.onnx"
+shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
+[[tool.epcontext.models]]
+path = "models/b.onnx"
+dims = { batch = 1 }
+"""
+    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
+    for each in ("a", "b"):
+        save(network(), app_project / "models" / f"{each}.onnx")
+    planned = json.loads(cli("build", app_project, "-m", name, "--dry-run", "--json").stdout)
+    assert [job["job"] for job in planned["jobs"]] == jobs
+    printed = cli("build", app_project, "-m", "net.4x1x8", "--dry-run", code=2).stderr
+    assert 'Did you mean "net.4x1x8x8"?' in printed

@@ -80,13 +80,27 @@ def test_the_cpu_provider_writes_an_optimized_graph(cli: Cli, source: Path, out:
     arguments = ("-i", source.parent / "x.npz", "-l", "extended", "--shape", "x=2,1,8,8")
     cli("compile", source, "-o", out / "o.onnx", "-p", "CPUExecutionProvider", *arguments)
     session = onnxruntime.InferenceSession(out / "o.onnx")
+    assert session.get_inputs()[0].shape == ["batch", 1, 8, 8]
+    assert session.run(None, {"x": x})[0].shape == (2, 10)
+    fixed = ("-p", "cpu", *arguments, "--set", "static-shapes=true")
+    cli("compile", source, "-o", out / "fixed.onnx", *fixed)
+    session = onnxruntime.InferenceSession(out / "fixed.onnx")
     assert session.get_inputs()[0].shape == [2, 1, 8, 8]
     assert session.run(None, {"x": x})[0].shape == (2, 10)
 
 
+def test_several_shapes_are_written_into_a_folder(cli: Cli, source: Path, out: Path) -> None:
+    shapes = ("--set", "shapes=[{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]")
+    arguments = ("-p", "cpu", *shapes, "--set", "static-shapes=true", "--no-validate")
+    cli("compile", source, "-o", out, *arguments)
+    assert names(out) == ["net.1x1x8x8_optimized.onnx", "net.2x1x8x8_optimized.onnx"]
+    printed = cli("compile", source, "-o", out / "o.onnx", *arguments, code=2).stderr
+    assert "several models need a folder" in printed
+
+
 def test_several_models_have_their_own_shapes(cli: Cli, source: Path, out: Path) -> None:
     other = save(network("n"), source.parent / "other.onnx")
-    shapes = ("--dim", "net:batch=3", "--dim", "other:n=2")
+    shapes = ("--dim", "net:batch=3", "--dim", "other:n=2", "--set", "static-shapes=true")
     report = json.loads(
         cli("compile", source, other, "-o", out, "-p", "cpu", *shapes, "--json").stdout
     )
@@ -248,3 +262,30 @@ def test_a_timeout_names_the_flag_that_raises_it(cli: Cli, source: Path, out: Pa
     printed = cli("compile", source, *arguments, code=1).stderr
     assert "compiling failed, nothing is written:" in printed
     assert printed.endswith("\n    Add --set build.timeout=0.02\n")
+
+
+@needs_qnn
+def test_one_context_for_several_chips(cli: Cli, source: Path, out: Path) -> None:
+    arguments = ("compile", source, "-p", "qnn", "--dim", "batch=1", "-o", out)
+    printed = cli(*arguments, "-O", "soc_model=60,57")
+    assert "for soc_model 60,57, htp_arch 73,75" in printed.stderr
+    assert "compiled one at a time, it ran and agrees with the CPU" in printed.stderr
+    assert names(out) == ["net_ctx.onnx", "net_ctx_qnn.bin"]
+    context = out / "net_ctx.onnx"
+    shown = cli("inspect", context).stdout
+    assert "compiled for: soc_model 60,57, htp_arch 73,75\n" in shown
+    printed = cli("validate", context, code=1)
+    assert "EPC404" in printed.stderr
+    assert (
+        "it is for several chips (soc_model 60,57, htp_arch 73,75), and QNNExecutionProvider cannot "
+        "open such contexts on this machine."
+    ) in printed.stderr
+    structure = cli("validate", context, "--structure", "-O", "soc_model=60,57").stdout
+    assert structure.endswith("structure checked, NOT run\n")
+    printed = cli("validate", context, "--structure", "-O", "soc_model=60", code=1)
+    assert "soc_model = 60 was requested, but the EP compiled for 60,57" in printed.stderr
+
+
+def test_a_contradictory_list_of_chips_names_its_flag(cli: Cli, source: Path, out: Path) -> None:
+    printed = cli("compile", source, "-p", "qnn", "-o", out, "-O", "soc_model=60,88", code=2)
+    assert "--option soc_model: EPC018\n    this package does not know" in printed.stderr

@@ -52,6 +52,7 @@ def printed(error: EpcontextError) -> str:
         (key("build", "timeout"), "--set build.timeout"),
         (key("models", 1, "dims", "n"), "b.onnx: --dim n"),
         (key("models", 0, "shapes", "x", 2), "models/a.onnx: --shape x[2]"),
+        (key("models", 0, "shapes", 1, "x"), "models/a.onnx: --set shapes[1].x"),
         (key("models", 0, "validate", "inputs"), "models/a.onnx: --inputs"),
         (
             key("models", 0, "validate", "tolerance", "atol"),

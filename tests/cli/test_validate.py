@@ -56,6 +56,14 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
 
 
 @needs_qnn
+def test_an_artifact_has_one_shape(cli: Cli, context: Path, source: Path) -> None:
+    several = "shapes=[{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]"
+    printed = cli("validate", context, "--source", source, "--set", several, code=2).stderr
+    assert "--shape: EPC" in printed
+    assert "has several shapes, and an artifact has only one" in printed
+
+
+@needs_qnn
 def test_without_a_source_nothing_is_compared(cli: Cli, context: Path) -> None:
     assert cli("validate", context).stdout.endswith("ran, outputs finite, not compared\n")
 

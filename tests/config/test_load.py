@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.build.plan import plan
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import ValidateSettings
@@ -41,7 +42,8 @@ def test_the_short_form_is_one_target_named_after_its_provider(project: Path) ->
     assert target.load_options == {"backend_type": "htp"}
     assert (settings.device, settings.optimization, settings.embed) == ("npu", "basic", False)
     assert target.min_coverage == 1.0
-    assert (config.output, config.fallback, config.editable) == (None, "source", "source")
+    assert (config.output, config.editable) == (None, "source")
+    assert [model.fallback for model in config.models] == ["auto"] * len(config.models)
     assert (config.build.timeout, config.use_cache) == (1800, True)
     assert (config.wheel.tag, config.wheel.max_size) == ("auto", None)
     assert model.validate == ValidateSettings("auto", "random", {})
@@ -51,7 +53,8 @@ def test_the_short_form_is_one_target_named_after_its_provider(project: Path) ->
 def test_the_long_form(project: Path) -> None:
     config = read(project, LONG)
     assert config.output == PurePosixPath("my_app/models")
-    assert (config.build.jobs, config.build.timeout, config.fallback) == (2, 60, "none")
+    assert (config.build.jobs, config.build.timeout) == (2, 60)
+    assert {model.fallback for model in config.models} == {"none"}
     assert (config.editable, config.wheel.tag) == ("compile", "py3-none-win_arm64")
     first, second = config.models
     assert [target.name for target in first.targets] == ["cpu", "x-elite"]
@@ -252,3 +255,46 @@ def test_a_table_that_is_none_is_an_error(project: Path, table: Any) -> None:
     with pytest.raises(ConfigError, match=r"tool\.epcontext: EPC003\n.*must be a table") as raised:
         load(project, table, {}, {})
     assert len(raised.value.problems) == 1
+
+
+def test_a_model_has_the_fallback_of_the_root_or_its_own(project: Path) -> None:
+    toml = """
+        provider = "cpu"
+        fallback = "none"
+        models = [
+            { path = "models/a.onnx" },
+            { path = "models/a.onnx", name = "b", fallback = "source" },
+        ]
+    """
+    config = read(project, toml)
+    assert {model.name: model.fallback for model in config.models} == {"a": "none", "b": "source"}
+
+
+def test_only_contexts_of_plugins_can_be_recompiled(project: Path) -> None:
+    location, problem = only_problem(project, f"{CPU}recompile = true\n")
+    assert problem.kind is Kind.NOT_APPLICABLE
+    assert location == "tool.epcontext.recompile"
+    several = """
+        [targets.npu]
+        provider = "qnn"
+        [targets.cpu]
+        provider = "cpu"
+        [[models]]
+        path = "models/a.onnx"
+        recompile = true
+    """
+    (model,) = read(project, several).models
+    assert [target.settings.recompile for target in model.targets] == [True, False]
+
+
+def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
+    toml = """
+        provider = "qnn"
+        recompile = true
+        models = [
+            { path = "models/a.onnx", share-weights = "g" },
+            { path = "models/a.onnx", name = "b", share-weights = "g" },
+        ]
+    """
+    with pytest.raises(ConfigError, match="recompile = true lets the loader compile each alone"):
+        plan(read(project, toml))

@@ -48,6 +48,24 @@ allow-unknown-options = true
     assert refused.keys() == {"models[0].provider-options.newer"}
 
 
+def test_unknown_session_options_of_a_model_are_for_targets_that_allow_them(project: Path) -> None:
+    toml = """
+[[models]]
+path = "models/a.onnx"
+session-options = { "session.newer" = 1, "session.log_id" = "x" }
+[targets.checked]
+provider = "qnn"
+[targets.unchecked]
+provider = "cpu"
+allow-unknown-options = true
+"""
+    checked, unchecked = read(project, toml).models[0].targets
+    assert checked.settings.session_options == {"session.log_id": "x"}
+    assert unchecked.settings.session_options == {"session.newer": "1", "session.log_id": "x"}
+    refused = problems(project, toml.replace("allow-unknown-options = true", ""))
+    assert refused.keys() == {'models[0].session-options."session.newer"'}
+
+
 @pytest.mark.parametrize("provider", ["tensorrt", "tensorrt-rtx"])
 def test_profiles_become_options(project: Path, provider: str) -> None:
     found = target(project, f'provider = "{provider}"\nprofiles = [{PROFILE}, {PROFILE}]')
@@ -156,6 +174,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "embed": ('provider = "qnn"\nembed = true', True),
     "in_memory": ('provider = "qnn"\nin-memory = true', True),
     "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
+    "recompile": ('provider = "qnn"\nrecompile = true', True),
     "registration_name": (f'provider = "plugin"\n{LIBRARY}registration-name = "y"', "y"),
 }
 """For each key of a target that is a field of `CompileSettings`: TOML, and the value of the field."""

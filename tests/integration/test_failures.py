@@ -73,7 +73,10 @@ def test_a_broken_configuration(project: Project) -> None:
     project.configure(CPU + 'modls = 2\nfallback = "yes"\n')
     text = project.failure()
     assert text.startswith("epcontext: invalid configuration (2 problems):\n")
-    assert 'tool.epcontext.fallback: EPC003\n    must be "source" or "none", not "yes".' in text
+    assert (
+        'tool.epcontext.fallback: EPC003\n    must be "auto" or "source" or "none", not "yes".'
+        in text
+    )
     assert (
         'tool.epcontext.modls: EPC001\n    is not a known key.\n    Did you mean "models"?' in text
     )

@@ -85,7 +85,8 @@ def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) ->
         assert entry["coverage"]["uncovered"] == []
         assert "isa=" in entry["compatibility_string"]
 
-    x = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
+    # Another batch than that of the dummy inputs: shapes stay open on the CPU.
+    x = np.random.default_rng(0).standard_normal((5, 1, 8, 8)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     (tmp_path / "open.py").write_text(OPEN, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path / "installed"), os.environ.get("PYTHONPATH", "")])

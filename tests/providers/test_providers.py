@@ -116,6 +116,10 @@ def test_no_two_providers_have_the_same_name() -> None:
         (text(""), "a/path", "a/path"),
         (Option("", kind="json"), {"CPU": {"B": True, "A": 1}}, '{"CPU":{"A":1,"B":true}}'),
         (Option("", kind="json"), '{"CPU": {}}', '{"CPU": {}}'),
+        (number("", several=True), (60, "57"), "60,57"),
+        (number("", several=True), "60, 57", "60,57"),
+        (number("", several=True), 60, "60"),
+        (choice("", "73", "75", several=True), [73, 73], "73,73"),
         (RTX.options["nv_weight_streaming_budget"], "512M", "512M"),
         (RTX.options["nv_weight_streaming_budget"], -1, "-1"),
         (RTX.options["nv_weight_streaming_budget"], "100%", "100%"),
@@ -138,6 +142,14 @@ def test_toml_values_become_the_strings_that_eps_take(
         (number(""), {"a": 1}, "a whole number"),
         (number("", maximum=3), 4, "a whole number at least 0 at most 3"),
         (choice("", "73", "75"), 999, "one of 73, 75"),
+        (number(""), [60], "a whole number"),
+        (number(""), "60,57", "a whole number"),
+        (number("", several=True), [], "a whole number at least 0, or a list of them"),
+        (number("", several=True), [60, [57]], "or a list of them"),
+        (number("", several=True), "60,,57", "or a list of them"),
+        (choice("", "73", "75", several=True), [73, 74], "one of 73, 75, or a list of them"),
+        (text(""), ["a"], "a string"),
+        (switch(""), [True], "true or false"),
         (text(""), 3, "a string"),
         (text(""), {}, "a string"),
         (pointer(""), 140242, "an address in the app's memory"),
@@ -153,7 +165,13 @@ def test_impossible_values_are_errors(option: Option, value: Any, allowed: str) 
 
 
 def test_values_are_rendered_as_strings() -> None:
-    assert [render(value) for value in (True, 1, 1.5, "x")] == ["1", "1", "1.5", "x"]
+    assert [render(value) for value in (True, 1, 1.5, "x", (60, 57))] == [
+        "1",
+        "1",
+        "1.5",
+        "x",
+        "60,57",
+    ]
 
 
 def test_defaults_are_added_unless_they_are_excluded() -> None:
@@ -360,3 +378,71 @@ def test_webgpus_options_are_those_of_its_library() -> None:
     library = library_of("onnxruntime_ep_webgpu")
     names = set(re.findall(rb"ep\.webgpuexecutionprovider\.(\w+)", library))
     assert {name.decode() for name in names} == PROVIDERS["webgpu"].options.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "chips"),
+    [
+        ({}, [{}]),
+        ({"vtcm_mb": "8", "backend_type": "htp"}, [{"vtcm_mb": "8"}]),
+        ({"soc_model": "60"}, [{"soc_model": "60"}]),
+        (
+            {"soc_model": "60,57", "htp_arch": "73,75", "vtcm_mb": "8"},
+            [
+                {"soc_model": "60", "htp_arch": "73", "vtcm_mb": "8"},
+                {"soc_model": "57", "htp_arch": "75", "vtcm_mb": "8"},
+            ],
+        ),
+    ],
+)
+def test_each_chip_has_its_options(options: dict[str, str], chips: list[dict[str, str]]) -> None:
+    assert list(QNN.chips(options)) == chips
+
+
+def test_only_qnn_takes_several_chips() -> None:
+    for provider in PROVIDERS.values():
+        several = [name for name, option in provider.options.items() if option.several]
+        assert several == (["soc_model", "htp_arch", "vtcm_mb"] if provider is QNN else [])
+        assert bool(several) == (provider.several_chips is not None)
+
+
+def test_the_architectures_of_several_chips_follow_unless_they_are_set() -> None:
+    assert QNN.complete({"soc_model": "57,60"})["htp_arch"] == "75,73"
+    assert QNN.complete({"soc_model": "57,88", "htp_arch": "75,81"})["htp_arch"] == "75,81"
+    for socs in ("60", "60,88", "0,0"):
+        assert "htp_arch" not in QNN.complete({"soc_model": socs})
+
+
+SEVERAL = "v2:6:2.51.0:5.51.0:73,75:60,57:0,0:0"
+
+
+def test_the_compatibility_string_of_several_chips_is_read() -> None:
+    assert QNN.compiled_for(SEVERAL) == {"soc_model": "60,57", "htp_arch": "73,75"}
+    assert len(QNN.chips(QNN.compiled_for(SEVERAL))) == 2
+    unset = SEVERAL.replace("73,75", "0,0")
+    assert QNN.compiled_for(unset) == {"soc_model": "60,57"}
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"soc_model": "60,57", "htp_arch": "73,75"}, None),
+        ({"soc_model": "60,57"}, None),
+        ({"soc_model": "57,60"}, "soc_model = 57,60"),
+        ({"soc_model": "60"}, "soc_model = 60"),
+        ({"soc_model": "60,57,69"}, "soc_model = 60,57,69"),
+        ({"soc_model": "60,57", "htp_arch": "73,73"}, "htp_arch = 73,73"),
+    ],
+)
+def test_the_chips_of_a_context_are_exactly_those_of_the_options(
+    options: dict[str, str], option: str | None
+) -> None:
+    found = QNN.disagreement(SEVERAL, "", options)
+    assert found is None if option is None else (found and option in found)
+
+
+def test_architectures_that_the_ep_found_itself_agree() -> None:
+    # It writes 0 where `htp_arch` was not set.
+    unset = SEVERAL.replace("73,75", "0,0")
+    assert QNN.disagreement(unset, "", {"soc_model": "60,57", "htp_arch": "73,75"}) is None
+    assert QNN.disagreement(unset, "", {"soc_model": "60,57", "htp_arch": "73,79"}) is not None

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hatch_epcontext.config.settings import Listed
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles, ModelSpec
 from hatch_epcontext.worker.check import handle
@@ -52,6 +53,61 @@ def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
     assert "QNNExecutionProvider compiles only fixed shapes" in problem.message
     assert problem.kind is Kind.OPEN_DIMENSION
     assert [str(each) for each in problem.settings] == [setting]
+
+
+def test_open_shapes_stay_open_in_the_facts(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    (facts,) = handle(request_for(path, dims={"batch": 2}, static_shapes=False)).models
+    assert facts.inputs[0].shape == ("batch", 1, 8, 8)
+    assert facts.outputs[0].shape == ("batch", 10)
+
+
+@pytest.mark.parametrize("static_shapes", [True, False])
+@pytest.mark.parametrize(
+    ("dims", "settings"),
+    [
+        ({"batch": 2}, ["models[0].static-shapes = true"]),
+        ({}, ["models[0].static-shapes = true", "models[0].dims = { batch = 1 }"]),
+    ],
+)
+def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
+    tmp_path: Path, static_shapes: bool, dims: dict[str, int], settings: list[str]
+) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    # Another target of the same model may fix them.
+    spec = ModelSpec("a", str(path), MODEL, dims, static_shapes=static_shapes)
+    with pytest.raises(ModelError) as raised:
+        handle(CheckRequest((spec,), {}, left_open={"a": "QNNExecutionProvider"}))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.OPEN_DIMENSION
+    assert problem.message == (
+        "the input 'x' has an open dimension (batch x 1 x 8 x 8), and QNNExecutionProvider compiles "
+        "only fixed shapes. It is left open because static-shapes is false."
+    )
+    assert [str(each).removeprefix("tool.epcontext.") for each in problem.settings] == settings
+    fixed = ModelSpec("a", str(save(network(1), path)), MODEL, static_shapes=static_shapes)
+    handle(CheckRequest((fixed,), {}, left_open={"a": "QNNExecutionProvider"}))
+
+
+def test_a_shape_of_a_list_that_leaves_a_dimension_open_is_named(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(path, "QNN", listed=Listed("dims", 1)))
+    (problem,) = raised.value.problems
+    assert [str(each) for each in problem.settings] == [
+        "tool.epcontext.models[0].dims[1] = { batch = 1 }"
+    ]
+
+
+def test_a_problem_of_all_shapes_of_a_model_is_reported_once(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    specs = tuple(
+        ModelSpec(f"a.{size}", str(path), MODEL, {"batch": size}, {"z": (1,)}) for size in (1, 2)
+    )
+    with pytest.raises(ModelError) as raised:
+        handle(CheckRequest(specs, {}))
+    (problem,) = raised.value.problems
+    assert "the model has no input 'z'" in problem.message
 
 
 def test_the_problems_of_all_models_are_reported_at_once(tmp_path: Path) -> None:
@@ -110,6 +166,15 @@ def test_profiles_have_to_fit_the_inputs(tmp_path: Path) -> None:
     assert "the model has no input 'y'" in unknown.message
     assert unknown.kind is Kind.UNKNOWN_INPUT
     assert "has no shapes for the input 'x', which has open dimensions" in missing.message
+
+
+def test_profiles_of_a_target_that_leaves_shapes_open_fit_the_open_inputs(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    spec = ModelSpec("a", str(path), MODEL, {"batch": 1})
+    profile = {"x": {"min": [1, 1, 8, 8], "opt": [4, 1, 8, 8], "max": [8, 1, 8, 8]}}
+    handle(CheckRequest((spec,), {}, (ModelProfiles("a", PROFILES, (profile,), False),)))
+    with pytest.raises(ModelError, match="but the input has the shape 1 x 1 x 8 x 8"):
+        handle(CheckRequest((spec,), {}, (ModelProfiles("a", PROFILES, (profile,)),)))
 
 
 def test_inputs_of_fixed_shapes_need_no_profile(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext.config.settings import Listed
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.protocol import ModelSpec
-from hatch_epcontext.worker.fix import fix_inputs
+from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from tests.models import model, value
 
 MODEL = Key(("models", 0))
@@ -55,6 +56,44 @@ def test_a_whole_shape_fixes_its_dims_in_all_tensors() -> None:
     made = two_inputs()
     fix_inputs(made, spec(shapes={"z": (2, 4)}))
     assert shapes(made) == {"x": [2, 4], "z": [2, 4], "scale": [1], "y": [2, 4]}
+
+
+def test_open_shapes_are_checked_and_stay_open() -> None:
+    made = two_inputs()
+    sizes: dict[str, Any] = {"dims": {"n": 3}, "shapes": {"z": (3, 4)}}
+    fix_inputs(made, spec(**sizes, constants={"scale": 2}, static_shapes=False))
+    assert shapes(made) == {"x": ["n", 4], "z": ["n", ""], "y": ["n", 4]}
+    feeds = feeds_for(made, spec(**sizes, static_shapes=False))
+    assert {name: array.shape for name, array in feeds.items()} == {"x": (3, 4), "z": (3, 4)}
+    found = problem(two_inputs(), shapes={"x": (1, 5)}, static_shapes=False)
+    assert "the shape [1, 5] does not fit the input" in found.message
+
+
+def test_a_whole_shape_sizes_its_dims_in_all_dummy_inputs() -> None:
+    made = two_inputs()
+    sizes = spec(shapes={"z": (2, 4)}, static_shapes=False)
+    fix_inputs(made, sizes)
+    feeds = feeds_for(made, sizes)
+    assert {name: array.shape for name, array in feeds.items()} == {
+        "x": (2, 4),
+        "z": (2, 4),
+        "scale": (1,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("listed", "settings", "location"),
+    [
+        (Listed("shapes", 1), {"shapes": {"x": (1,)}}, "models[0].shapes[1].x"),
+        (Listed("shapes", 1), {"dims": {"m": 1}}, "models[0].dims.m"),
+        (Listed("dims", 2), {"dims": {"m": 1}}, "models[0].dims[2].m"),
+    ],
+)
+def test_sizes_in_a_list_are_reported_with_their_place(
+    listed: Listed, settings: dict[str, Any], location: str
+) -> None:
+    found = problem(two_inputs(), listed=listed, **settings)
+    assert found.location == f"tool.epcontext.{location}"
 
 
 def test_constants_become_initializers_of_the_inputs_dtype() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def test_random_integers_are_small_enough_to_be_indices() -> None:
 
 def test_an_open_dimension_has_the_size_one() -> None:
     assert dummy_inputs([X], spec("ones"))["x"].shape == (2, 1)
+
+
+def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> None:
+    np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
+    sizes = dataclasses.replace(spec(tmp_path / "inputs.npz"), dims={"n": 3}, static_shapes=False)
+    assert dummy_inputs([X], sizes)["x"].shape == (2, 7)
+    generated = dataclasses.replace(sizes, inputs="ones")
+    assert dummy_inputs([X], generated)["x"].shape == (2, 3)
 
 
 def test_random_indices_are_within_their_bounds() -> None:

@@ -64,6 +64,15 @@ def test_a_prepared_model_has_its_data_and_the_source_is_unchanged(
 
 
 @pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+def test_open_shapes_stay_open_and_take_other_sizes(tmp_path: Path, simplifier: Simplifier) -> None:
+    source = save(network(), tmp_path / "a.onnx")
+    reply = run(source, tmp_path, simplifier, dims={"batch": 2}, static_shapes=False)
+    assert shapes(onnx.load(reply.path))["x"] == ["batch", 1, 8, 8]
+    x = np.ones((5, 1, 8, 8), np.float32)
+    assert open_session(Path(reply.path), cpu_options()).run(None, {"x": x})[0].shape == (5, 10)
+
+
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
 @pytest.mark.parametrize(
     "location", ["a.fixed.onnx", "simplified/a.onnx", "simplified/a.data", "a.onnx.data"]
 )

@@ -14,7 +14,7 @@ from hatch_epcontext.ipc.protocol import ModelSpec
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import readback
 from tests.conftest import needs_qnn
-from tests.models import interrupted, network, save, with_weights_left_over
+from tests.models import half_for_the_cpu, interrupted, network, save, with_weights_left_over
 from tests.worker.test_compile import MODEL, X_ELITE, compiled, target
 
 
@@ -51,6 +51,31 @@ def test_embedded_and_secondary_contexts_need_no_sidecar(tmp_path: Path) -> None
     ]
     found = readback._wrong_contexts(nodes, tmp_path / "a_ctx.onnx", PROVIDERS["qnn"])
     assert not list(found)
+
+
+CHIPS = {"soc_model": "60,57"}
+
+
+@needs_qnn
+def test_a_context_for_several_chips_is_read_back(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    to = target("qnn", CHIPS)
+    reply, folder = compiled(path, to, tmp_path)
+    (context,) = reply.contexts
+    assert context.compatibility.split(":")[4:6] == ["73,75", "60,57"]
+    result = folder / context.model_file
+    spec = ModelSpec("a", str(path), MODEL)
+    # Another order is another context, and one chip is not two.
+    for chips in ("57,60", "60", "60,57,69"):
+        with pytest.raises(BuildError, match=f"soc_model = {chips} was requested, but the EP"):
+            readback.read_context(spec, path, result, target("qnn", {"soc_model": chips}))
+    model = onnx.load(result)
+    (mark,) = [a for a in model.graph.node[0].attribute if a.name == "is_multi_soc_ep_context"]
+    assert mark.i == 1
+    mark.i = 0
+    onnx.save(model, result)
+    with pytest.raises(BuildError, match="its attribute is_multi_soc_ep_context is not 1"):
+        readback.read_context(spec, path, result, to)
 
 
 @needs_qnn
@@ -94,3 +119,20 @@ def test_a_context_that_needs_the_sources_external_data_is_an_error(tmp_path: Pa
         readback.read_context(spec, path, result, target("qnn", X_ELITE))
     (setting,) = raised.value.problems[0].settings
     assert str(setting) == "tool.epcontext.models[0].external-initializers = true"
+
+
+@needs_qnn
+def test_reasons_are_only_known_for_fixed_inputs(tmp_path: Path) -> None:
+    path = save(half_for_the_cpu(), tmp_path / "a.onnx")
+    reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
+    (context,) = reply.contexts
+    assert context.coverage is not None
+    assert context.coverage.uncovered[0].reason is not None
+    made = half_for_the_cpu()
+    made.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    open_path = save(made, tmp_path / "open.onnx")
+    spec = ModelSpec("a", str(open_path), MODEL, static_shapes=False)
+    result = folder / context.model_file
+    read = readback.read_context(spec, open_path, result, target("qnn", X_ELITE))
+    assert read.coverage is not None
+    assert [each.reason for each in read.coverage.uncovered] == [None]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hatch_epcontext.config.checks.common import check_name, check_values
+from hatch_epcontext.config.checks.options import is_known_session_option
 from hatch_epcontext.config.checks.target import check_narrowable
 from hatch_epcontext.config.shapes import check_shapes, places
 from hatch_epcontext.config.tables import (
@@ -18,7 +19,7 @@ from hatch_epcontext.config.tables import (
     ValidateTable,
 )
 from hatch_epcontext.config.targets import NamedTarget
-from hatch_epcontext.errors import Key, Kind, Problem
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import show, suggestion
 
@@ -102,6 +103,7 @@ def applicable(
         table,
         provider_options=_of(table.provider_options, target, targets),
         load_options=_of(table.load_options, target, targets),
+        session_options=_session_options_of(table.session_options, target, targets),
         device=table.device if table.device in ("any", *provider.devices) else None,
         embed=table.embed if provider.product == "context" else None,
         in_memory=table.in_memory if provider.product == "context" else None,
@@ -126,15 +128,8 @@ def check_narrowing(
         yield from check_narrowable(key, narrowed, provider, target.key, unchecked=unchecked)
     if not targets:
         return
-    if table.share_weights is not None and not any(
-        target.provider.shares_weights for target in targets if target.provider
-    ):
-        yield Problem.at(
-            key / "share-weights",
-            Kind.NOT_APPLICABLE,
-            "none of the model's targets has a provider whose contexts can share weights.",
-            f"Providers that can: {', '.join(n for n, p in PROVIDERS.items() if p.shares_weights)}.",
-        )
+    if table.share_weights is not None:
+        yield from _check_sharing(key / "share-weights", targets)
     applied = [applicable(table, target, targets) for target in targets]
     known = {name for one in applied for name in (*one.provider_options, *one.load_options)}
     of_none = NarrowableTable(
@@ -149,6 +144,38 @@ def check_narrowing(
     first = targets[0]
     assert first.provider is not None
     yield from check_narrowable(key, of_none, first.provider, first.key, unchecked=False)
+
+
+def _check_sharing(key: Key, targets: Sequence[NamedTarget]) -> Iterator[Problem]:
+    providers = {target.key: target.provider for target in targets if target.provider}
+    if any(provider.shares_weights for provider in providers.values()):
+        return
+    hint = f"Providers that can: {', '.join(n for n, p in PROVIDERS.items() if p.shares_weights)}."
+    settings = tuple(
+        Setting(target / "allow-unknown-options", True)
+        for target, provider in providers.items()
+        if provider.product == "context"
+    )
+    if settings:
+        hint += "\nIf the EP can, and this package does not know it:"
+    yield Problem.at(
+        key,
+        Kind.NOT_APPLICABLE,
+        "none of the model's targets has a provider whose contexts can share weights.",
+        hint,
+        *settings[:1],
+    )
+
+
+def _session_options_of(
+    options: Options, target: NamedTarget, targets: Sequence[NamedTarget]
+) -> Options:
+    """Those of a model's session options that are for ``target``: unknown ones go where they pass."""
+    if target.table.allow_unknown_options or not any(
+        other.table.allow_unknown_options for other in targets
+    ):
+        return options
+    return {name: value for name, value in options.items() if is_known_session_option(name)}
 
 
 def _of(options: Options, target: NamedTarget, targets: Sequence[NamedTarget]) -> Options:

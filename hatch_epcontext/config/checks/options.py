@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.providers import OptionValue, Provider, render
@@ -16,12 +16,11 @@ _SESSION_OPTIONS = frozenset(
     optimization.constant_folding_max_output_size_in_bytes
     optimization.disable_specified_optimizers optimization.enable_cast_chain_elimination
     optimization.enable_gelu_approximation session.allow_released_opsets_only
-    session.collect_node_memory_stats_to_file session.debug_layout_transformation
     session.disable_aot_function_inlining session.disable_cpu_ep_fallback
     session.disable_double_qdq_remover session.disable_prepacking
     session.disable_qdq_constant_folding session.disable_quant_qdq session.dynamic_block_base
     session.enable_cpu_mem_arena session.enable_dq_matmulnbits_fusion
-    session.enable_mem_pattern session.enable_profiling session.enable_quant_qdq_cleanup
+    session.enable_mem_pattern session.enable_quant_qdq_cleanup
     session.execution_mode session.fail_on_suboptimal_compiled_model
     session.force_spinning_stop session.graph_optimizations_loop_level
     session.inter_op.allow_spinning session.inter_op_num_threads
@@ -37,6 +36,11 @@ _SESSION_OPTIONS = frozenset(
 )
 """Session options that a user may set (``onnxruntime_session_options_config_keys.h``, ONNX Runtime 1.31)."""
 
+_WRITES_A_FILE = (
+    "it writes a file, and ONNX Runtime opens no package with it; the app can set it in "
+    "load(..., session_options=...)"
+)
+
 _RESERVED_SESSION_OPTIONS = {
     "ep.context_enable": "compiling always sets it",
     "ep.context_embed_mode": "use embed = true or false",
@@ -48,6 +52,9 @@ _RESERVED_SESSION_OPTIONS = {
     "session.disable_model_compile": "the loader sets it for compiled models",
     "session.graph_optimization_level": 'use optimization = "..."',
     "session.optimized_model_filepath": "the places of files in the wheel are fixed",
+    "session.collect_node_memory_stats_to_file": _WRITES_A_FILE,
+    "session.debug_layout_transformation": _WRITES_A_FILE,
+    "session.enable_profiling": _WRITES_A_FILE,
     "session.record_ep_graph_assignment_info": "validation sets it",
 }
 """Session options that the build or the loader sets, each with the reason or the key to use."""
@@ -129,24 +136,37 @@ def _unknown(place: Key, name: str, provider: Provider, unchecked: Setting) -> P
     return Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
 
 
-def check_session_options(key: Key, options: Mapping[str, OptionValue]) -> Iterator[Problem]:
-    """The table of session options at ``key``."""
+def is_known_session_option(name: str) -> bool:
+    """Whether a session option is known, also one that is reserved."""
+    return name in _SESSION_OPTIONS or name in _RESERVED_SESSION_OPTIONS
+
+
+def check_session_options(
+    key: Key, options: Mapping[str, OptionValue], target: Key, *, unchecked: bool = False
+) -> Iterator[Problem]:
+    """The table of session options at ``key``, for the target at ``target``.
+
+    With ``unchecked`` unknown ones pass.
+    """
     for name, value in options.items():
         if name in _RESERVED_SESSION_OPTIONS:
             message = f"is reserved: {_RESERVED_SESSION_OPTIONS[name]}."
             yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
-        elif name not in _SESSION_OPTIONS:
+        elif isinstance(value, Mapping | Sequence) and not isinstance(value, str):
+            message = (
+                f"must not be a {'table' if isinstance(value, Mapping) else 'list'}: {show(value)}."
+            )
+            yield Problem.at(key / name, Kind.WRONG_TYPE, message)
+        elif name not in _SESSION_OPTIONS and not unchecked:
             silent = "ONNX Runtime would accept it, and ignore it silently."
             near = near_name(name, sorted(_SESSION_OPTIONS))
             yield Problem.at(
                 key / name,
                 Kind.UNKNOWN_SESSION_OPTION,
                 "is not a session option of ONNX Runtime.",
-                f"{near} {silent}" if near else silent,
+                f"{near or ''} {silent}\nIf ONNX Runtime is newer than this package:".lstrip(),
+                Setting(target / "allow-unknown-options", True),
             )
-        elif isinstance(value, Mapping):
-            message = f"must not be a table: {show(value)}."
-            yield Problem.at(key / name, Kind.WRONG_TYPE, message)
 
 
 def render_options(

@@ -92,12 +92,15 @@ def check_narrowable(
 ) -> Iterator[Problem]:
     """The keys that a target's and a model's table have in common, for the target at ``target``.
 
-    With ``unchecked`` provider options are not checked.
+    With ``unchecked`` provider options are not checked, and unknown session options pass.
     """
     if not unchecked:
         options, load_options = table.provider_options, table.load_options
         yield from check_options(key, options, load_options, provider, target)
-    yield from check_session_options(key / "session-options", table.session_options)
+    session_options = key / "session-options"
+    yield from check_session_options(
+        session_options, table.session_options, target, unchecked=unchecked
+    )
     yield from check_values(key, table)
     if table.in_memory:
         yield from _check_in_memory(key, table, provider)

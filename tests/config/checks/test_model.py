@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.examples import LONG, PROFILE, assert_one_problem, problems
+from tests.config.examples import LONG, PROFILE, assert_one_problem, problems, read
 
 CPU = 'provider = "cpu"\n'
 
@@ -87,3 +87,18 @@ def test_an_invalid_weight_sharing_group_is_an_error(
     project: Path, toml: str, location: str, message: str
 ) -> None:
     assert message in problems(project, toml)[location].message
+
+
+def test_sharing_by_an_ep_that_is_not_known_to_share_can_be_allowed(project: Path) -> None:
+    toml = groups("x", "x", "openvino")
+    found = problems(project, toml)["models[0].share-weights"]
+    assert "Set tool.epcontext.allow-unknown-options = true" in found.text()
+    (model, _) = read(project, f"allow-unknown-options = true\n{toml}").models
+    assert model.targets[0].provider.shares_weights
+
+
+def test_optimized_graphs_never_share_weights(project: Path) -> None:
+    toml = f"allow-unknown-options = true\n{groups('x', 'x', 'cpu')}"
+    found = problems(project, toml)["models[0].share-weights"]
+    assert "none of the model's targets" in found.message
+    assert found.settings == ()

@@ -64,13 +64,14 @@ def test_a_provider_without_options_is_named() -> None:
 
 def test_session_options_are_known_and_not_reserved() -> None:
     key = Key() / "s"
-    assert not list(check_session_options(key, {"session.intra_op_num_threads": 1}))
+    assert not list(check_session_options(key, {"session.intra_op_num_threads": 1}, T))
     unknown, reserved = check_session_options(
-        key, {"session.intra_op_num_thread": 1, "ep.context_enable": 1}
+        key, {"session.intra_op_num_thread": 1, "ep.context_enable": 1}, T
     )
     assert unknown.location == 'tool.epcontext.s."session.intra_op_num_thread"'
     assert unknown.hint is not None
     assert 'Did you mean "session.intra_op_num_threads"?' in unknown.hint
+    assert unknown.settings == (UNCHECKED,)
     assert "compiling always sets it" in reserved.message
     assert not _SESSION_OPTIONS & _RESERVED_SESSION_OPTIONS.keys()
 
@@ -184,6 +185,117 @@ def test_options_that_contradict_the_chip_are_refused(
     assert message in found.message
 
 
+@pytest.mark.parametrize("chips", ["[60, 57]", '["60", 57]', '"60,57"', '"60, 57"'])
+def test_a_list_names_several_chips_and_their_architectures_follow(
+    project: Path, chips: str
+) -> None:
+    found = target(project, f'provider = "qnn"\nprovider-options = {{ soc_model = {chips} }}')
+    assert found.settings.provider_options == {
+        "backend_type": "htp",
+        "soc_model": "60,57",
+        "htp_arch": "73,75",
+    }
+    # They count for compiling only.
+    assert found.load_options == {"backend_type": "htp"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("soc_model = [60]", {"soc_model": "60"}),
+        ("soc_model = [60, 57], htp_arch = [73, 75]", {"soc_model": "60,57", "htp_arch": "73,75"}),
+        ("soc_model = [60, 88], htp_arch = [73, 81]", {"soc_model": "60,88", "htp_arch": "73,81"}),
+        # Two chips may have the same architecture.
+        ("soc_model = [60, 43]", {"soc_model": "60,43", "htp_arch": "73,73"}),
+        ("htp_arch = [73, 75]", {"htp_arch": "73,75"}),
+        (
+            "soc_model = [60, 57], vtcm_mb = 8",
+            {"soc_model": "60,57", "htp_arch": "73,75", "vtcm_mb": "8"},
+        ),
+        (
+            "soc_model = [60, 57], vtcm_mb = [8, 4]",
+            {"soc_model": "60,57", "htp_arch": "73,75", "vtcm_mb": "8,4"},
+        ),
+    ],
+)
+def test_valid_lists_of_chips_become_what_the_ep_takes(
+    project: Path, options: str, expected: dict[str, str]
+) -> None:
+    found = target(project, f'provider = "qnn"\nprovider-options = {{ {options} }}')
+    assert found.settings.provider_options == {"backend_type": "htp", **expected}
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "message"),
+    [
+        ("soc_model = []", "soc_model", "a list of them, one for each chip, not []"),
+        ("soc_model = [60, true]", "soc_model", "must be a whole number"),
+        ("soc_model = [60, 57.5]", "soc_model", "must be a whole number"),
+        ("soc_model = [60, -1]", "soc_model", "must be a whole number"),
+        ('soc_model = "60,x"', "soc_model", "must be a whole number"),
+        ('soc_model = "60,"', "soc_model", "must be a whole number"),
+        ("htp_arch = [73, 999]", "htp_arch", "must be one of 0, 68"),
+        ("soc_model = [60, 60]", "soc_model", "names 60 twice"),
+        ("htp_arch = [73, 73]", "htp_arch", "names 73 twice"),
+        ("soc_model = [60, 0]", "soc_model", "0 means that it is not set"),
+        (
+            "soc_model = [60, 88]",
+            "soc_model",
+            "does not know the HTP architecture of 88: htp_arch must be a list",
+        ),
+        (
+            "soc_model = [60, 88], htp_arch = 73",
+            "htp_arch",
+            "it has 1, and soc_model names 2 chips",
+        ),
+        (
+            "soc_model = 60, htp_arch = [73, 75]",
+            "htp_arch",
+            "it has 2, and soc_model names 1 chip.",
+        ),
+        ("soc_model = 60, vtcm_mb = [8, 4]", "vtcm_mb", "it has 2, and soc_model names 1 chip."),
+        (
+            "soc_model = [60, 57], htp_arch = [73, 73]",
+            "htp_arch",
+            "soc_model 57 has the HTP architecture 75",
+        ),
+        ("device_id = [0, 1]", "device_id", "must be a whole number at least 0, not [0, 1]"),
+        ('backend_type = ["htp"]', "backend_type", "must be one of htp"),
+        ("enable_htp_prepare_only = [true]", "enable_htp_prepare_only", "must be true or false"),
+        ('op_packages = ["a"]', "op_packages", "must be a string, not"),
+    ],
+)
+def test_an_invalid_list_of_chips_is_an_error(
+    project: Path, options: str, option: str, message: str
+) -> None:
+    toml = f'provider = "qnn"\nprovider-options = {{ {options} }}'
+    location, found = only_problem(project, toml)
+    assert location == f"provider-options.{option}"
+    assert message in found.message
+
+
+@pytest.mark.parametrize("item", ["[1]", "{ a = 1 }", "2020-01-01"])
+def test_a_list_has_no_lists_tables_or_dates(project: Path, item: str) -> None:
+    toml = f'provider = "qnn"\nprovider-options = {{ soc_model = [60, {item}] }}'
+    location, found = only_problem(project, toml)
+    assert location == "provider-options.soc_model[1]"
+    assert found.message.startswith("must be ")
+
+
+def test_the_lists_of_a_newer_ep_are_taken_as_they_are(project: Path) -> None:
+    toml = (
+        'provider = "qnn"\nallow-unknown-options = true\n'
+        "provider-options = { soc_model = [60, 60], newer = [1, true], device_id = [0, 1] }"
+    )
+    assert target(project, toml).settings.provider_options == {
+        "backend_type": "htp",
+        "soc_model": "60,60",
+        "htp_arch": "73,73",
+        "newer": "1,1",
+        "device_id": "0,1",
+    }
+
+
 def test_options_newer_than_this_package_can_be_allowed(project: Path) -> None:
     wrong = (
         '{ soc_model = 60, htp_arch = 99, no_such = true, backend_type = "x", backend_path = "y" }'
@@ -219,10 +331,35 @@ def test_dates_in_a_table_of_options_become_strings(project: Path) -> None:
     assert target(project, toml).settings.provider_options == expected
 
 
-def test_a_session_option_cannot_be_a_table(project: Path) -> None:
-    toml = 'provider = "cpu"\nsession-options = { "session.log_id" = { a = 1 } }'
+@pytest.mark.parametrize(
+    ("value", "message"), [("{ a = 1 }", "must not be a table"), ("[1, 2]", "must not be a list")]
+)
+@pytest.mark.parametrize("allowed", ["", "allow-unknown-options = true\n"])
+def test_a_session_option_cannot_be_a_table_or_a_list(
+    project: Path, value: str, message: str, allowed: str
+) -> None:
+    toml = f'provider = "cpu"\n{allowed}session-options = {{ "session.log_id" = {value} }}'
     _, found = only_problem(project, toml)
-    assert found.message.startswith("must not be a table")
+    assert found.message.startswith(message)
+
+
+def test_session_options_newer_than_this_package_can_be_allowed(project: Path) -> None:
+    toml = 'provider = "cpu"\nsession-options = { "session.newer" = true }\n'
+    _, found = only_problem(project, toml)
+    assert "Set tool.epcontext.allow-unknown-options = true" in found.text()
+    allowed = target(project, f"{toml}allow-unknown-options = true")
+    assert allowed.settings.session_options == {"session.newer": "1"}
+
+
+def test_a_reserved_session_option_is_refused_even_if_unknown_ones_are_allowed(
+    project: Path,
+) -> None:
+    toml = (
+        'provider = "cpu"\nallow-unknown-options = true\n'
+        'session-options = { "ep.context_enable" = 0 }'
+    )
+    _, found = only_problem(project, toml)
+    assert "compiling always sets it" in found.message
 
 
 def test_a_misspelled_session_option_has_the_near_name_and_the_reason(project: Path) -> None:
@@ -230,5 +367,6 @@ def test_a_misspelled_session_option_has_the_near_name_and_the_reason(project: P
     _, found = only_problem(project, toml)
     assert found.hint == (
         'Did you mean "session.intra_op_num_threads"? '
-        "ONNX Runtime would accept it, and ignore it silently."
+        "ONNX Runtime would accept it, and ignore it silently.\n"
+        "If ONNX Runtime is newer than this package:"
     )

@@ -1,0 +1,388 @@
+"""ONNX Runtime's C API for model packages through ``ctypes``, because Python has no binding for it.
+
+The module stands alone, so that a script in another environment can import a copy of it: it needs numpy
+and an installed onnxruntime, whose shared library it loads. This library is not the one inside the
+module ``onnxruntime``: keep the two in separate processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+API_VERSION = 31
+"""The first version of the C API that is known to have model packages at the places used here."""
+
+Array = npt.NDArray[Any]
+# What ctypes makes of a C function.
+_Function = Callable[..., Any]
+
+# ORTCHAR_T, the characters of paths.
+_PATH: Any = ctypes.c_wchar_p if sys.platform == "win32" else c_char_p
+_STRINGS = POINTER(c_char_p)
+_HANDLES = POINTER(c_void_p)
+_SIZE = POINTER(c_size_t)
+
+_LOG_ERRORS = 3
+_DEVICE_ALLOCATOR = 0
+_DEFAULT_MEMORY = 0
+
+# ONNXTensorElementDataType, for the types that numpy has as well.
+_ELEMENT_TYPES = {
+    np.dtype(name): number
+    for number, name in {
+        1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64",
+        9: "bool", 10: "float16", 11: "float64", 12: "uint32", 13: "uint64",
+    }.items()
+}  # fmt: skip
+_DTYPES = {number: dtype for dtype, number in _ELEMENT_TYPES.items()}
+
+
+class OrtError(Exception):
+    """A call that ONNX Runtime refused, with the message of its OrtStatus."""
+
+
+class UnavailableError(Exception):
+    """The installed ONNX Runtime cannot open model packages; the message is the reason."""
+
+
+class _Api:
+    """The functions of the C tables ``OrtApi`` and ``OrtModelPackageApi``.
+
+    The numbers are places in the tables, which are stable: a new version only adds places at the end.
+    """
+
+    def __init__(self, library: Path) -> None:
+        get_base = ctypes.CDLL(str(library)).OrtGetApiBase
+        get_base.restype = c_void_p
+        base = get_base()
+        ort = _place(base, 0, c_void_p, c_uint32)(API_VERSION)
+        if not ort:
+            version = _place(base, 1, c_char_p)().decode()
+            raise UnavailableError(f"ONNX Runtime {version} is older than 1.{API_VERSION}")
+        self._error_message = _place(ort, 2, c_char_p, c_void_p)
+        self._release_status = _place(ort, 93, None, c_void_p)
+        self._add_general(ort)
+        self._add_sessions(ort)
+        self._add_tensors(ort)
+        self._add_packages(_place(ort, 427, c_void_p)())
+
+    def _add_general(self, ort: int) -> None:
+        self.create_env = self._checked(ort, 3, c_int, c_char_p, _HANDLES)
+        self.release_env = _release(ort, 92)
+        self.register_library = self._checked(ort, 301, c_void_p, c_char_p, _PATH)
+        self.unregister_library = self._checked(ort, 302, c_void_p, c_char_p)
+        self.ep_devices = self._checked(ort, 303, c_void_p, POINTER(_HANDLES), _SIZE)
+        self.device_ep = _place(ort, 312, c_char_p, c_void_p)
+
+    def _add_sessions(self, ort: int) -> None:
+        self.create_options = self._checked(ort, 10, _HANDLES)
+        self.release_options = _release(ort, 100)
+        self.append_devices = self._checked(
+            ort, 304, c_void_p, c_void_p, _HANDLES, c_size_t, _STRINGS, _STRINGS, c_size_t
+        )
+        name = c_void_p, c_size_t, c_void_p, _HANDLES
+        self.input_count = self._checked(ort, 30, c_void_p, _SIZE)
+        self.input_name = self._checked(ort, 36, *name)
+        self.output_count = self._checked(ort, 31, c_void_p, _SIZE)
+        self.output_name = self._checked(ort, 37, *name)
+        self.run = self._checked(
+            ort, 9,
+            c_void_p, c_void_p, _STRINGS, _HANDLES, c_size_t, _STRINGS, c_size_t, _HANDLES,
+        )  # fmt: skip
+        self.release_session = _release(ort, 95)
+        self.default_allocator = self._checked(ort, 78, _HANDLES)
+        self.free = self._checked(ort, 76, c_void_p, c_void_p)
+
+    def _add_tensors(self, ort: int) -> None:
+        self.create_memory_info = self._checked(ort, 69, c_int, c_int, _HANDLES)
+        self.release_memory_info = _release(ort, 94)
+        self.create_tensor = self._checked(
+            ort, 49, c_void_p, c_void_p, c_size_t, POINTER(c_int64), c_size_t, c_int, _HANDLES
+        )
+        self.release_value = _release(ort, 96)
+        self.tensor_data = self._checked(ort, 51, c_void_p, _HANDLES)
+        self.tensor_info = self._checked(ort, 65, c_void_p, _HANDLES)
+        self.release_tensor_info = _release(ort, 99)
+        self.element_type = self._checked(ort, 60, c_void_p, POINTER(c_int))
+        self.rank = self._checked(ort, 61, c_void_p, _SIZE)
+        self.dimensions = self._checked(ort, 62, c_void_p, POINTER(c_int64), c_size_t)
+
+    def _add_packages(self, table: int) -> None:
+        self.create_package_options = self._checked(table, 0, c_void_p, c_void_p, _HANDLES)
+        self.release_package_options = _release(table, 1)
+        self.open_package = self._checked(table, 2, _PATH, _HANDLES)
+        self.release_package = _release(table, 3)
+        self.schema_version = self._checked(table, 4, c_void_p, POINTER(c_int64))
+        self.components = self._checked(table, 6, c_void_p, POINTER(_STRINGS), _SIZE)
+        self.variants = self._checked(table, 8, c_void_p, c_char_p, POINTER(_STRINGS), _SIZE)
+        self.variant_ep = self._checked(table, 9, c_void_p, c_char_p, c_char_p, _STRINGS)
+        self.select = self._checked(table, 11, c_void_p, c_char_p, c_void_p, _HANDLES)
+        self.release_component = _release(table, 12)
+        self.selected_variant = self._checked(table, 13, c_void_p, _STRINGS)
+        self.selected_folder = self._checked(table, 14, c_void_p, POINTER(_PATH))
+        self.create_session = self._checked(table, 15, c_void_p, c_void_p, c_void_p, _HANDLES)
+
+    def _checked(self, table: int, place: int, *arguments: Any) -> _Function:
+        """A function that raises the OrtStatus that it gets as OrtError."""
+        function = _place(table, place, c_void_p, *arguments)
+
+        def call(*values: Any) -> None:
+            status = function(*values)
+            if status:
+                message = self._error_message(status).decode()
+                self._release_status(status)
+                raise OrtError(message)
+
+        return call
+
+
+def _place(table: int, place: int, result: Any, *arguments: Any) -> _Function:
+    address = ctypes.cast(table, _HANDLES)[place]
+    assert address is not None
+    return ctypes.CFUNCTYPE(result, *arguments)(address)
+
+
+def _release(table: int, place: int) -> _Function:
+    return _place(table, place, None, c_void_p)
+
+
+@contextmanager
+def _made(create: _Function, release: _Function, *arguments: Any) -> Iterator[c_void_p]:
+    """The object that ``create`` writes through its last argument."""
+    handle = c_void_p()
+    create(*arguments, byref(handle))
+    try:
+        yield handle
+    finally:
+        release(handle)
+
+
+def _strings(read: _Function, *arguments: Any) -> list[str]:
+    """The names that ``read`` writes through its last two arguments, which stay ONNX Runtime's."""
+    names, count = _STRINGS(), c_size_t()
+    read(*arguments, byref(names), byref(count))
+    return [name.decode() for name in names[: count.value] if name is not None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open session. ``run`` may be called any number of times."""
+
+    _api: _Api
+    _handle: c_void_p
+
+    @property
+    def inputs(self) -> list[str]:
+        return self._names(self._api.input_count, self._api.input_name)
+
+    @property
+    def outputs(self) -> list[str]:
+        return self._names(self._api.output_count, self._api.output_name)
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """All outputs, in the order of ``outputs``, for one array for each input.
+
+        Raises OrtError, and KeyError for arrays of a dtype that ONNX Runtime or numpy does not have.
+        """
+        with ExitStack() as stack:
+            # ONNX Runtime reads the arrays where they are.
+            arrays = [np.ascontiguousarray(array) for array in feeds.values()]
+            values = (c_void_p * len(arrays))(
+                *(stack.enter_context(self._tensor(array)).value for array in arrays)
+            )
+            outputs = self.outputs
+            results = (c_void_p * len(outputs))()
+            self._api.run(
+                self._handle, None, _texts(feeds), values, len(arrays),
+                _texts(outputs), len(outputs), results,
+            )  # fmt: skip
+            for result in results:
+                stack.callback(self._api.release_value, result)
+            return [self._array(c_void_p(result)) for result in results]
+
+    def _names(self, count: _Function, name: _Function) -> list[str]:
+        size, allocator = c_size_t(), c_void_p()
+        count(self._handle, byref(size))
+        self._api.default_allocator(byref(allocator))
+        names = []
+        for index in range(size.value):
+            text = c_void_p()
+            name(self._handle, index, allocator, byref(text))
+            names.append(ctypes.string_at(text).decode())
+            self._api.free(allocator, text)
+        return names
+
+    @contextmanager
+    def _tensor(self, array: Array) -> Iterator[c_void_p]:
+        api = self._api
+        memory = _made(
+            api.create_memory_info, api.release_memory_info, _DEVICE_ALLOCATOR, _DEFAULT_MEMORY
+        )
+        shape = (c_int64 * array.ndim)(*array.shape)
+        with memory as info, _made(
+            api.create_tensor, api.release_value,
+            info, array.ctypes.data, array.nbytes, shape, array.ndim, _ELEMENT_TYPES[array.dtype],
+        ) as value:  # fmt: skip
+            yield value
+
+    def _array(self, value: c_void_p) -> Array:
+        """A copy of a tensor."""
+        api = self._api
+        data, number, rank = c_void_p(), c_int(), c_size_t()
+        with _made(api.tensor_info, api.release_tensor_info, value) as info:
+            api.element_type(info, byref(number))
+            api.rank(info, byref(rank))
+            shape = (c_int64 * rank.value)()
+            api.dimensions(info, shape, rank)
+        api.tensor_data(value, byref(data))
+        array = np.empty(tuple(shape), _DTYPES[number.value])
+        if array.nbytes:
+            ctypes.memmove(array.ctypes.data, data, array.nbytes)
+        return array
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component with the variant that ONNX Runtime selected for it, and the variant's folder."""
+
+    variant: str
+    folder: Path
+    _api: _Api
+    _env: c_void_p
+    _handle: c_void_p
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """A session of the variant, with the session and provider options of the manifest."""
+        api = self._api
+        opened = _made(api.create_session, api.release_session, self._env, self._handle, None)
+        with opened as handle:
+            yield Session(api, handle)
+
+
+@dataclass(frozen=True)
+class Package:
+    """An open model package."""
+
+    _api: _Api
+    _env: c_void_p
+    _handle: c_void_p
+
+    @property
+    def schema_version(self) -> int:
+        """The major version of the schema."""
+        version = c_int64()
+        self._api.schema_version(self._handle, byref(version))
+        return version.value
+
+    @property
+    def components(self) -> list[str]:
+        return _strings(self._api.components, self._handle)
+
+    def variants(self, component: str) -> list[str]:
+        return _strings(self._api.variants, self._handle, component.encode())
+
+    def ep(self, component: str, variant: str) -> str | None:
+        """The EP of a variant, None where the manifest names none."""
+        name = c_char_p()
+        self._api.variant_ep(self._handle, component.encode(), variant.encode(), byref(name))
+        return None if name.value is None else name.value.decode()
+
+    @contextmanager
+    def select(self, component: str, ep: str, options: Mapping[str, str]) -> Iterator[Component]:
+        """The component with the variant that fits the devices of ``ep``.
+
+        ``options``: the provider options that the EP needs to start. Raises OrtError when no variant
+        fits, and LookupError when the EP has no device here.
+        """
+        api = self._api
+        with ExitStack() as stack:
+            session_options = stack.enter_context(_made(api.create_options, api.release_options))
+            self._append(session_options, ep, options)
+            create, release = api.create_package_options, api.release_package_options
+            choice = stack.enter_context(_made(create, release, self._env, session_options))
+            handle = stack.enter_context(
+                _made(api.select, api.release_component, self._handle, component.encode(), choice)
+            )
+            variant, folder = c_char_p(), _PATH()
+            api.selected_variant(handle, byref(variant))
+            api.selected_folder(handle, byref(folder))
+            assert variant.value is not None
+            path = folder.value if isinstance(folder.value, str) else folder.value.decode()
+            yield Component(variant.value.decode(), Path(path), api, self._env, handle)
+
+    def _append(self, session_options: c_void_p, ep: str, options: Mapping[str, str]) -> None:
+        devices, count = _HANDLES(), c_size_t()
+        self._api.ep_devices(self._env, byref(devices), byref(count))
+        fitting = [d for d in devices[: count.value] if self._api.device_ep(d).decode() == ep]
+        if not fitting:
+            raise LookupError(f"{ep} has no device on this machine")
+        self._api.append_devices(
+            session_options, self._env, (c_void_p * len(fitting))(*fitting), len(fitting),
+            _texts(options), _texts(options.values()), len(options),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """ONNX Runtime with its environment."""
+
+    _api: _Api
+    _env: c_void_p
+
+    @contextmanager
+    def registered(self, ep: str, library: Path) -> Iterator[None]:
+        """The EP of a plugin library under the name ``ep``."""
+        self._api.register_library(self._env, ep.encode(), _native(library))
+        try:
+            yield
+        finally:
+            self._api.unregister_library(self._env, ep.encode())
+
+    @contextmanager
+    def package(self, folder: Path) -> Iterator[Package]:
+        """The model package in ``folder``. Raises OrtError with what is wrong with its manifest."""
+        api = self._api
+        with _made(api.open_package, api.release_package, _native(folder)) as handle:
+            yield Package(api, self._env, handle)
+
+
+@contextmanager
+def runtime() -> Iterator[Runtime]:
+    """The C API of the installed onnxruntime.
+
+    Raises UnavailableError when it has no shared library, or when it is too old.
+    """
+    api = _Api(_installed_library())
+    with _made(api.create_env, api.release_env, _LOG_ERRORS, b"model_package_api") as env:
+        yield Runtime(api, env)
+
+
+def _installed_library() -> Path:
+    spec = importlib.util.find_spec("onnxruntime")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        for pattern in ("libonnxruntime.so*", "onnxruntime.dll", "libonnxruntime*.dylib"):
+            found = sorted(Path(folder, "capi").glob(pattern))
+            if found:
+                return found[0]
+    raise UnavailableError("the installed onnxruntime has no shared library")
+
+
+def _texts(texts: Iterable[str]) -> Any:
+    encoded = [text.encode() for text in texts]
+    return (c_char_p * len(encoded))(*encoded)
+
+
+def _native(path: Path) -> str | bytes:
+    return str(path) if sys.platform == "win32" else bytes(path)
