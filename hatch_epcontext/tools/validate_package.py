@@ -89,7 +89,8 @@ class FailedPackageError(BuildError):
 
     def __init__(self, validated: ValidatedPackage) -> None:
         problems = [each for variant in validated.variants for each in variant.problems]
-        super().__init__(*validated.problems, *problems)
+        # A damaged source is a problem of all that are compared with it.
+        super().__init__(*dict.fromkeys((*validated.problems, *problems)))
         self.validated = validated
 
 
@@ -324,15 +325,18 @@ class _Validator:
 
     def _file(self, variant: Variant) -> Path:
         """The model file of ``variant``, after a check of all its recorded files."""
-        damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
-        if damaged:
-            raise InspectionError(*damaged)
+        self._refuse_damaged(variant)
         files = self._model_files(variant)
         if len(files) == 1:
             return files[0]
         number = count(len(files), "ONNX file")
         reason = f"the manifest names no model (executor_info.ort), and its folder has {number}"
         raise BuildError(_not_run("", reason))
+
+    def _refuse_damaged(self, variant: Variant) -> None:
+        damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
+        if damaged:
+            raise InspectionError(*damaged)
 
     def _model_files(self, variant: Variant) -> list[Path]:
         """The model file of ``variant``; if its manifest names none, all that there are."""
@@ -411,7 +415,7 @@ class _Validator:
     def _reference(self, component: str, variant: str) -> _Reference | None:
         """The model to compare a variant with: the user's, the package's own source, or a CPU variant.
 
-        None if there is no other one than the variant itself.
+        None if there is no other one than the variant itself. Raises InspectionError if it is damaged.
         """
         found = self._read.package.components[component]
         frozen = _constants(ours(found.metadata, ComponentMetadata))
@@ -422,11 +426,13 @@ class _Validator:
             return _Reference(self._source.absolute(), frozen)
         for name, each in found.variants.items():
             files = self._model_files(each)
-            if len(files) == 1 and files[0].is_file():
-                if name == source:
-                    return _Reference(files[0].absolute(), frozen)
-                if source is None and each.ep in (None, CPU_EP):
-                    return None if name == variant else _Reference(files[0].absolute(), {})
+            is_reference = each.ep in (None, CPU_EP) if source is None else name == source
+            if not is_reference or len(files) != 1:
+                continue
+            if name == variant:
+                return None
+            self._refuse_damaged(each)
+            return _Reference(files[0].absolute(), frozen if source else {})
         return None
 
 

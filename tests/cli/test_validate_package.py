@@ -79,13 +79,24 @@ def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Pat
 
 @needs_qnn
 def test_the_result_is_printed_as_json_also_if_something_failed(cli: Cli, package: Path) -> None:
-    (package / "net" / "source" / "net.onnx").write_bytes(b"changed")
+    (package / "net" / "qnn" / "net_ctx_qnn.bin").write_bytes(b"changed")
     result = cli("validate", package, "--json", code=1)
     qnn, source = json.loads(result.stdout)["variants"]
     assert (qnn["component"], qnn["variant"], qnn["ep"]) == ("net", "qnn", "QNNExecutionProvider")
-    assert qnn["validation"]["status"] == "ran"
-    assert (source["validation"], source["problems"][0]["kind"]) == (None, "EPC506")
-    assert "net.onnx: EPC506\n    is missing, or differs from its record" in result.stderr
+    assert (qnn["validation"], qnn["problems"][0]["kind"]) == (None, "EPC506")
+    assert source["validation"]["status"] == "ran"
+    assert "net_ctx_qnn.bin: EPC506\n    is missing, or differs from its record" in result.stderr
+
+
+@needs_qnn
+def test_nothing_is_compared_with_a_damaged_source(cli: Cli, package: Path) -> None:
+    other = network()
+    other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
+    save(other, package / "net" / "source" / "net.onnx")
+    result = cli("validate", package, code=1)
+    assert result.stdout == "net -> qnn: FAILED\nnet -> source: FAILED\n"
+    assert result.stderr.count("EPC506") == 1
+    cli("validate", package, "-t", "qnn", code=1)
 
 
 @needs_qnn
@@ -280,7 +291,7 @@ def test_all_errors_of_a_manifest_are_named_by_their_place(cli: Cli, foreign: Ma
     ("text", "message"),
     [
         ("{", "manifest.json is not JSON"),
-        ("[]", "must be a table"),
+        ("[]", "has no manifest.json of a model package"),
         ('{"schema_version": "2.0", "components": {}}', "is 2.0, and this version reads 1.0"),
         ('{"schema_version": "1.0", "components": {}}', "is empty"),
         ('{"schema_version": "1.0", "components": {"a": "../b"}}', "outside of the package"),
