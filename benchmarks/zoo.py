@@ -30,7 +30,8 @@ from hatch_epcontext.config.load import load
 
 TARGETS: Mapping[str, Mapping[str, Any]] = {
     "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},
-    "openvino": {"provider": "openvino"},
+    # The script fixes the shapes too.
+    "openvino": {"provider": "openvino", "static-shapes": True},
 }
 
 

@@ -171,6 +171,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "policy": ('provider = "openvino"\npolicy = "max-efficiency"', "max-efficiency"),
     "virtual_devices": ('provider = "openvino"\nvirtual-devices = true', True),
     "optimization": ('provider = "cpu"\noptimization = "all"', "all"),
+    "static_shapes": ('provider = "cpu"\nstatic-shapes = true', True),
     "embed": ('provider = "qnn"\nembed = true', True),
     "in_memory": ('provider = "qnn"\nin-memory = true', True),
     "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
