@@ -23,7 +23,7 @@ from hatch_epcontext.tools.export import export
 _EXAMPLES = """\b
 Examples:
   epcontext export -o src/my_app/epcontext --overwrite
-  epcontext export -t x-elite -t source-only -o build/models
+  epcontext export ../app -t x-elite -m digits -o build/models
 """
 
 

@@ -67,7 +67,11 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
     _refuse_existing(folder, place, overwrite=overwrite)
     # Tried, because no system says reliably whether a folder can be written to.
     existing = next(each for each in (place.parent, *place.parents) if each.is_dir())
-    tempfile.TemporaryDirectory(prefix=".epcontext-", dir=existing).cleanup()
+    try:
+        tempfile.TemporaryDirectory(prefix=".epcontext-", dir=existing).cleanup()
+    except OSError as error:
+        # Its own path is one that no user knows.
+        raise OSError(error.errno, error.strerror, str(existing)) from error
 
 
 def _refuse_sources(place: Path, files: Iterable[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +78,7 @@ def validate_context(
     the mode of the validation: ``structure_only`` alone decides what is checked.
     """
     refuse_mode(job_settings.settings)
+    _refuse_archive(context)
     model = inspect_model(context)
     verify_model(context, model)
     known = _provider_of(context, model, provider)
@@ -100,6 +102,13 @@ def validate_context(
                 raise
             validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
+
+
+def _refuse_archive(path: Path) -> None:
+    if zipfile.is_zipfile(path):
+        message = "is an archive, such as a wheel, and not an ONNX file."
+        hint = "Install or unpack it, and name the folder of its model package."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
 
 
 def why_not_run(error: EpcontextError) -> str | None:

@@ -355,3 +355,10 @@ def test_flags_for_packages_are_refused_for_a_single_file(cli: Cli, tmp_path: Pa
     for flag in ("--component", "--variant"):
         printed = cli("validate", path, "-p", "cpu", flag, "a", code=2).stderr
         assert "are for a model package" in printed
+
+
+def test_a_wheel_is_to_be_unpacked_first(cli: Cli, foreign: Make, tmp_path: Path) -> None:
+    package = foreign({"cpu": variant()})
+    wheel = shutil.make_archive(str(tmp_path / "my_app-1.0-py3-none-any"), "zip", package)
+    printed = cli("validate", wheel, code=1).stderr
+    assert "is an archive, such as a wheel, and not an ONNX file." in printed

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -226,6 +227,18 @@ def test_a_link_stays_a_link(config: Config, run: Run, out: Path, tmp_path: Path
     export(config, out, run, loader=False, overwrite=False)
     assert out.is_symlink()
     assert (tmp_path / "real" / "manifest.json").is_file()
+
+
+def test_a_place_that_cannot_be_written_to_is_named(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(prefix: str, dir: Path) -> None:  # noqa: A002
+        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}x")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fails)
+    with pytest.raises(PermissionError) as caught:
+        export(config, tmp_path / "deep" / "out", never, loader=False, overwrite=False)
+    assert caught.value.filename == str(tmp_path)
 
 
 @pytest.mark.skipif(
