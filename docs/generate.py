@@ -333,9 +333,11 @@ _PURPOSES: Mapping[str, str] = {
     "build": "Compiles and validates the project's models into the cache, from which the next wheel takes "
     "them.",
     "compile": "Compiles any models without a project, with the same checks and the same validation.",
-    "validate": "Validates any context model, whatever tool compiled it.",
+    "export": "Writes the project's models as a model package, for the wheels of other build backends and "
+    "for apps without Python.",
+    "validate": "Validates any context model or model package, whatever tool made it.",
     "bench": "Measures how much faster compiled models open.",
-    "inspect": "Shows what a model, a wheel or an installed package contains.",
+    "inspect": "Shows what a model, a wheel or a model package contains.",
     "doctor": "Shows what the environment can compile for, and what is wrong with it.",
     "cache": "Shows, cleans and verifies the cache.",
     "schema": "Prints the JSON schema of `[tool.epcontext]`. `validate-pyproject` finds it by itself.",

@@ -26,7 +26,7 @@ from hatch_epcontext.build.artifact import (
 from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.build.run import IncompleteError, build, open_cache
-from hatch_epcontext.config.settings import Optimization, ValidationMode
+from hatch_epcontext.config.settings import Fallback, Optimization, ValidationMode
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -58,6 +58,7 @@ from hatch_epcontext.tools import compile_bytes
 from hatch_epcontext.tools import validate as validate_tool
 from hatch_epcontext.tools.compile import CompileResult
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.export import export
 from hatch_epcontext.tools.validate import ValidatedContext
 
 __all__ = [
@@ -116,6 +117,8 @@ def compile_models(
     share_weights: bool = False,
     validate: ValidationMode | Mapping[str, Any] = "auto",
     settings: Mapping[str, Any] | None = None,
+    package: bool = False,
+    fallback: Fallback | None = None,
     overwrite: bool = False,
     cache_dir: StrPath | None = None,
     log: Callable[[str], None] | None = None,
@@ -143,7 +146,10 @@ def compile_models(
     an ``.npz`` with an array for each input, of its dtype and shape.
     ``settings``: any other keys of a target, a model or the build, as in TOML, such as
     ``{"min-coverage": 0.9, "build.timeout": 600}`` (seconds).
-    ``overwrite``: replace existing files.
+    ``package``: make ``output`` the folder of a model package, with a manifest and the source models.
+    ``fallback``: whether the model package contains the source models: ``"auto"`` (the default) for
+    those that no other variant replaces on the CPU, ``"source"`` or ``"none"``.
+    ``overwrite``: replace existing files; with ``package`` the whole folder, if this function wrote it.
     ``cache_dir``: the folder of the cache; the default is the user's cache folder.
     ``log``: gets a line for each finished model or group, and warnings.
 
@@ -152,7 +158,8 @@ def compile_models(
 
     Raises ConfigError for invalid arguments, RequirementError when a package is missing or the provider
     is not available on this machine, BuildError when a model is invalid, is not compiled or fails its
-    validation, and OutputError when a file exists already, or is the source's own.
+    validation, and OutputError when a file exists already, is the source's own, or the folder of a
+    package has other files.
 
     >>> result = compile_models(
     ...     Path("digits.onnx"),
@@ -172,7 +179,8 @@ def compile_models(
     else:
         several = [models] if isinstance(models, str | os.PathLike) else models
         paths = [Path(path) for path in several]
-        named = name_models(paths, output if compile_tool.is_file(output, paths) else None)
+        is_file = not package and compile_tool.is_file(output, paths)
+        named = name_models(paths, output if is_file else None)
     job_settings = JobSettings(
         provider_options=provider_options or {},
         session_options=session_options or {},
@@ -180,6 +188,7 @@ def compile_models(
         optimization=optimization,
         embed=embed,
         share_weights=share_weights,
+        fallback=fallback,
         dims=dims or {},
         shapes=shapes or {},
         constants=constants or {},
@@ -187,6 +196,9 @@ def compile_models(
         settings=settings or {},
         cache_dir=None if cache_dir is None else Path(cache_dir),
     )
+    if fallback is not None and not package:
+        message = "is for a model package, and package is not set."
+        raise ConfigError(Problem.at(Key() / "fallback", Kind.NOT_APPLICABLE, message))
     config = configure(named, provider, job_settings)
 
     def run(planned: Plan, staging: Path) -> Result:
@@ -196,6 +208,8 @@ def compile_models(
         if log is not None:
             log(text)
 
+    if package:
+        return export(config, output, run, loader=False, overwrite=overwrite)
     return compile_tool.compile_models(config, output, run, overwrite=overwrite)
 
 

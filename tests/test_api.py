@@ -251,3 +251,16 @@ def test_the_mode_of_a_validation_cannot_be_set(source: Path, settings: dict[str
     with pytest.raises(ConfigError, match="cannot be set for this validation") as raised:
         validate_context(source, provider="cpu", settings=settings)
     assert raised.value.problems[0].kind is Kind.NOT_APPLICABLE
+
+
+def test_a_model_package_is_written(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = compile_models(source, out, "cpu", package=True, fallback="source")
+    names = ["net/cpu/net_optimized.onnx", "net/source/net.onnx", "manifest.json"]
+    assert result.files == tuple(out / name for name in names)
+    assert all(file.is_file() for file in result.files)
+    with pytest.raises(OutputError, match="exists already"):
+        compile_models(source, out, "cpu", package=True)
+    with pytest.raises(ConfigError, match="is for a model package") as caught:
+        compile_models(source, out, "cpu", fallback="none")
+    assert caught.value.problems[0].kind is Kind.NOT_APPLICABLE

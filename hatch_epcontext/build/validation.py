@@ -12,10 +12,11 @@ from pathlib import Path
 from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
 from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.build.plan import Job
-from hatch_epcontext.config.settings import Model, ValidateSettings
+from hatch_epcontext.config.settings import CompileSettings, Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.files import file_sha256, record_files
 from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
+from hatch_epcontext.providers import Provider
 
 
 def describe_validation(validation: Validation) -> str:
@@ -76,8 +77,12 @@ def validation_without_run(job: Job, model: Model) -> Validation | None:
 
 def reason_not_to_run(job: Job) -> str | None:
     """Why the job's result cannot be run on this machine, if that is known without asking the EP."""
-    provider = job.target.provider
-    if job.target.settings.virtual_devices:
+    return reason_not_to_run_here(job.target.provider, job.target.settings)
+
+
+def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str | None:
+    """Why what ``provider`` compiled cannot be run on this machine, if that is known without the EP."""
+    if settings.virtual_devices:
         return f"{provider.ep} compiled for a virtual device"
     if provider.runs_on(sys.platform, platform.machine()):
         return None

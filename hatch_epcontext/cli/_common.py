@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from hatch_epcontext.build.run import IncompleteError, build, open_cache
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.text import count, show_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -110,6 +111,12 @@ def report_options(command: Command) -> Command:
         help="Write an HTML report: sizes, coverage, validation, times, failures.",
     )
     return report(as_json(command))
+
+
+def show_written(package: Path, files: Sequence[Path], *, as_json: bool) -> None:
+    """Say that the folder ``package`` was written with ``files``."""
+    size = show_size(sum(file.stat().st_size for file in files))
+    click.echo(f"wrote {package} ({count(len(files), 'file')}, {size})", err=as_json)
 
 
 def run_plan(

@@ -13,6 +13,7 @@ from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
 from hatch_epcontext.cli.compile import compile_
 from hatch_epcontext.cli.doctor import doctor
+from hatch_epcontext.cli.export import export_
 from hatch_epcontext.cli.init import init
 from hatch_epcontext.cli.inspect import inspect
 from hatch_epcontext.cli.schema import schema
@@ -52,5 +53,5 @@ def app() -> None:
     """
 
 
-for _command in (bench_, build, cache, compile_, doctor, init, inspect, schema, validate):
+for _command in (bench_, build, cache, compile_, doctor, export_, init, inspect, schema, validate):
     app.add_command(_command)

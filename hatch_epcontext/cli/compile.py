@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.build.plan import Plan
-from hatch_epcontext.cli._common import Verbosity, report_options, run_plan, verbosity_options
+from hatch_epcontext.cli._common import (
+    Verbosity,
+    report_options,
+    run_plan,
+    show_written,
+    verbosity_options,
+)
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
+from hatch_epcontext.config.settings import Fallback
 from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.compile import compile_models, is_file
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.export import export
 
 _HEADLINE = "compiling failed, nothing is written"
 
@@ -23,6 +32,7 @@ _EXAMPLES = """\b
 Examples:
   epcontext compile model.onnx -o model_ctx.onnx -p qnn -O soc_model=60 --dim batch=1
   epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights
+  epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60
 """
 
 
@@ -31,10 +41,21 @@ Examples:
 @click.option(
     "-o",
     "--output",
-    required=True,
     type=click.Path(path_type=Path),
     metavar="OUT",
     help="The context model (a name that ends with .onnx, for a single MODEL), or a folder.",
+)
+@click.option(
+    "--package",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Instead of OUT: the folder of a model package, with a manifest and the source models.",
+)
+@click.option(
+    "--fallback",
+    type=click.Choice(get_args(Fallback)),
+    help="Whether the model package contains the source models. The default is auto: those that no "
+    "other variant replaces on the CPU.",
 )
 @job_flags
 @click.option(
@@ -48,12 +69,18 @@ Examples:
     help="Compile the models together, with one sidecar for all.",
 )
 @click.option("--no-validate", is_flag=True, help="Do not load, run and compare the results.")
-@click.option("--overwrite", is_flag=True, help="Replace existing files.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace existing files; with --package the whole folder, if epcontext wrote it.",
+)
 @report_options
 @verbosity_options
 def compile_(
     models: tuple[Path, ...],
-    output: Path,
+    output: Path | None,
+    package: Path | None,
+    fallback: Fallback | None,
     provider: str,
     job: JobSettings,
     embed: bool | None,
@@ -68,24 +95,37 @@ def compile_(
     """Compile any models, and validate the results.
 
     Each MODEL is compiled for the provider and validated as in a build, and the results are written to
-    OUT. The names of dimensions and inputs count for all models. For one model write its name and a colon
-    before them: --dim decoder:length=1. Where shapes stay open, as for the CPU, --dim and --shape only size
-    the dummy inputs; --set static-shapes=true fixes them.
+    OUT, or to DIR as a model package, which ONNX Runtime and the loader open. The names of dimensions and
+    inputs count for all models. For one model write its name and a colon before them: --dim
+    decoder:length=1. Where shapes stay open, as for the CPU, --dim and --shape only size the dummy inputs;
+    --set static-shapes=true fixes them.
     """
     if share_weights and len(models) == 1:
         raise click.UsageError("--share-weights is for two models or more.")
-    named = name_models(models, output if is_file(output, models) else None)
+    if fallback is not None and package is None:
+        raise click.UsageError("--fallback is for a model package: give --package too.")
+    place = output or package
+    if place is None or (output and package):
+        raise click.UsageError("Give either --output or --package.")
+    named = name_models(models, output if output and is_file(output, models) else None)
     use_flag_names(named, _HEADLINE)
     validate = {**job.validate, "mode": False} if no_validate else job.validate
-    job = dataclasses.replace(job, embed=embed, share_weights=share_weights, validate=validate)
+    job = dataclasses.replace(
+        job, embed=embed, share_weights=share_weights, fallback=fallback, validate=validate
+    )
     config = configure(named, provider, job)
     config = dataclasses.replace(config, report=report or config.report)
     verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
 
     def run(planned: Plan, staging: Path) -> Result:
-        return run_plan(planned, staging, verbosity, output.name, as_json=as_json)
+        return run_plan(planned, staging, verbosity, place.name, as_json=as_json)
 
-    compiled = compile_models(config, output, run, overwrite=overwrite)
+    if package is not None:
+        written = export(config, package, run, loader=False, overwrite=overwrite)
+        if not verbosity.quiet:
+            show_written(package, written.files, as_json=as_json)
+        return
+    compiled = compile_models(config, place, run, overwrite=overwrite)
     if not verbosity.quiet:
         for path in compiled.files:
             click.echo(f"wrote {path} ({show_size(path.stat().st_size)})", err=as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -12,12 +12,18 @@ from rich.text import Text
 from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.cli._output import show, table
-from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
-from hatch_epcontext.package.manifest import PackageMetadata, VariantMetadata, ours
+from hatch_epcontext.ipc.protocol import InspectReply, Size, TensorFacts
+from hatch_epcontext.package.manifest import (
+    ComponentMetadata,
+    PackageMetadata,
+    VariantMetadata,
+    ours,
+)
 from hatch_epcontext.package.model_package import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, show_size
+from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspect as tool
 
 
@@ -41,7 +47,7 @@ def inspect(path: Path, as_json: bool, verify: bool) -> None:
         _show_model(found.model)
     else:
         for folder, package in found.packages.items():
-            _show_package(folder, package)
+            _show_package(str(path) if folder == "." else folder, package)
     if verify:
         click.echo(f"verified: {count(tool.verify(path, found), 'file')}", err=as_json)
 
@@ -106,6 +112,22 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             # As they are: names of other tools may look like Rich's markup.
             made.add_row(*map(Text, cells))
     show(made)
+    for name, component in package.components.items():
+        if about_model := ours(component.metadata, ComponentMetadata):
+            _show_forms(name, about_model)
+
+
+def _show_forms(component: str, about: ComponentMetadata) -> None:
+    """The shapes of a model that has several, and its frozen inputs."""
+    for member, inputs in about.shapes.items():
+        shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
+        click.echo(f"{member}: a shape of {about.model}, {', '.join(shapes)}")
+    for name, constant in about.constants.items():
+        click.echo(f"{component}: the input {name} is frozen to {shown_value(constant.value)}")
+
+
+def _shape(shape: Sequence[Size]) -> str:
+    return "x".join("?" if size is None else str(size) for size in shape)
 
 
 def _compiled_for(name: str, compatibility: str) -> Mapping[str, str]:

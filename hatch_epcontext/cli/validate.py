@@ -1,4 +1,4 @@
-"""``epcontext validate``: validation of an artifact, whoever made it."""
+"""``epcontext validate``: validation of an artifact or a model package, whoever made it."""
 
 from __future__ import annotations
 
@@ -10,64 +10,158 @@ from hatch_epcontext.build.validation import describe_validation
 from hatch_epcontext.cli._common import Verbosity, verbosity_options
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import loading_flags, provider_option
-from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.ipc.protocol import InspectReply
+from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.configure import JobSettings
-from hatch_epcontext.tools.validate import ValidatedContext, validate_context
+from hatch_epcontext.tools.validate import validate_context
+from hatch_epcontext.tools.validate_package import (
+    Choice,
+    FailedPackageError,
+    ValidatedVariant,
+    validate_package,
+)
+
+_HEADLINE = "validation failed"
+
+# Click keeps the lines of a paragraph that begins with a backspace.
+_EXAMPLES = """\b
+Examples:
+  epcontext validate model_ctx.onnx --source model.onnx
+  epcontext validate model.ortpackage --variant x-elite --variant source
+  epcontext validate model.ortpackage --allow-not-run
+"""
 
 
-@click.command("validate")
-@click.argument("context", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.command("validate", epilog=_EXAMPLES)
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "-s",
     "--source",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The source model, to compare with. It gets the fixed shapes of CONTEXT.",
+    help="The source model, to compare with. It gets the fixed shapes of the compiled model.",
 )
 @provider_option(required=False)
 @loading_flags
+@click.option(
+    "-c",
+    "--component",
+    "components",
+    multiple=True,
+    help="Only this model of a model package; repeatable.",
+)
+@click.option(
+    "-t",
+    "--variant",
+    "variants",
+    multiple=True,
+    help="Only this variant, such as a target, of a model package; repeatable.",
+)
 @click.option("--structure", is_flag=True, help="Check the files only, and run nothing.")
+@click.option(
+    "--allow-not-run",
+    is_flag=True,
+    help="Succeed with what this machine cannot run, if its files are right.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbosity_options
 def validate(
-    context: Path,
+    path: Path,
     source: Path | None,
     provider: str | None,
     job: JobSettings,
+    components: tuple[str, ...],
+    variants: tuple[str, ...],
     structure: bool,
+    allow_not_run: bool,
     as_json: bool,
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Validate a context model that any tool made.
+    """Validate a context model or a model package that any tool made.
 
-    CONTEXT is valid if all its files are there, a copy of it in another folder loads without compiling,
-    and it runs. With SOURCE its outputs must also agree with those of SOURCE on the CPU.
+    PATH is a context model, or the folder of a model package.
 
-    CONTEXT names its provider, and options that name a chip must fit it. For an optimized graph give the
-    provider. The command fails where CONTEXT cannot be run, unless with --structure.
+    A context model is valid if all its files are there, a copy of it in another folder loads without
+    compiling, and it runs. With --source its outputs must also agree with those of the source on the CPU.
+    It names its provider, and options that name a chip must fit it. For an optimized graph give the
+    provider.
+
+    A model package is valid if its manifest is, and each variant of each model. Variants are compared with
+    the package's source model, or else with its first variant for the CPU. The package has their options:
+    --provider, --option, --config and --device are not for it.
+
+    The command fails where something cannot be run: the EP is not installed, or the file needs the real
+    device. For a package with variants for several machines, choose those that this machine can run with
+    --variant; or add --allow-not-run, which checks only the files of the others; or check all files with
+    --structure, and run nothing.
     """
-    use_flag_names({context.stem: source or context}, "validation failed")
+    use_flag_names({path.stem: source or path}, _HEADLINE)
     verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
-    with verbosity.progress("validating", 1):
-        validated = validate_context(
-            context, provider, source, job, verbosity.workers, structure_only=structure
+    if not path.is_dir():
+        if components or variants:
+            raise click.UsageError("--component and --variant are for a model package.")
+        with verbosity.progress("validating", 1):
+            validated = validate_context(
+                path,
+                provider,
+                source,
+                job,
+                verbosity.workers,
+                structure_only=structure,
+                allow_not_run=allow_not_run,
+            )
+        if as_json:
+            click.echo(to_json(validated), nl=False)
+        elif not quiet:
+            parts = _describe_model(validated.model, validated.ep, validated.provider)
+            click.echo(f"{path}: {', '.join([*parts, describe_validation(validated.validation)])}")
+        return
+    if provider is not None:
+        raise click.UsageError("--provider is for a single file: a model package names its own.")
+
+    def done(variant: ValidatedVariant) -> None:
+        if not quiet and not as_json:
+            click.echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
+
+    try:
+        package = validate_package(
+            path,
+            source,
+            Choice(components, variants),
+            job,
+            verbosity.workers,
+            done,
+            structure_only=structure,
+            allow_not_run=allow_not_run,
         )
+    except FailedPackageError as error:
+        if as_json:
+            click.echo(to_json(error.validated), nl=False)
+        raise
     if as_json:
-        click.echo(to_json(validated), nl=False)
-    elif not quiet:
-        parts = [*_describe_contexts(validated), describe_validation(validated.validation)]
-        click.echo(f"{context}: {', '.join(parts)}")
+        click.echo(to_json(package), nl=False)
 
 
-def _describe_contexts(validated: ValidatedContext) -> list[str]:
-    model = validated.model
+def _describe_variant(variant: ValidatedVariant) -> list[str]:
+    if variant.validation is None:
+        return ["FAILED"]
+    parts = []
+    if variant.model is not None:
+        parts = _describe_model(variant.model, variant.ep, variant.ep)
+        if not variant.model.contexts:
+            parts = [f"ONNX graph for {variant.ep}"]
+    return [*parts, describe_validation(variant.validation)]
+
+
+def _describe_model(model: InspectReply, ep: str, provider: str) -> list[str]:
     if not model.contexts:
         return ["optimized graph"]
-    parts = [f"{count(len(model.contexts), 'context')} of {validated.ep}"]
-    compatibility = model.compatibility.get(validated.ep, "")
-    if chip := PROVIDERS[validated.provider].compiled_for(compatibility):
+    parts = [f"{count(len(model.contexts), 'context')} of {ep}"]
+    known = find(provider)
+    chip = known.compiled_for(model.compatibility.get(ep, "")) if known else {}
+    if chip:
         parts.append("for " + ", ".join(f"{name} {value}" for name, value in chip.items()))
     uncovered = ", ".join(f"{number} {name}" for name, number in model.operators.items())
     return [*parts, f"left to the CPU: {uncovered}" if uncovered else "nothing left to the CPU"]

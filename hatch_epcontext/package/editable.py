@@ -8,7 +8,6 @@ that belong to it: no other file is removed or overwritten.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from pathlib import Path, PurePosixPath
@@ -39,30 +38,16 @@ def project_folder(output: PurePosixPath, tree: Tree) -> Path:
     )
 
 
-def _read_files(folder: Path) -> manifest.PackageMetadata | None:
-    """The files of the manifest in ``folder``, if there is one and this package wrote it.
-
-    They count also where the rest of the manifest is invalid: the next install replaces it.
-    """
-    try:
-        content = json.loads((folder / model_package.FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    metadata = content.get("additional_metadata") if isinstance(content, dict) else None
-    found = manifest.ours(metadata, manifest.PackageMetadata)
-    return found if found and found.is_ours else None
-
-
 def owned_paths(output: PurePosixPath, folder: Path) -> frozenset[str]:
     """The files in ``folder`` that an editable install wrote, as paths in the wheel."""
-    found = _read_files(folder)
+    found = manifest.read_own(folder)
     names = (*found.files, model_package.FILE) if found else ()
     return frozenset(str(output / name) for name in names)
 
 
 def check(folder: Path) -> None:
     """Raise ConfigError if ``folder`` has files that no editable install wrote, or that were changed."""
-    found = _read_files(folder)
+    found = manifest.read_own(folder)
     if found is None and any(path.is_file() for path in folder.glob("*")):
         raise ConfigError(
             Problem(
@@ -123,7 +108,7 @@ def remove(folder: Path) -> list[str]:
 
     Files that were changed since then are kept; returns their paths.
     """
-    found = _read_files(folder)
+    found = manifest.read_own(folder)
     if found is None:
         return []
     changed = _changed(folder, found)

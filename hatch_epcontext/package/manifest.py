@@ -7,6 +7,7 @@ name. There are no times in it, so that two builds from one cache write the same
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from hatch_epcontext.files import FileRecord, is_intact
 from hatch_epcontext.ipc.protocol import Coverage, Size, TensorFacts
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.package.model_package import (
+    FILE,
     Component,
     Layout,
     ModelPackage,
@@ -128,6 +130,20 @@ def ours(metadata: Any, type_: type[T]) -> T | None:
         return from_plain(metadata[METADATA], type_)
     except ValueError:
         return None
+
+
+def read_own(folder: Path) -> PackageMetadata | None:
+    """The files of the manifest in ``folder``, if there is one and this package wrote it.
+
+    They count also where the rest of the manifest is invalid: a new package replaces it.
+    """
+    try:
+        content = json.loads((folder / FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    metadata = content.get("additional_metadata") if isinstance(content, dict) else None
+    found = ours(metadata, PackageMetadata)
+    return found if found and found.is_ours else None
 
 
 def _metadata(value: Any) -> dict[str, Any]:

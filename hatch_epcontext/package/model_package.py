@@ -54,7 +54,7 @@ _OUTPUT_FILES = frozenset(
 )
 """Session options that name output files. ONNX Runtime refuses a package that sets one."""
 
-_INPUT_PATHS = frozenset(
+INPUT_PATHS = frozenset(
     {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
 )
 """Session options whose values are paths in the package, in the form of ``model_file``."""
@@ -236,7 +236,7 @@ class _ManifestJson:
 
 @dataclass(frozen=True, kw_only=True)
 class _ComponentJson:
-    variants: Mapping[str, _VariantJson]
+    variants: Mapping[str, Any]
     component_name: str = _ABSENT
     additional_metadata: Any = None
 
@@ -268,6 +268,8 @@ class _Reader:
         self._confined = True
         self._strict = True
         self._assets: Mapping[str, str] = {}
+        # How many tables did not have the form of their type.
+        self._invalid = 0
 
     def package(self) -> Checked[ModelPackage | None]:
         content = yield from self._json(FILE, ())
@@ -286,8 +288,9 @@ class _Reader:
             yield self._problem(("components",), "is empty, and a package needs a component.")
         components = {}
         for name, value in manifest.components.items():
+            before = self._invalid
             component = yield from self._component(value, ("components", name))
-            if component is not None:
+            if component is not None and self._invalid == before:
                 components[name] = component
         return ModelPackage(
             components,
@@ -333,8 +336,10 @@ class _Reader:
         if found is None:
             return None
         variants = {}
-        for name, each in found.variants.items():
-            variant = yield from self._variant(name, each, folder, (*place, "variants", name))
+        for name, given in found.variants.items():
+            where = (*place, "variants", name)
+            each = yield from self._structured(given, _VariantJson, where)
+            variant = each and (yield from self._variant(name, each, folder, where))
             if variant is not None:
                 variants[name] = variant
         return Component(variants, found.additional_metadata)
@@ -399,7 +404,7 @@ class _Reader:
             if name in _OUTPUT_FILES:
                 message = "names an output file, which ONNX Runtime refuses in a package."
                 yield self._problem(where, message)
-            elif name in _INPUT_PATHS:
+            elif name in INPUT_PATHS:
                 yield from self._is_wrong_path(value, where)
         wrong = yield from self._is_wrong_path(ort.model_file, (*place, "model_file"))
         return None if wrong else ort
@@ -444,8 +449,13 @@ class _Reader:
         try:
             return from_plain(value, type_, strict=strict and self._strict)
         except InvalidJsonError as error:
+            self._invalid += 1
             for path, message in error.reasons:
                 yield self._problem((*place, *path), message)
+            if strict and self._strict:
+                # Unknown keys are not in the way of reading the rest, which may have errors too.
+                with contextlib.suppress(InvalidJsonError):
+                    return from_plain(value, type_, strict=False)
         return None
 
     def _leaves_package(self, path: str, place: tuple[str, ...]) -> Checked[bool]:

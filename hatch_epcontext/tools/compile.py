@@ -52,7 +52,7 @@ def compile_models(
     own file, whatever ``overwrite`` is.
     """
     file = is_file(output, config.models)
-    _check_folder(output.parent if file else output)
+    check_folder(output.parent if file else output)
     if not overwrite:
         _refuse_existing(_expected(config, output, file=file))
     with temp_dir() as staging:
@@ -64,7 +64,7 @@ def compile_models(
     return CompileResult(tuple(files), make_report(result))
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raise OutputError if ``folder`` or one of its parents is a file."""
     for each in (folder, *folder.parents):
         if each.exists() and not each.is_dir():

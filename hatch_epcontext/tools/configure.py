@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Fallback
 from hatch_epcontext.config.tables import BuildTable, ModelTable, RootTable, TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.text import file_name, show, suggestion, toml_key
@@ -40,7 +40,8 @@ class JobSettings:
 
     The fields are keys of ``[tool.epcontext]``. A key of ``dims``, ``shapes`` or ``constants`` counts
     for all models, and with a model's name before it (``"decoder:length"``) for that model.
-    ``validate`` is the mode or the table. ``settings`` are any other keys in `SETTABLE`.
+    ``fallback`` counts only in a model package. ``validate`` is the mode or the table. ``settings`` are
+    any other keys in `SETTABLE`.
     """
 
     provider_options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class JobSettings:
     optimization: str | None = None
     embed: bool | None = None
     share_weights: bool = False
+    fallback: Fallback | None = None
     dims: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +142,9 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
                 table[key] = {**table[key], **_validate_table(value)}
             else:
                 _assign(table, dotted, value)
-    root = {**target, "models": tables, "build": build}
+    root: _Tables = {**target, "models": tables, "build": build}
+    if job_settings.fallback is not None:
+        root["fallback"] = job_settings.fallback
     config = load(Path.cwd(), root, {}, _environ(build, job_settings), confined=False)
     if job_settings.cache_dir is None:
         return config
@@ -163,15 +167,15 @@ def _model_table(name: str, models: Mapping[str, Path], job_settings: JobSetting
     table: _Tables = {
         "name": name,
         "path": str(models[name].absolute()),
-        "dims": _for_model(name, models, job_settings.dims),
-        "shapes": _for_model(name, models, job_settings.shapes),
-        "constants": _for_model(name, models, job_settings.constants),
+        "dims": for_model(name, models, job_settings.dims),
+        "shapes": for_model(name, models, job_settings.shapes),
+        "constants": for_model(name, models, job_settings.constants),
         "validate": _validate_table(job_settings.validate),
     }
     return {**table, "share-weights": _GROUP} if job_settings.share_weights else table
 
 
-def _for_model(
+def for_model(
     model: str, models: Mapping[str, Path], values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Those of ``values`` that are for ``model``: all but those with the name of another model."""

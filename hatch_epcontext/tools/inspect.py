@@ -82,18 +82,18 @@ def verify(path: Path, inspection: Inspection) -> int:
         problems = [
             problem
             for folder, package in inspection.packages.items()
-            for problem in _damaged(path / folder, package)
+            for problem in damaged_files(path / folder, package)
         ]
         if problems:
             raise InspectionError(*problems)
         packages = inspection.packages.values()
-        return sum(len(_recorded(each)) + len(_unrecorded(each)) for each in packages)
+        return sum(len(recorded_files(each)) + len(_unrecorded(each)) for each in packages)
     return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.packages)
 
 
-def _damaged(folder: Path, package: ModelPackage) -> Iterator[Problem]:
+def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
     """The files of a package that are missing or changed; without a record, the missing model files."""
-    for name in manifest.changed_files(folder, _recorded(package)):
+    for name in manifest.changed_files(folder, recorded_files(package)):
         message = "is missing, or differs from its record in the manifest."
         yield Problem(Kind.CHANGED_FILE, str(folder / name), message)
     for name in _unrecorded(package):
@@ -101,7 +101,7 @@ def _damaged(folder: Path, package: ModelPackage) -> Iterator[Problem]:
             yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
 
 
-def _recorded(package: ModelPackage) -> Mapping[str, FileRecord]:
+def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:
     about = manifest.ours(package.metadata, manifest.PackageMetadata)
     return about.files if about else {}
 
@@ -113,7 +113,7 @@ def _unrecorded(package: ModelPackage) -> tuple[str, ...]:
         for component in package.components.values()
         for variant in component.variants.values()
     )
-    recorded = _recorded(package)
+    recorded = recorded_files(package)
     return tuple(dict.fromkeys(file for file in files if file and file not in recorded))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.validation import reason_not_to_run
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import CompileSettings, Config
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
+    EpcontextError,
     InspectionError,
     Key,
     Kind,
@@ -22,11 +24,23 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import Context, InspectReply, ValidateRequest
+from hatch_epcontext.ipc.protocol import Context, InspectReply, TensorFacts, ValidateRequest
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspect import inspect_model, verify_model
+
+_ABOUT_THIS_MACHINE = frozenset(
+    {
+        Kind.NOT_RUN,
+        Kind.MISSING_EP,
+        Kind.UNLOADABLE_LIBRARY,
+        Kind.NO_DEVICE,
+        Kind.MISSING_REQUIREMENT,
+        Kind.CONFLICTING_REQUIREMENTS,
+        Kind.UNAVAILABLE_PROVIDER,
+    }
+)
 
 _SMALL = 2**20
 """The largest size in bytes of a context model whose blobs are in sidecars."""
@@ -55,13 +69,16 @@ def validate_context(
     make_workers: Callable[[float], Workers],
     *,
     structure_only: bool,
+    allow_not_run: bool = False,
 ) -> ValidatedContext:
     """Validate the artifact at ``context``, as `hatch_epcontext.api.validate_context` describes.
 
-    ``make_workers`` gets the timeout in seconds. Raises ConfigError when ``job_settings`` sets the mode of
-    the validation: ``structure_only`` alone decides what is checked.
+    ``make_workers`` gets the timeout in seconds. With ``allow_not_run`` an artifact that this machine
+    cannot run is no error: its validation has the reason. Raises ConfigError when ``job_settings`` sets
+    the mode of the validation: ``structure_only`` alone decides what is checked.
     """
-    _refuse_mode(job_settings.settings)
+    refuse_mode(job_settings.settings)
+    _refuse_archive(context)
     model = inspect_model(context)
     verify_model(context, model)
     known = _provider_of(context, model, provider)
@@ -69,17 +86,40 @@ def validate_context(
     planned = plan(configure({name: source or context}, known.name, job_settings))
     _refuse_several_shapes(planned.config)
     (job,) = planned.jobs
-    _check_chip(context, model, job)
+    check_chip(context, model, job.target.provider, job.target.settings)
     validation = Validation(ValidationStatus.STRUCTURE)
     if not structure_only:
-        check_environment(planned.config.targets, planned.requirements)
-        workers = make_workers(planned.config.build.timeout)
-        with temp_dir() as staging:
-            validation = _run(context, model, job, staging, workers, has_source=source is not None)
+        try:
+            check_environment(planned.config.targets, planned.requirements)
+            workers = make_workers(planned.config.build.timeout)
+            with temp_dir() as staging:
+                validation = _run(
+                    context, model, job, staging, workers, has_source=source is not None
+                )
+        except EpcontextError as error:
+            reason = why_not_run(error)
+            if reason is None or not allow_not_run:
+                raise
+            validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
 
 
-def _refuse_mode(settings: Mapping[str, Any]) -> None:
+def _refuse_archive(path: Path) -> None:
+    if zipfile.is_zipfile(path):
+        message = "is an archive, such as a wheel, and not an ONNX file."
+        hint = "Install or unpack it, and name the folder of its model package."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
+
+
+def why_not_run(error: EpcontextError) -> str | None:
+    """The reason, if ``error`` is only about this machine: it lacks what the artifact runs on."""
+    if not all(problem.kind in _ABOUT_THIS_MACHINE for problem in error.problems):
+        return None
+    return error.problems[0].message.splitlines()[0].rstrip(".")
+
+
+def refuse_mode(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ``settings`` set the mode of the validation."""
     key = Key() / "validate"
     value = settings.get("validate", {})
     if "validate.mode" in settings or (isinstance(value, Mapping) and "mode" in value):
@@ -147,9 +187,10 @@ def _provider_of(path: Path, model: InspectReply, named: str | None) -> Provider
     return known
 
 
-def _check_chip(path: Path, model: InspectReply, job: Job) -> None:
-    """Raise InspectionError when ``model`` was compiled for another chip than the job's options name."""
-    provider, settings = job.target.provider, job.target.settings
+def check_chip(
+    path: Path, model: InspectReply, provider: Provider, settings: CompileSettings
+) -> None:
+    """Raise InspectionError when ``model`` was compiled for another chip than ``settings`` name."""
     options = {**settings.device_filter, **settings.provider_options}
     compatibility = model.compatibility.get(provider.ep, "")
     versions = (context.ep_sdk_version for context in model.contexts)
@@ -166,7 +207,7 @@ def _check_chip(path: Path, model: InspectReply, job: Job) -> None:
         raise InspectionError(*problems)
 
 
-def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
+def reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
     """Why a context for several chips cannot be opened, nor one that shares its sidecar with another."""
     chip = provider.compiled_for(model.compatibility.get(provider.ep, ""))
     if len(provider.chips(chip)) > 1:
@@ -201,25 +242,15 @@ def _run(
     itself. Raises BuildError when it cannot be run on this machine, or fails.
     """
     spec = model_spec_to_run(job.models[0], job.target)
-    if reason := reason_not_to_run(job) or _reason_not_to_open(path, model, job.target.provider):
+    if reason := reason_not_to_run(job) or reason_not_to_open(path, model, job.target.provider):
         raise BuildError(
             Problem(Kind.NOT_RUN, str(path), f"{reason}.", "Check only the structure of its files.")
         )
     moved = staging / "moved"
-    moved.mkdir()
-    names = [path.name, *model.external_data]
-    names += [context.sidecar for context in model.contexts if context.sidecar]
-    for name in dict.fromkeys(names):
-        (moved / name).parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy((path.parent / name).resolve(), moved / name)
-    fixed = {
-        tensor.name: tuple(size for size in tensor.shape if isinstance(size, int))
-        for tensor in model.inputs
-        if tensor.is_fixed
-    }
+    copy_named_files(path, model, moved)
     request = ValidateRequest(
         # The source gets the shapes that were fixed when it was compiled.
-        replace(spec, shapes={**fixed, **spec.shapes}) if has_source else spec,
+        replace(spec, shapes={**fixed_shapes(model.inputs), **spec.shapes}) if has_source else spec,
         target_spec(job.target),
         job.target.provider.product,
         Context(spec.name, path.name, model.inputs, model.outputs),
@@ -238,3 +269,21 @@ def _run(
             )
         )
     return Validation(ValidationStatus.RAN, reply.agreements)
+
+
+def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:
+    """Put the ONNX file at ``path`` and all files that it names into ``folder``, which is made."""
+    names = [path.name, *model.external_data]
+    names += [context.sidecar for context in model.contexts if context.sidecar]
+    for name in dict.fromkeys(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy((path.parent / name).resolve(), folder / name)
+
+
+def fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
+    """The shapes of those of ``inputs`` that have no open dimension."""
+    return {
+        tensor.name: tuple(size for size in tensor.shape if isinstance(size, int))
+        for tensor in inputs
+        if tensor.is_fixed
+    }

@@ -70,7 +70,7 @@ def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
             continue
         facts = graph.facts(by_name[name])
         try:
-            array = constant(spec, by_name[name])
+            array = constant(spec, facts)
         except (TypeError, ValueError, OverflowError) as error:
             yield Problem.at(
                 key,

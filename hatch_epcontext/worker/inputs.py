@@ -14,7 +14,6 @@ import onnx
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.protocol import ModelSpec, Size, TensorFacts
-from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
 
 _SEED = 20240229
@@ -68,13 +67,12 @@ def expected_outputs(outputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[st
     return _from_folder(path, "output", outputs, spec)
 
 
-def constant(spec: ModelSpec, value: onnx.ValueInfoProto) -> Array:
+def constant(spec: ModelSpec, facts: TensorFacts) -> Array:
     """Return the constant of ``spec`` for an input: of its dtype, and of its rank if it is one number.
 
     Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
     """
-    facts = graph.facts(value)
-    array: Array = np.asarray(spec.constants[value.name], dtype=numpy_dtype(facts.dtype))
+    array: Array = np.asarray(spec.constants[facts.name], dtype=numpy_dtype(facts.dtype))
     if len(facts.shape) != array.ndim and array.size == 1:
         array = array.reshape([1] * len(facts.shape))
     return array

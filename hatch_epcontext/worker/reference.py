@@ -22,7 +22,7 @@ def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
     """
     source = onnx.load(spec.path, load_external_data=False)
     frozen = {
-        value.name: constant(spec, value)
+        value.name: constant(spec, graph.facts(value))
         for value in graph.inputs(source.graph)
         if value.name in spec.constants
     }

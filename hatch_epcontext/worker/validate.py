@@ -11,7 +11,7 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.ipc.protocol import ValidateReply, ValidateRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
-from hatch_epcontext.worker.inputs import dummy_inputs, expected_outputs
+from hatch_epcontext.worker.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.reference import check_outputs, reference
 from hatch_epcontext.worker.session import (
@@ -60,7 +60,9 @@ def handle(request: ValidateRequest) -> ValidateReply:
 def _feeds(request: ValidateRequest) -> dict[str, Array]:
     spec = request.model
     if not request.has_source:
-        return dummy_inputs(request.context.inputs, spec)
+        own = request.context.inputs
+        given = {each.name: constant(spec, each) for each in own if each.name in spec.constants}
+        return {**dummy_inputs(own, spec), **given}
     source = graph.read(Path(spec.path), spec.key)
     fix_inputs(source, spec)
     feeds = feeds_for(source, spec)

@@ -289,3 +289,45 @@ def test_one_context_for_several_chips(cli: Cli, source: Path, out: Path) -> Non
 def test_a_contradictory_list_of_chips_names_its_flag(cli: Cli, source: Path, out: Path) -> None:
     printed = cli("compile", source, "-p", "qnn", "-o", out, "-O", "soc_model=60,88", code=2)
     assert "--option soc_model: EPC018\n    this package does not know" in printed.stderr
+
+
+@needs_qnn
+def test_a_model_package_has_the_manifest_and_the_source(cli: Cli, source: Path, out: Path) -> None:
+    arguments = ("compile", source, "--package", out, *QNN, "--dim", "batch=1")
+    printed = cli(*arguments)
+    assert printed.stdout.startswith(f"wrote {out} (4 files, ")
+    assert names(out) == ["manifest.json", "net"]
+    assert names(out / "net" / "qnn") == ["net_ctx.onnx", "net_ctx_qnn.bin"]
+    assert (out / "net" / "source" / "net.onnx").read_bytes() == source.read_bytes()
+    assert "exists already" in cli(*arguments, code=1).stderr
+    assert json.loads(cli(*arguments, "--overwrite", "--json").stdout)["jobs"][0]["cached"]
+
+
+def test_the_fallback_of_a_package_can_be_chosen(cli: Cli, source: Path, out: Path) -> None:
+    arguments = ("compile", source, "--package", out, "-p", "cpu", "-q", "--overwrite")
+    for fallback, folders in (("none", ["cpu"]), ("source", ["cpu", "source"]), ("auto", ["cpu"])):
+        cli(*arguments, "--fallback", fallback)
+        assert names(out / "net") == folders
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Give either --output or --package."),
+        (("-o", "out", "--package", "p"), "Give either --output or --package."),
+        (("-o", "out", "--fallback", "none"), "--fallback is for a model package"),
+        (("--package", "p", "--fallback", "some"), "'some' is not one of"),
+    ],
+)
+def test_either_files_or_a_package_are_written(
+    cli: Cli, source: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in cli("compile", source, "-p", "cpu", *arguments, code=2).stderr
+
+
+def test_a_package_never_replaces_the_source(cli: Cli, source: Path) -> None:
+    before = source.read_bytes()
+    arguments = ("-p", "cpu", "--overwrite", "--package", source.parent)
+    printed = cli("compile", source, *arguments, code=1).stderr
+    assert "is a file of the source model, in the folder that would be replaced" in printed
+    assert source.read_bytes() == before

@@ -1,0 +1,82 @@
+"""What commands about a project have in common: its folder, and some of its targets and models."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import tool_table
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.text import show, suggestion
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def project_options(command: Command) -> Command:
+    """``PROJECT``, ``--target`` and ``--model``."""
+    models = click.option(
+        "-m", "--model", "models", multiple=True, help="Only this model; repeatable."
+    )
+    targets = click.option(
+        "-t", "--target", "targets", multiple=True, help="Only this target; repeatable."
+    )
+    project = click.argument(
+        "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
+    )
+    return project(targets(models(command)))
+
+
+def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, ...]) -> Config:
+    """The configuration of the project in ``project``, for these targets and models, or for all.
+
+    Raises ConfigError as `load` does, and for a target or a model that it does not have.
+    """
+    config = _load(project, targets)
+    if not models:
+        return config
+    names = list(
+        dict.fromkeys(
+            name for model in config.models for name in (model.configured_name, model.name)
+        )
+    )
+    if unknown := [name for name in models if name not in names]:
+        raise ConfigError(
+            *(
+                Problem(
+                    Kind.UNKNOWN_MODEL,
+                    "--model",
+                    f"{show(name)} is not a model.",
+                    suggestion(name, names),
+                )
+                for name in unknown
+            )
+        )
+    # A weight-sharing group is one artifact.
+    named = [m for m in config.models if m.name in models or m.configured_name in models]
+    groups = {m.share_weights for m in named} - {None}
+    chosen = tuple(m for m in config.models if m in named or m.share_weights in groups)
+    return dataclasses.replace(config, models=chosen)
+
+
+def _load(project: Path, targets: tuple[str, ...]) -> Config:
+    """The project's configuration, for ``targets`` if there are any."""
+    table = tool_table(project)
+    if not targets:
+        return load(project, table, {})
+    variable = f"{PREFIX}TARGETS"
+    environ = {name: text for name, text in os.environ.items() if name != variable}
+    # Raises all other problems: those of the second configuration are about `targets` alone.
+    load(project, table, {}, environ)
+    try:
+        return load(project, table, {}, {**environ, variable: ",".join(targets)})
+    except ConfigError as error:
+        problems = (dataclasses.replace(each, location="--target") for each in error.problems)
+        raise ConfigError(*problems) from error

@@ -1,0 +1,76 @@
+"""``epcontext export``: the model package of a project, without a wheel."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.build.plan import Plan
+from hatch_epcontext.cli._common import (
+    Verbosity,
+    report_options,
+    run_plan,
+    show_written,
+    verbosity_options,
+)
+from hatch_epcontext.cli._project import project_config, project_options
+from hatch_epcontext.tools.export import export
+
+# Click keeps the lines of a paragraph that begins with a backspace.
+_EXAMPLES = """\b
+Examples:
+  epcontext export -o src/my_app/epcontext --overwrite
+  epcontext export ../app -t x-elite -m digits -o build/models
+"""
+
+
+@click.command("export", epilog=_EXAMPLES)
+@project_options
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The folder of the model package.",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the whole folder, if it is a model package that epcontext wrote.",
+)
+@report_options
+@verbosity_options
+def export_(
+    project: Path,
+    targets: tuple[str, ...],
+    models: tuple[str, ...],
+    output: Path,
+    overwrite: bool,
+    as_json: bool,
+    report: Path | None,
+    quiet: bool,
+    verbose: int,
+) -> None:
+    """Write a project's models as a model package, without a wheel.
+
+    PROJECT is the folder with the pyproject.toml; the default is the current folder. Its models are
+    compiled and validated, and DIR becomes the folder that a wheel would contain: the manifest, the
+    artifacts, the source models for the fallback, and the loader. Any build backend can pack it, and C,
+    C++ and C# apps open it.
+
+    Nothing is written unless all models succeed. A folder with files of any other origin is not touched.
+    """
+    config = project_config(project.absolute(), targets, models)
+    config = dataclasses.replace(config, report=report or config.report)
+    verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
+
+    def run(planned: Plan, staging: Path) -> Result:
+        return run_plan(planned, staging, verbosity, config.root.name, as_json=as_json)
+
+    written = export(config, output, run, loader=True, overwrite=overwrite)
+    if not verbosity.quiet:
+        show_written(output, written.files, as_json=as_json)

@@ -1,0 +1,148 @@
+"""Models -> a model package in a folder of the user's choice, without a wheel."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.build.plan import Plan, plan
+from hatch_epcontext.build.report import make_report
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import Kind, OutputError, Problem
+from hatch_epcontext.files import temp_dir
+from hatch_epcontext.package import model_package
+from hatch_epcontext.package.bundle import bundle
+from hatch_epcontext.package.manifest import read_own
+from hatch_epcontext.text import listing
+from hatch_epcontext.tools.compile import CompileResult, check_folder
+
+_MOST_NAMED = 5
+"""Of more files than this, a message gives the number."""
+
+
+def export(
+    config: Config,
+    folder: Path,
+    run: Callable[[Plan, Path], Result],
+    *,
+    loader: bool,
+    overwrite: bool,
+) -> CompileResult:
+    """Compile the models of ``config``, and make ``folder`` their model package.
+
+    ``run`` runs a plan in the temporary folder that it gets. With ``loader`` the folder is also a Python
+    package, as in a wheel. Nothing is written unless all jobs succeed. An earlier package of this tool is
+    replaced as a whole with ``overwrite``; a folder with any other file is never touched.
+
+    Raises what ``run`` raises, ConfigError when one environment cannot build the targets, OSError when
+    nothing can be written beside the folder, and OutputError when the folder is a file, exists already,
+    has other files or source models in it, or when no model would be in the package.
+    """
+    # A link stays a link: what it names is replaced.
+    place = folder.resolve()
+    _check_place(config, folder, place, overwrite=overwrite)
+    with temp_dir() as staging:
+        result = run(plan(config), staging)
+        made = bundle(result, staging, loader=loader)
+        _refuse_sources(place, (file for source in result.sources for file in source.files))
+        # Compiling takes long enough for somebody else to write there.
+        _refuse_existing(folder, place, overwrite=overwrite)
+        _replace(place, made.folder)
+    return CompileResult(tuple(folder / name for name in made.files), make_report(result))
+
+
+def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) -> None:
+    """Raise what can be known before anything is compiled."""
+    if not config.models:
+        message = (
+            "no model would be in it: none has one of the selected targets, or ships its source."
+        )
+        hint = 'Select other targets, or set fallback = "source".'
+        raise OutputError(Problem(Kind.UNKNOWN_TARGET, str(folder), message, hint))
+    check_folder(place)
+    _refuse_sources(place, (model.path for model in config.models))
+    _refuse_existing(folder, place, overwrite=overwrite)
+    # Tried, because no system says reliably whether a folder can be written to.
+    existing = next(each for each in (place.parent, *place.parents) if each.is_dir())
+    try:
+        tempfile.TemporaryDirectory(prefix=".epcontext-", dir=existing).cleanup()
+    except OSError as error:
+        # Its own path is one that no user knows.
+        raise OSError(error.errno, error.strerror, str(existing)) from error
+
+
+def _refuse_sources(place: Path, files: Iterable[Path]) -> None:
+    """Raise OutputError if any of ``files``, those of source models, is in the folder ``place``."""
+    inside = [file for file in dict.fromkeys(files) if file.resolve().is_relative_to(place)]
+    if inside:
+        raise OutputError(
+            *(
+                Problem(
+                    Kind.FILE_EXISTS,
+                    str(file),
+                    f"is a file of the source model, in the folder that would be replaced: {place}.",
+                    "Choose another folder.",
+                )
+                for file in inside
+            )
+        )
+
+
+def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
+    """Raise OutputError unless ``place`` is new, empty, or a package that may be replaced.
+
+    ``folder`` is ``place`` as the user wrote it.
+    """
+    if not place.exists() or not any(place.iterdir()):
+        return
+    about = read_own(place)
+    ours = {*about.files, model_package.FILE} if about else frozenset()
+    if foreign := [name for name in _files(place) if name not in ours]:
+        shown = foreign[:_MOST_NAMED]
+        if more := len(foreign) - len(shown):
+            shown.append(f"{more} more")
+        what = "this tool did not write" if about else "are not of a model package of this tool"
+        raise OutputError(
+            Problem(
+                Kind.FILE_EXISTS,
+                str(folder),
+                f"the folder has files that {what}: {listing(shown)}.",
+                "Choose another folder, or move them away: they are never overwritten.",
+            )
+        )
+    if not overwrite:
+        hint = "Choose another place, or allow overwriting."
+        raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), "exists already.", hint))
+
+
+def _files(place: Path) -> Iterator[str]:
+    """The files below ``place``, without what Python writes when it imports the loader."""
+    for path in sorted(place.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        bytecode = path.parent == place / "__pycache__" and path.match("__init__.*.pyc")
+        if not bytecode:
+            yield path.relative_to(place).as_posix()
+
+
+def _replace(place: Path, new: Path) -> None:
+    """Make ``place`` a copy of the folder ``new``: the whole copy, or what was there before."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it, because a folder can only be renamed within its file system.
+    with tempfile.TemporaryDirectory(
+        prefix=".epcontext-", dir=place.parent, ignore_cleanup_errors=True
+    ) as beside:
+        copy, earlier = Path(beside) / "new", Path(beside) / "earlier"
+        # Real copies: in ``new`` the files of the cache and of the project are only linked.
+        shutil.copytree(new, copy, copy_function=shutil.copyfile)
+        if place.exists():
+            place.rename(earlier)
+        try:
+            copy.rename(place)
+        except BaseException:
+            if earlier.exists():
+                earlier.rename(place)
+            raise

@@ -1,0 +1,543 @@
+"""Validates a model package, whoever made it: its manifest, its files, and the outputs of its variants."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, get_args
+
+from hatch_epcontext.build.artifact import Validation, ValidationStatus
+from hatch_epcontext.build.requirements import INSPECTION, check_environment
+from hatch_epcontext.build.validation import reason_not_to_run_here
+from hatch_epcontext.config.settings import CompileSettings, Config, Model
+from hatch_epcontext.errors import (
+    BuildError,
+    ConfigError,
+    EpcontextError,
+    InspectionError,
+    Key,
+    Kind,
+    Problem,
+)
+from hatch_epcontext.files import link_or_copy, temp_dir
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import (
+    Context,
+    InspectReply,
+    ModelSpec,
+    TargetSpec,
+    ValidateRequest,
+)
+from hatch_epcontext.loader import CPU_EP, SOURCE
+from hatch_epcontext.package import model_package
+from hatch_epcontext.package.manifest import (
+    ComponentMetadata,
+    SourceMetadata,
+    VariantMetadata,
+    ours,
+)
+from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
+from hatch_epcontext.providers import PROVIDERS, Device, Provider, find
+from hatch_epcontext.text import count, listing, show, suggestion
+from hatch_epcontext.tools.configure import JobSettings, configure, for_model
+from hatch_epcontext.tools.inspect import damaged_files, inspect, inspect_model, verify_model
+from hatch_epcontext.tools.validate import (
+    check_chip,
+    copy_named_files,
+    fixed_shapes,
+    reason_not_to_open,
+    refuse_mode,
+    why_not_run,
+)
+
+_DEVICES: Mapping[str, Device] = {name: name for name in get_args(Device)}
+
+
+@dataclass(frozen=True)
+class ValidatedVariant:
+    """A variant of a component. ``model``: the facts of its file, None if it cannot be read.
+
+    ``validation`` is None if it failed; ``problems`` are why it failed or was not run.
+    """
+
+    component: str
+    variant: str
+    ep: str
+    model: InspectReply | None
+    validation: Validation | None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The component and the variant in a message: ``"digits -> x-elite"``."""
+        return f"{self.component} -> {self.variant}"
+
+
+@dataclass(frozen=True)
+class ValidatedPackage:
+    """The package at ``path``. ``problems`` are those of files that belong to no variant."""
+
+    path: str
+    variants: tuple[ValidatedVariant, ...]
+    problems: tuple[Problem, ...] = ()
+
+
+class FailedPackageError(BuildError):
+    """Variants failed, or were not run; ``validated`` has all variants."""
+
+    def __init__(self, validated: ValidatedPackage) -> None:
+        problems = [each for variant in validated.variants for each in variant.problems]
+        # A damaged source is a problem of all that are compared with it.
+        super().__init__(*dict.fromkeys((*validated.problems, *problems)))
+        self.validated = validated
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The components and variants to validate, by name; empty for all."""
+
+    components: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A package that was read: its folder, and its problems by the file that each is about."""
+
+    location: str
+    folder: Path
+    package: ModelPackage
+    damaged: Mapping[str, Problem]
+
+
+def validate_package(
+    path: Path,
+    source: Path | None,
+    choice: Choice,
+    job_settings: JobSettings,
+    make_workers: Callable[[float], Workers],
+    done: Callable[[ValidatedVariant], None],
+    *,
+    structure_only: bool,
+    allow_not_run: bool,
+) -> ValidatedPackage:
+    """Validate the chosen variants of the model package in the folder ``path``.
+
+    Each is opened and run in a process of its own, from a copy of its files in another folder, and
+    compared with ``source``, or else with the package's own source model or a variant for the CPU.
+    ``make_workers`` gets the timeout in seconds; ``done`` gets each variant when it is finished.
+
+    With ``structure_only`` nothing is run; with ``allow_not_run`` a variant that this machine cannot run
+    is no error. Raises InspectionError with all errors of the manifest; ConfigError for names that the
+    package does not have, and for settings that only a single context model takes; RequirementError when
+    ONNX Runtime is not installed; and FailedPackageError after all variants.
+    """
+    _refuse_settings(job_settings)
+    read = _read(path)
+    chosen = list(_chosen(read.package, choice))
+    if source is not None:
+        _refuse_several_models(read.package, [component for component, _ in chosen])
+    if not structure_only:
+        check_environment((), INSPECTION)
+    validator = _Validator(read, source, job_settings, make_workers, structure_only=structure_only)
+    finished = []
+    for component, variant in chosen:
+        validated = validator.validate(component, variant)
+        if allow_not_run and validated.validation is not None:
+            validated = replace(validated, problems=())
+        done(validated)
+        finished.append(validated)
+    result = ValidatedPackage(str(path), tuple(finished), tuple(_unowned(read)))
+    if result.problems or any(each.problems for each in finished):
+        raise FailedPackageError(result)
+    return result
+
+
+def _refuse_settings(job_settings: JobSettings) -> None:
+    refuse_mode(job_settings.settings)
+    given = {
+        "provider-options": job_settings.provider_options,
+        "session-options": job_settings.session_options,
+        "device": job_settings.device,
+        **{
+            name: True
+            for name in job_settings.settings
+            if name.partition(".")[0] not in ("validate", "build")
+        },
+    }
+    problems = [
+        Problem.at(
+            Key(tuple(name.split("."))),
+            Kind.NOT_APPLICABLE,
+            "is for a single context model: the variants of a model package have their own.",
+        )
+        for name, value in given.items()
+        if value
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _read(path: Path) -> _Read:
+    packages = inspect(path).packages
+    folder = "." if "." in packages else next(iter(packages))
+    if folder not in (".", *packages) or (folder != "." and len(packages) > 1):
+        message = f"has several model packages: {listing(packages)}."
+        raise InspectionError(
+            Problem(Kind.INVALID_PATH, str(path), message, "Name the folder of one of them.")
+        )
+    place, package = path / folder, packages[folder]
+    damaged = {
+        Path(problem.location).relative_to(place).as_posix(): problem
+        for problem in damaged_files(place, package)
+    }
+    return _Read(str(path), place, package, damaged)
+
+
+def _unowned(read: _Read) -> Iterator[Problem]:
+    """The damaged files that are in the folder of no variant."""
+    variants = [each for c in read.package.components.values() for each in c.variants.values()]
+    for name, problem in read.damaged.items():
+        if not any(_owns(variant, name) for variant in variants):
+            yield problem
+
+
+def _owns(variant: Variant, name: str) -> bool:
+    path = PurePosixPath(name)
+    return name == variant.model_file or path.is_relative_to(variant.directory)
+
+
+def _chosen(package: ModelPackage, choice: Choice) -> Iterator[tuple[str, str]]:
+    """The names of the components and variants of ``choice``; raises ConfigError for unknown ones."""
+    models = {
+        name: (name, about.model) if (about := ours(each.metadata, ComponentMetadata)) else (name,)
+        for name, each in package.components.items()
+    }
+    variants = dict.fromkeys(v for each in package.components.values() for v in each.variants)
+    names = dict.fromkeys(name for its in models.values() for name in its)
+    problems = [
+        *_unknown("--component", "component", Kind.UNKNOWN_MODEL, choice.components, names),
+        *_unknown("--variant", "variant", Kind.UNKNOWN_TARGET, choice.variants, variants),
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    found = [
+        (component, variant)
+        for component, each in package.components.items()
+        for variant in each.variants
+        if not choice.components or set(models[component]) & set(choice.components)
+        if not choice.variants or variant in choice.variants
+    ]
+    if not found:
+        message = "none of the chosen components has a variant of this name."
+        raise ConfigError(Problem(Kind.UNKNOWN_TARGET, "--variant", message))
+    yield from found
+
+
+def _unknown(
+    flag: str, noun: str, kind: Kind, names: Sequence[str], known: Mapping[str, None]
+) -> Iterator[Problem]:
+    for name in names:
+        if name not in known:
+            message = f"the package has no {noun} {show(name)}."
+            yield Problem(kind, flag, message, suggestion(name, known))
+
+
+def _refuse_several_models(package: ModelPackage, components: Sequence[str]) -> None:
+    """Raise ConfigError if ``components`` are several models: a source is that of one."""
+    models = {
+        about.model
+        if (about := ours(package.components[name].metadata, ComponentMetadata))
+        else name
+        for name in components
+    }
+    if len(models) > 1:
+        message = f"is the source of one model, and these are several: {listing(sorted(models))}."
+        hint = "Choose one with --component."
+        raise ConfigError(Problem(Kind.CONFLICTING_KEYS, "--source", message, hint))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a variant is opened: its EP, its settings, and its model file."""
+
+    provider: Provider
+    target: TargetSpec
+    file: Path
+    model: InspectReply
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The model that a variant is compared with, and its inputs that are frozen."""
+
+    file: Path
+    constants: Mapping[str, Any]
+
+
+class _Validator:
+    def __init__(
+        self,
+        read: _Read,
+        source: Path | None,
+        job_settings: JobSettings,
+        make_workers: Callable[[float], Workers],
+        *,
+        structure_only: bool,
+    ) -> None:
+        self._read = read
+        self._source = source
+        self._settings = job_settings
+        self._structure_only = structure_only
+        config = self._configure(next(iter(read.package.components)))
+        self._workers = make_workers(config.build.timeout)
+
+    def validate(self, component: str, variant: str) -> ValidatedVariant:
+        """Validate one variant; all that is wrong with it is in the result."""
+        found = self._read.package.components[component].variants[variant]
+        result = ValidatedVariant(component, variant, found.ep or CPU_EP, None, None)
+        location = f"{self._read.location}: {result.name}"
+        try:
+            file = self._file(found)
+            model = inspect_model(file)
+            result = replace(result, model=model)
+            verify_model(file, model)
+            form = _form(found, variant, file, model)
+            if self._structure_only:
+                return replace(result, validation=Validation(ValidationStatus.STRUCTURE))
+            validation = self._run(component, variant, form, location)
+        except EpcontextError as error:
+            problems = tuple(_located(each, location) for each in error.problems)
+            if (reason := why_not_run(error)) is None:
+                return replace(result, problems=problems)
+            validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
+            if self._structure_only:
+                return replace(result, validation=validation)
+            # The log of a worker that only looked for a device says nothing more.
+            problems = tuple(replace(each, log=None) for each in problems)
+            return replace(result, validation=validation, problems=problems)
+        if validation.status is ValidationStatus.RAN:
+            return replace(result, validation=validation)
+        problem = _not_run(location, f"it was run on the CPU only: {validation.reason}")
+        return replace(result, validation=validation, problems=(problem,))
+
+    def _file(self, variant: Variant) -> Path:
+        """The model file of ``variant``, after a check of all its recorded files."""
+        self._refuse_damaged(variant)
+        files = self._model_files(variant)
+        if len(files) == 1:
+            return files[0]
+        number = count(len(files), "ONNX file")
+        reason = f"the manifest names no model (executor_info.ort), and its folder has {number}"
+        raise BuildError(_not_run("", reason))
+
+    def _refuse_damaged(self, variant: Variant) -> None:
+        damaged = [each for file, each in self._read.damaged.items() if _owns(variant, file)]
+        if damaged:
+            raise InspectionError(*damaged)
+
+    def _model_files(self, variant: Variant) -> list[Path]:
+        """The model file of ``variant``; if its manifest names none, all that there are."""
+        folder, name = self._read.folder, variant.model_file
+        if name is not None:
+            return [folder / name]
+        # Packages for onnxruntime-genai have no entry for ONNX Runtime itself.
+        return sorted((folder / variant.directory).glob("*.onnx"))
+
+    def _configure(self, component: str) -> Config:
+        """The configuration with what the user's settings say of ``component``."""
+        names = dict.fromkeys(self._read.package.components, self._read.folder)
+        given = self._settings
+        own = replace(
+            given,
+            dims=for_model(component, names, given.dims),
+            shapes=for_model(component, names, given.shapes),
+            constants=for_model(component, names, given.constants),
+        )
+        # Any file will do for the path: the model itself is not read here.
+        return configure({"model": self._read.folder / model_package.FILE}, "cpu", own)
+
+    def _run(self, component: str, variant: str, form: _Form, location: str) -> Validation:
+        """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
+        package = self._read.package
+        found = package.components[component].variants[variant]
+        about = ours(found.metadata, VariantMetadata)
+        reason = reason_not_to_run_here(form.provider, form.target.settings)
+        reason = reason or reason_not_to_open(form.file, form.model, form.provider)
+        if about is not None and about.needs_device:
+            reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"
+        if reason:
+            raise BuildError(_not_run(location, reason))
+        (model,) = self._configure(component).models
+        reference = self._reference(component, variant)
+        tolerance = model.tolerance_for(form.provider) if reference else None
+        spec = self._spec(component, form, model, reference)
+        with temp_dir() as staging:
+            name = _copy(self._read.folder, found, form, staging / "moved")
+            context = Context(component, name, form.model.inputs, form.model.outputs)
+            request = ValidateRequest(
+                spec,
+                form.target,
+                "context" if form.model.contexts else "optimized",
+                context,
+                str(staging / "moved"),
+                tolerance,
+                _sharing(package, variant, about, context),
+                has_source=reference is not None,
+            )
+            reply = self._workers.call(request, staging / "validate", location=location)
+        if reply.unavailable is None:
+            return Validation(ValidationStatus.RAN, reply.agreements)
+        return Validation(ValidationStatus.RAN_ON_CPU, reply.agreements, reply.unavailable)
+
+    def _spec(
+        self, component: str, form: _Form, model: Model, reference: _Reference | None
+    ) -> ModelSpec:
+        """The model to compare with, or the variant's own, with the shapes that the variant has."""
+        about = ours(self._read.package.components[component].metadata, ComponentMetadata)
+        names = {each.name for each in form.model.inputs}
+        configured = (
+            fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
+        )
+        constants = reference.constants if reference else _constants(about)
+        return ModelSpec(
+            component,
+            str(reference.file if reference else form.file),
+            model.key,
+            model.dims,
+            {**configured, **fixed_shapes(form.model.inputs), **model.shapes},
+            {**constants, **model.constants},
+            model.validate.inputs,
+        )
+
+    def _reference(self, component: str, variant: str) -> _Reference | None:
+        """The model to compare a variant with: the user's, the package's own source, or a CPU variant.
+
+        None if there is no other one than the variant itself. Raises InspectionError if it is damaged.
+        """
+        found = self._read.package.components[component]
+        frozen = _constants(ours(found.metadata, ComponentMetadata))
+        source = next((name for name, each in found.variants.items() if _is_source(each)), None)
+        if variant == source:
+            return None
+        if self._source is not None:
+            return _Reference(self._source.absolute(), frozen)
+        for name, each in found.variants.items():
+            files = self._model_files(each)
+            is_reference = each.ep in (None, CPU_EP) if source is None else name == source
+            if not is_reference or len(files) != 1:
+                continue
+            if name == variant:
+                return None
+            self._refuse_damaged(each)
+            return _Reference(files[0].absolute(), frozen if source else {})
+        return None
+
+
+def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
+    """How the variant is opened.
+
+    Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
+    of its EP.
+    """
+    ep = found.ep or CPU_EP
+    _check_contexts(found, ep, file, model)
+    about = ours(found.metadata, VariantMetadata)
+    provider = PROVIDERS.get(about.settings.provider) if about else find(ep)
+    if provider is None:
+        raise BuildError(_not_run("", f"{ep} is not a known execution provider"))
+    plugin = about.plugin if about else provider.plugin
+    if provider.needs_library and not (plugin and (plugin.module or plugin.path)):
+        raise BuildError(_not_run("", f"no package contains the library of {ep}"))
+    options = found.ort or OrtInfo(model_file=file.name)
+    if places := sorted(model_package.INPUT_PATHS & options.session_options.keys()):
+        raise BuildError(_not_run("", f"its session option {places[0]} names files elsewhere"))
+    if about:
+        settings = replace(
+            about.settings,
+            session_options={**about.settings.session_options, **options.session_options},
+        )
+        load_options = {**options.provider_options, **about.load_options}
+    else:
+        settings = CompileSettings(
+            provider=provider.name,
+            ep=ep,
+            device=_DEVICES.get(found.device or "any", "any"),
+            provider_options=options.provider_options,
+            session_options=options.session_options,
+        )
+        load_options = provider.complete(options.provider_options)
+    provider = replace(provider, ep=ep, plugin=plugin)
+    check_chip(file, model, provider, settings)
+    return _Form(provider, TargetSpec(name, settings, plugin, load_options), file, model)
+
+
+def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) -> None:
+    """Raise InspectionError if the model's contexts are not those that the manifest names."""
+    others = dict.fromkeys(each.source for each in model.contexts if each.source != ep)
+    if others:
+        message = f"has contexts of {listing(map(repr, others))}, and the manifest says {ep}."
+        raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(file), message))
+    written, named = model.compatibility.get(ep), found.compatibility_string
+    if written and named and written != named:
+        message = (
+            f"has the compatibility string {written}, and the manifest says {named}:\n"
+            "it was compiled for something else."
+        )
+        raise InspectionError(Problem(Kind.WRONG_PROVIDER, str(file), message))
+
+
+def _not_run(location: str, reason: str) -> Problem:
+    hint = "Validate it on a machine that can run it, or check only its files."
+    return Problem(Kind.NOT_RUN, location, f"{reason}.", hint)
+
+
+def _located(problem: Problem, location: str) -> Problem:
+    """``problem`` of the variant at ``location``: its key is one that no user wrote."""
+    if problem.key is None and problem.location:
+        return problem
+    return replace(problem, key=None, location=location)
+
+
+def _is_source(variant: Variant) -> bool:
+    about = ours(variant.metadata, SourceMetadata)
+    return about is not None and about.product == SOURCE
+
+
+def _constants(about: ComponentMetadata | None) -> dict[str, Any]:
+    return {name: each.value for name, each in about.constants.items()} if about else {}
+
+
+def _copy(folder: Path, found: Variant, form: _Form, moved: Path) -> str:
+    """Put the files of a variant into the folder ``moved``; returns the model file's path there."""
+    if not form.model.contexts:
+        copy_named_files(form.file, form.model, moved)
+        return form.file.name
+    # All of them: an EP may look for files that no node names.
+    own = folder / found.directory
+    if not form.file.is_relative_to(own):
+        own = form.file.parent
+    shutil.copytree(own, moved, copy_function=_link_or_copy)
+    return form.file.relative_to(own).as_posix()
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    # What a link names, because its place is another one.
+    return link_or_copy(Path(source).resolve(), target)
+
+
+def _sharing(
+    package: ModelPackage, variant: str, about: VariantMetadata | None, context: Context
+) -> tuple[Context, ...]:
+    """The contexts of the variant's weight-sharing group, with its own as the last."""
+    if about is None or about.sharing is None:
+        return ()
+    others = (
+        Context(member, PurePosixPath(file).name, (), ())
+        for member in about.sharing.members
+        if member != context.model and member in package.components
+        if (its := package.components[member].variants.get(variant)) and (file := its.model_file)
+    )
+    return (*others, context)

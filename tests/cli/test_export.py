@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.conftest import needs_qnn
+from tests.models import network, save, unknown_operator
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    out = app_project / "my_app" / "epcontext"
+    printed = cli("export", app_project, "-o", out)
+    assert printed.stderr.count("optimized graph, ran and agrees with the CPU") == 4
+    assert printed.stdout.startswith(f"wrote {out} (6 files, ")
+    assert files(out) == [
+        "__init__.py",
+        "a/one/a_optimized.onnx",
+        "a/two/a_optimized.onnx",
+        "b/one/b_optimized.onnx",
+        "b/two/b_optimized.onnx",
+        "manifest.json",
+    ]
+    code = "from my_app.epcontext import load, target_of; print(target_of(load('a')))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=app_project, capture_output=True, text=True, check=True)
+    assert done.stdout == "one\n"
+    assert cli("inspect", out, "--verify").stdout.endswith("verified: 5 files\n")
+
+
+def test_it_is_the_same_as_in_a_wheel_byte_for_byte(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    text = (app_project / "pyproject.toml").read_text("utf-8")
+    head = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "my-app"
+version = "1.0"
+[tool.hatch.build.targets.wheel.hooks.epcontext]
+"""
+    (app_project / "pyproject.toml").write_text(head + text, encoding="utf-8")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    subprocess.run(command, cwd=app_project, check=True, capture_output=True)
+    (wheel,) = (app_project / "dist").glob("*.whl")
+    cli("export", app_project, "-o", tmp_path / "out", "-q")
+    unpack = [sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "wheel")]
+    subprocess.run(unpack, check=True)
+    packed = tmp_path / "wheel" / "my_app" / "epcontext"
+    assert files(tmp_path / "out") == files(packed)
+    for name in files(packed):
+        assert (tmp_path / "out" / name).read_bytes() == (packed / name).read_bytes()
+
+
+def test_only_the_chosen_target_and_model_are_exported(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    printed = cli("export", app_project, "-t", "two", "-m", "b", "-o", tmp_path / "out", "--json")
+    assert files(tmp_path / "out") == ["__init__.py", "b/two/b_optimized.onnx", "manifest.json"]
+    assert [job["models"][0]["model"] for job in json.loads(printed.stdout)["jobs"]] == ["b"]
+    assert printed.stderr == ""
+
+
+def test_other_build_backends_do_not_matter(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+    text = (app_project / "pyproject.toml").read_text("utf-8")
+    head = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+    (app_project / "pyproject.toml").write_text(head + text, encoding="utf-8")
+    cli("export", app_project, "-t", "one", "-m", "a", "-o", tmp_path / "out", "-q")
+    assert (tmp_path / "out" / "manifest.json").is_file()
+
+
+def test_an_existing_package_is_only_replaced_with_overwrite(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("export", app_project, "-t", "one", "-m", "a", "-q", "-o", out)
+    cli(*arguments)
+    assert "exists already" in cli(*arguments, code=1).stderr
+    cli(*arguments, "--overwrite")
+    (out / "README.md").touch()
+    printed = cli(*arguments, "--overwrite", code=1).stderr
+    assert "the folder has files that this tool did not write: README.md." in printed
+    assert (out / "README.md").is_file()
+
+
+def test_a_failed_model_writes_nothing(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+    save(unknown_operator(), app_project / "models" / "b.onnx")
+    before = set(tmp_path.iterdir())
+    cli("export", app_project, "-t", "one", "-o", tmp_path / "deep" / "out", code=1)
+    assert set(tmp_path.iterdir()) - before <= {tmp_path / "user-cache"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing option '-o'"),
+        (("-o", "out", "--target", "thre"), '--target: EPC009\n    "thre" is not a target.'),
+        (("-o", "out", "--model", "c"), '--model: EPC010\n    "c" is not a model.'),
+    ],
+)
+def test_wrong_usage(cli: Cli, app_project: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in cli("export", app_project, *arguments, code=2).stderr
+
+
+def test_a_folder_without_a_project_is_an_error(cli: Cli, tmp_path: Path) -> None:
+    printed = cli("export", tmp_path, "-o", tmp_path / "out", code=2).stderr
+    assert "pyproject.toml: EPC025" in printed
+
+
+@needs_qnn
+def test_contexts_are_exported_and_validated(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+    toml = """
+[tool.epcontext]
+provider = "qnn"
+provider-options = { soc_model = 60 }
+[[tool.epcontext.models]]
+path = "models/a.onnx"
+shapes = [{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]
+"""
+    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
+    save(network(), app_project / "models" / "a.onnx")
+    out = tmp_path / "out"
+    cli("export", app_project, "-o", out, "-q")
+    printed = cli("inspect", out).stdout
+    assert "a.1x1x8x8: a shape of a, x 1x1x8x8\na.2x1x8x8: a shape of a, x 2x1x8x8\n" in printed
+    lines = cli("validate", out).stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        f"a.{n}x1x8x8 -> {target}" for n in (1, 2) for target in ("qnn", "source")
+    ]
+    assert all("ran and agrees with the CPU" in line for line in lines[::2])

@@ -1,0 +1,364 @@
+"""``epcontext validate`` on model packages: our own, and those of other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnx import helper
+
+from hatch_epcontext.cli.app import app
+from tests.cli.conftest import Cli
+from tests.conftest import needs_qnn
+from tests.models import network, save, transformer
+
+Make = Callable[..., Path]
+
+NETWORK = {"ort": {"model_file": "net.onnx"}}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of this tool with a variant for QNN and the source; made once."""
+    folder = tmp_path_factory.mktemp("built")
+    source = save(network(), folder / "net.onnx")
+    command = [
+        "compile", source, "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1",
+        "--package", folder / "package", "-q",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, list(map(str, command)))
+    assert result.exit_code == 0, result.output
+    return folder / "package"
+
+
+@pytest.fixture
+def package(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "package"))
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Make:
+    """Make a package by hand: a folder with the same network for each variant."""
+
+    def make(variants: Mapping[str, Mapping[str, Any]], **manifest: Any) -> Path:
+        folder = tmp_path / "foreign"
+        for name in variants:
+            save(network(1), folder / name / "net.onnx")
+        components = {"net": {"variants": variants}}
+        content = {"schema_version": "1.0", "components": components, **manifest}
+        (folder / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+        return folder
+
+    return make
+
+
+def variant(ep: str | None = "CPUExecutionProvider", **keys: Any) -> dict[str, Any]:
+    return {**({"ep": ep} if ep else {}), "executor_info": NETWORK, **keys}
+
+
+@needs_qnn
+def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Path) -> None:
+    before = {p: p.read_bytes() for p in package.rglob("*") if p.is_file()}
+    first, second = cli("validate", package).stdout.splitlines()
+    assert first.startswith(
+        "net -> qnn: 1 context of QNNExecutionProvider, for soc_model 60, nothing left to the CPU, "
+        "ran and agrees with the CPU (cosine 1.00000"
+    )
+    assert second == (
+        "net -> source: ONNX graph for CPUExecutionProvider, ran, outputs finite, not compared"
+    )
+    assert {p: p.read_bytes() for p in package.rglob("*") if p.is_file()} == before
+
+
+@needs_qnn
+def test_the_result_is_printed_as_json_also_if_something_failed(cli: Cli, package: Path) -> None:
+    (package / "net" / "qnn" / "net_ctx_qnn.bin").write_bytes(b"changed")
+    result = cli("validate", package, "--json", code=1)
+    qnn, source = json.loads(result.stdout)["variants"]
+    assert (qnn["component"], qnn["variant"], qnn["ep"]) == ("net", "qnn", "QNNExecutionProvider")
+    assert (qnn["validation"], qnn["problems"][0]["kind"]) == (None, "EPC506")
+    assert source["validation"]["status"] == "ran"
+    assert "net_ctx_qnn.bin: EPC506\n    is missing, or differs from its record" in result.stderr
+
+
+@needs_qnn
+def test_nothing_is_compared_with_a_damaged_source(cli: Cli, package: Path) -> None:
+    other = network()
+    other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
+    save(other, package / "net" / "source" / "net.onnx")
+    result = cli("validate", package, code=1)
+    assert result.stdout == "net -> qnn: FAILED\nnet -> source: FAILED\n"
+    assert result.stderr.count("EPC506") == 1
+    cli("validate", package, "-t", "qnn", code=1)
+
+
+@needs_qnn
+def test_a_damaged_file_fails_its_variant_alone(cli: Cli, package: Path) -> None:
+    (package / "net" / "qnn" / "net_ctx_qnn.bin").write_bytes(b"no blob")
+    result = cli("validate", package, code=1)
+    first, second = result.stdout.splitlines()
+    assert first == "net -> qnn: FAILED"
+    assert "outputs finite" in second
+    assert "validation failed:" in result.stderr
+    cli("validate", package, "--structure", code=1)
+    cli("validate", package, "--allow-not-run", code=1)
+    cli("validate", package, "--variant", "source")
+
+
+@needs_qnn
+def test_outputs_that_differ_from_the_source_fail(cli: Cli, package: Path, tmp_path: Path) -> None:
+    other = network()
+    other.graph.initializer[0].raw_data = bytes(len(other.graph.initializer[0].raw_data))
+    save(other, tmp_path / "other.onnx")
+    printed = cli("validate", package, "-s", tmp_path / "other.onnx", code=1).stderr
+    assert f"{package}: net -> qnn: EPC401\n    the output 'y' differs from the CPU's" in printed
+    assert "tool.epcontext" not in printed
+    loose = ("--set", "validate.tolerance=false")
+    assert "not compared" in cli("validate", package, *loose, "-t", "qnn").stdout
+
+
+@needs_qnn
+def test_structure_runs_nothing(cli: Cli, package: Path) -> None:
+    printed = cli("validate", package, "--structure").stdout
+    assert printed.count("structure checked, NOT run\n") == 2
+
+
+@needs_qnn
+def test_the_manifest_and_the_context_must_agree(cli: Cli, package: Path) -> None:
+    file = package / "manifest.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    qnn = content["components"]["net"]["variants"]["qnn"]
+    qnn["compatibility_string"] = "v2:6:2.51.0:5.51.0:73:43:0:0"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    printed = cli("validate", package, "--structure", code=1).stderr
+    assert "and the manifest says v2:6:2.51.0:5.51.0:73:43:0:0" in printed
+    qnn["ep"] = "OpenVINOExecutionProvider"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    printed = cli("validate", package, "--structure", code=1).stderr
+    assert "has contexts of 'QNNExecutionProvider', and the manifest says OpenVINO" in printed
+
+
+@needs_qnn
+def test_a_package_of_olives_form_is_validated(cli: Cli, built: Path, tmp_path: Path) -> None:
+    """Components in folders of their own, and no entry for ONNX Runtime: that is genai's config."""
+    component = tmp_path / "net.ortpackage" / "models" / "decoder"
+    shutil.copytree(built / "net" / "qnn", component / "npu")
+    shutil.copytree(built / "net" / "source", component / "cpu")
+    for folder in component.iterdir():
+        (folder / "genai_config.json").write_text("{}", encoding="utf-8")
+    variants = {"npu": {"ep": "QNNExecutionProvider"}, "cpu": {"ep": "CPUExecutionProvider"}}
+    (component / "component.json").write_text(
+        json.dumps({"component_name": "decoder", "variants": variants}), encoding="utf-8"
+    )
+    manifest = {
+        "schema_version": "1.0",
+        "components": {"decoder": "models/decoder"},
+        "additional_metadata": {"producer": {"tool": "olive-ai"}},
+    }
+    package = tmp_path / "net.ortpackage"
+    (package / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    first, second = cli("validate", package).stdout.splitlines()
+    assert first.startswith("decoder -> npu: 1 context of QNNExecutionProvider, for soc_model 60")
+    assert "ran and agrees with the CPU" in first
+    assert second.startswith("decoder -> cpu: ONNX graph for CPUExecutionProvider, ran")
+    assert "npu" in cli("inspect", package, "--verify").stdout
+
+
+@pytest.mark.slow
+@needs_qnn
+def test_contexts_that_share_weights_are_not_opened_on_the_simulator(
+    cli: Cli, tmp_path: Path
+) -> None:
+    models = [save(transformer(n), tmp_path / f"m{n}.onnx") for n in (64, 1)]
+    out = tmp_path / "out"
+    cli("compile", *models, "--package", out, "-p", "qnn", "--share-weights", "-q")
+    result = cli("validate", out, code=1)
+    assert result.stdout.count("cannot open contexts that share weights on this machine") == 2
+    assert result.stderr.count("EPC404") == 2
+    cli("validate", out, "--allow-not-run")
+
+
+def test_constants_come_from_the_package(cli: Cli, tmp_path: Path) -> None:
+    made = network()
+    made.graph.input.append(helper.make_tensor_value_info("scale", onnx.TensorProto.FLOAT, []))
+    made.graph.node[-1].output[0] = "before"
+    made.graph.node.append(helper.make_node("Mul", ["before", "scale"], ["y"], "scaled"))
+    source = save(made, tmp_path / "net.onnx")
+    out = tmp_path / "out"
+    cli(
+        "compile", source, "--package", out, "-p", "cpu", "--constant", "scale=2.5",
+        "--fallback", "source", "-q",
+    )  # fmt: skip
+    assert "net: the input scale is frozen to 2.5\n" in cli("inspect", out).stdout
+    first, second = cli("validate", out).stdout.splitlines()
+    assert "ran and agrees with the CPU" in first
+    assert second.startswith("net -> source: ")
+    printed = cli("validate", out, "--constant", "scale=3.0", code=1).stderr
+    assert f"{out}: net -> cpu: EPC401" in printed
+    assert "ran and agrees" in cli("validate", out, "-s", source, "-t", "cpu").stdout
+
+
+def test_a_variant_for_the_cpu_is_the_reference_of_a_foreign_package(
+    cli: Cli, foreign: Make
+) -> None:
+    package = foreign({"no-ep": variant(None), "cpu": variant()})
+    first, second = cli("validate", package).stdout.splitlines()
+    assert first.endswith("ran, outputs finite, not compared")
+    assert second.startswith("net -> cpu: ONNX graph for CPUExecutionProvider, ")
+    assert "ran and agrees with the CPU" in second
+
+
+def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, foreign: Make) -> None:
+    package = foreign(
+        {
+            "vitis": variant("VitisAIExecutionProvider", device="npu"),
+            "unknown": variant("UnknownExecutionProvider"),
+            "other": {"ep": "CPUExecutionProvider", "executor_info": {"app": {"file": "x"}}},
+            "cpu": variant(),
+        }
+    )
+    (package / "other" / "net.onnx").unlink()
+    result = cli("validate", package, code=1)
+    vitis, unknown, other, cpu = result.stdout.splitlines()
+    assert "ran on the CPU only (this ONNX Runtime" in vitis
+    assert "NOT run (UnknownExecutionProvider is not a known execution provider)" in unknown
+    assert "NOT run (the manifest names no model" in other
+    assert "ran" in cpu
+    assert "validation failed (3 problems):" in result.stderr
+    assert f"{package}: net -> vitis: EPC404\n    it was run on the CPU only: " in result.stderr
+    allowed = cli("validate", package, "--allow-not-run")
+    assert allowed.stdout == result.stdout
+    assert allowed.stderr == ""
+    cli("validate", package, "--variant", "cpu")
+    assert cli("validate", package, "--structure").stdout.count("NOT run") == 4
+
+
+def test_a_missing_library_of_an_ep_is_no_failure_of_the_variant(
+    cli: Cli, foreign: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = foreign({"npu": variant("QNNExecutionProvider")})
+    # The workers find this instead of the package, if it is installed at all.
+    blocked = tmp_path / "blocked" / "onnxruntime_qnn"
+    blocked.mkdir(parents=True)
+    (blocked / "__init__.py").write_text("raise ModuleNotFoundError('blocked')", encoding="utf-8")
+    found = filter(None, (str(blocked.parent), os.environ.get("PYTHONPATH")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+    printed = cli("validate", package, "--allow-not-run").stdout
+    assert "ran on the CPU only (the package of QNNExecutionProvider cannot be imported" in printed
+
+
+def test_components_and_variants_can_be_chosen(cli: Cli, foreign: Make) -> None:
+    package = foreign({"a": variant(), "b": variant(), "c": variant()})
+    printed = cli("validate", package, "-t", "b", "-t", "c", "-c", "net").stdout
+    assert [line.partition(":")[0] for line in printed.splitlines()] == ["net -> b", "net -> c"]
+    printed = cli("validate", package, "-t", "d", "-c", "ned", code=2).stderr
+    assert '--component: EPC010\n    the package has no component "ned".' in printed
+    assert '--variant: EPC009\n    the package has no variant "d".' in printed
+    assert 'Did you mean "net"?' in printed
+
+
+def test_all_errors_of_a_manifest_are_named_by_their_place(cli: Cli, foreign: Make) -> None:
+    package = foreign(
+        {
+            "outside": variant(variant_directory="../elsewhere"),
+            "missing": variant(variant_directory="nowhere"),
+            "absolute": {**variant(), "executor_info": {"ort": {"model_file": "/etc/passwd"}}},
+            "typed": variant(device="tpu"),
+        },
+        colour="red",
+    )
+    printed = cli("validate", package, code=1).stderr
+    places = "components.net.variants"
+    for line in (
+        f"{package}: colour: EPC508",
+        f"{package}: {places}.outside.variant_directory: EPC508",
+        f"{package}: {places}.missing.variant_directory: EPC508",
+        f"{package}: {places}.absolute.executor_info.ort.model_file: EPC508",
+        f"{package}: {places}.typed.device: EPC508",
+    ):
+        assert line in printed.splitlines()
+    assert cli("inspect", package, code=1).stderr == printed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "manifest.json is not JSON"),
+        ("[]", "has no manifest.json of a model package"),
+        ('{"schema_version": "2.0", "components": {}}', "is 2.0, and this version reads 1.0"),
+        ('{"schema_version": "1.0", "components": {}}', "is empty"),
+        ('{"schema_version": "1.0", "components": {"a": "../b"}}', "outside of the package"),
+        ('{"schema_version": "1.0", "components": {"a": "b"}}', "cannot be read"),
+    ],
+)
+def test_other_manifests_are_errors(cli: Cli, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(text, encoding="utf-8")
+    assert message in cli("validate", tmp_path, code=1).stderr
+
+
+def test_a_missing_model_fails_its_variant(cli: Cli, foreign: Make) -> None:
+    package = foreign({"a": variant(), "b": variant(variant_directory="a")})
+    (package / "a" / "net.onnx").rename(package / "a" / "other.onnx")
+    result = cli("validate", package, code=1)
+    assert result.stdout == "net -> a: FAILED\nnet -> b: FAILED\n"
+    assert "net.onnx: EPC506\n    is missing." in result.stderr
+
+
+def test_a_folder_with_one_package_stands_for_it(cli: Cli, foreign: Make, tmp_path: Path) -> None:
+    package = foreign({"cpu": variant()})
+    assert "net -> cpu: " in cli("validate", package.parent, "--structure").stdout
+    shutil.copytree(package, tmp_path / "second")
+    printed = cli("validate", tmp_path, "--structure", code=1).stderr
+    assert "has several model packages: foreign and second." in printed
+    (tmp_path / "empty").mkdir()
+    assert "has no manifest.json" in cli("validate", tmp_path / "empty", code=1).stderr
+
+
+def test_a_source_is_that_of_one_model(cli: Cli, tmp_path: Path) -> None:
+    models = [save(network(1), tmp_path / f"{name}.onnx") for name in "ab"]
+    out = tmp_path / "out"
+    cli("compile", *models, "-p", "cpu", "--package", out, "-q")
+    printed = cli("validate", out, "-s", models[0], code=2).stderr
+    assert (
+        "--source: EPC006\n    is the source of one model, and these are several: a and b"
+        in printed
+    )
+    printed = cli("validate", out, "-s", models[0], "-c", "a").stdout
+    assert printed.startswith("a -> cpu: ONNX graph for CPUExecutionProvider, ran and agrees")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-p", "cpu"), "--provider is for a single file"),
+        (("-O", "a=1"), "--option: EPC007\n    is for a single context model"),
+        (("-C", "a=1"), "--config: EPC007"),
+        (("-d", "cpu"), "--device: EPC007"),
+        (("--set", "min-coverage=1"), "--set min-coverage: EPC007"),
+        (("--set", "validate.mode=structure"), "--set validate.mode: EPC007"),
+        (("--dim", "batch=-1"), "--dim batch: EPC005"),
+    ],
+)
+def test_wrong_usage(cli: Cli, foreign: Make, arguments: tuple[str, ...], message: str) -> None:
+    assert message in cli("validate", foreign({"cpu": variant()}), *arguments, code=2).stderr
+
+
+def test_flags_for_packages_are_refused_for_a_single_file(cli: Cli, tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "net.onnx")
+    for flag in ("--component", "--variant"):
+        printed = cli("validate", path, "-p", "cpu", flag, "a", code=2).stderr
+        assert "are for a model package" in printed
+
+
+def test_a_wheel_is_to_be_unpacked_first(cli: Cli, foreign: Make, tmp_path: Path) -> None:
+    package = foreign({"cpu": variant()})
+    wheel = shutil.make_archive(str(tmp_path / "my_app-1.0-py3-none-any"), "zip", package)
+    printed = cli("validate", wheel, code=1).stderr
+    assert "is an archive, such as a wheel, and not an ONNX file." in printed

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.build.artifact import Artifact, Result
+from hatch_epcontext.build.plan import Plan
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import BuildError, Kind, OutputError, Problem
+from hatch_epcontext.files import is_intact
+from hatch_epcontext.package.manifest import PackageMetadata, read_own
+from hatch_epcontext.tools.export import export
+from tests.results import configured, resulting
+
+TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\nfallback = "source"\n'
+
+Run = Callable[[Plan, Path], Result]
+Tree = dict[str, bytes | None]
+
+
+@pytest.fixture
+def config(project: Path) -> Config:
+    return configured(project, TOML)
+
+
+@pytest.fixture
+def run(config: Config, artifact: Artifact) -> Run:
+    return lambda planned, staging: resulting(config, artifact)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "out"
+
+
+def never(planned: Plan, staging: Path) -> Result:
+    raise AssertionError("nothing shall be compiled")
+
+
+def tree(folder: Path) -> Tree:
+    """All files and folders below ``folder``; folders have no contents."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def about(folder: Path) -> PackageMetadata:
+    found = read_own(folder)
+    assert found is not None
+    return found
+
+
+def test_the_folder_has_the_manifest_the_artifacts_and_the_sources(
+    config: Config, run: Run, out: Path, project: Path
+) -> None:
+    result = export(config, out, run, loader=False, overwrite=False)
+    assert sorted(name for name, content in tree(out).items() if content is not None) == [
+        "a/cpu/a_ctx.onnx",
+        "a/cpu/a_ctx_qnn.bin",
+        "a/source/a.onnx",
+        "manifest.json",
+    ]
+    assert {*result.files} == {path for path in out.rglob("*") if path.is_file()}
+    assert result.files[-1] == out / "manifest.json"
+    assert is_intact(out, about(out).files)
+    assert (out / "a/source/a.onnx").read_bytes() == (project / "models/a.onnx").read_bytes()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_with_the_loader_the_folder_is_a_python_package(
+    config: Config, run: Run, out: Path
+) -> None:
+    export(config, out, run, loader=True, overwrite=False)
+    assert "__init__.py" in about(out).files
+    assert "def load(" in (out / "__init__.py").read_text(encoding="utf-8")
+
+
+def test_the_files_are_copies(
+    config: Config, run: Run, out: Path, project: Path, artifact: Artifact
+) -> None:
+    export(config, out, run, loader=False, overwrite=False)
+    (out / "a/source/a.onnx").write_bytes(b"changed")
+    (out / "a/cpu/a_ctx.onnx").write_bytes(b"changed")
+    assert (project / "models" / "a.onnx").read_bytes() == b"model a"
+    assert (artifact.folder / "a_ctx.onnx").read_bytes() == b"context"
+
+
+def test_an_earlier_package_is_only_replaced_with_overwrite_and_then_as_a_whole(
+    config: Config, run: Run, out: Path, project: Path, artifact: Artifact
+) -> None:
+    export(config, out, run, loader=True, overwrite=False)
+    (out / "__pycache__").mkdir()
+    (out / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"bytecode")
+    (out / "a/cpu/a_ctx.onnx").write_bytes(b"changed")
+    before = tree(out)
+    with pytest.raises(OutputError, match=r"out: EPC501\n    exists already\."):
+        export(config, out, never, loader=True, overwrite=False)
+    assert tree(out) == before
+    other = configured(project, TOML.replace('"source"', '"none"'))
+    export(other, out, lambda _, staging: resulting(other, artifact), loader=False, overwrite=True)
+    assert tree(out).keys() == {
+        "manifest.json", "a", "a/cpu", "a/cpu/a_ctx.onnx", "a/cpu/a_ctx_qnn.bin",
+    }  # fmt: skip
+    assert (out / "a/cpu/a_ctx.onnx").read_bytes() == b"context"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_an_empty_folder_is_used(config: Config, run: Run, out: Path) -> None:
+    out.mkdir(parents=True)
+    export(config, out, run, loader=False, overwrite=False)
+    assert (out / "manifest.json").is_file()
+
+
+def test_a_folder_with_foreign_files_is_never_touched(config: Config, run: Run, out: Path) -> None:
+    export(config, out, run, loader=False, overwrite=False)
+    for index in range(7):
+        (out / "a" / f"notes{index}.txt").write_bytes(b"theirs")
+    before = tree(out)
+    with pytest.raises(OutputError) as caught:
+        export(config, out, never, loader=False, overwrite=True)
+    assert (
+        "the folder has files that this tool did not write: a/notes0.txt, a/notes1.txt, "
+        "a/notes2.txt, a/notes3.txt, a/notes4.txt and 2 more."
+    ) in str(caught.value)
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "{",
+        '{"name": "an extension of a browser"}',
+        '{"schema_version": "1.0", "components": {}}',
+        '{"additional_metadata": {"hatch-epcontext": {"generator": "other 1.0", "files": {}}}}',
+    ],
+)
+def test_packages_of_other_tools_are_foreign(config: Config, out: Path, manifest: str) -> None:
+    out.mkdir(parents=True)
+    (out / "manifest.json").write_text(manifest, encoding="utf-8")
+    with pytest.raises(OutputError, match=r"not of a model package of this tool: manifest\.json"):
+        export(config, out, never, loader=False, overwrite=True)
+    assert (out / "manifest.json").read_text(encoding="utf-8") == manifest
+
+
+def test_files_that_appear_while_it_is_compiled_are_kept(
+    config: Config, run: Run, out: Path
+) -> None:
+    def runs(planned: Plan, staging: Path) -> Result:
+        out.mkdir(parents=True)
+        (out / "theirs.txt").write_bytes(b"theirs")
+        return run(planned, staging)
+
+    with pytest.raises(OutputError, match=r"theirs\.txt"):
+        export(config, out, runs, loader=False, overwrite=True)
+    assert tree(out) == {"theirs.txt": b"theirs"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"theirs")
+    for place in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(OutputError, match="is a file, and not a folder"):
+            export(config, place, never, loader=False, overwrite=True)
+    assert (tmp_path / "file").read_bytes() == b"theirs"
+
+
+def test_a_failed_build_writes_nothing(config: Config, run: Run, tmp_path: Path) -> None:
+    def fails(planned: Plan, staging: Path) -> Result:
+        raise BuildError(Problem(Kind.NOTHING_COMPILED, "a", "nothing was compiled."))
+
+    before = tree(tmp_path)
+    with pytest.raises(BuildError):
+        export(config, tmp_path / "deep" / "out", fails, loader=False, overwrite=False)
+    assert tree(tmp_path) == before
+
+
+def test_what_was_there_comes_back_when_the_new_folder_cannot_be_renamed(
+    config: Config, run: Run, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(config, out, run, loader=False, overwrite=False)
+    (out / "a/cpu/a_ctx.onnx").write_bytes(b"earlier")
+    before, rename = tree(out.parent), Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise PermissionError(f"{target} is in use")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(PermissionError):
+        export(config, out, run, loader=False, overwrite=True)
+    assert tree(out.parent) == before
+
+
+def test_a_folder_with_a_source_model_is_never_replaced(
+    config: Config, run: Run, out: Path, project: Path
+) -> None:
+    with pytest.raises(OutputError, match="is a file of the source model, in the folder"):
+        export(config, project / "models", never, loader=False, overwrite=True)
+    with pytest.raises(OutputError, match="is a file of the source model"):
+        export(config, project, never, loader=False, overwrite=True)
+    export(config, out, run, loader=False, overwrite=False)
+    exported = configured(out, 'provider = "cpu"\nmodels = ["a/source/a.onnx"]\n')
+    with pytest.raises(OutputError, match="is a file of the source model"):
+        export(exported, out, never, loader=False, overwrite=True)
+    assert (out / "a/source/a.onnx").read_bytes() == b"model a"
+
+
+def test_the_folder_can_be_inside_the_project(config: Config, run: Run, project: Path) -> None:
+    out = project / "my_app" / "epcontext"
+    export(config, out, run, loader=True, overwrite=False)
+    export(config, out, run, loader=True, overwrite=True)
+    assert {path.name for path in (project / "my_app").iterdir()} == {"__init__.py", "epcontext"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows needs a privilege for links")
+def test_a_link_stays_a_link(config: Config, run: Run, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    out.parent.mkdir()
+    out.symlink_to(tmp_path / "real")
+    export(config, out, run, loader=False, overwrite=False)
+    assert out.is_symlink()
+    assert (tmp_path / "real" / "manifest.json").is_file()
+
+
+def test_a_place_that_cannot_be_written_to_is_named(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(prefix: str, dir: Path) -> None:  # noqa: A002
+        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}x")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fails)
+    with pytest.raises(PermissionError) as caught:
+        export(config, tmp_path / "deep" / "out", never, loader=False, overwrite=False)
+    assert caught.value.filename == str(tmp_path)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root can write to every folder"
+)
+def test_a_folder_that_cannot_be_written_to_is_an_error_before_anything_is_compiled(
+    config: Config, tmp_path: Path
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    with pytest.raises(PermissionError):
+        export(config, locked / "deep" / "out", never, loader=False, overwrite=False)
+
+
+def test_a_package_without_any_model_is_an_error(project: Path, out: Path) -> None:
+    config = dataclasses.replace(configured(project, TOML), models=())
+    with pytest.raises(OutputError, match="no model would be in it"):
+        export(config, out, never, loader=False, overwrite=False)
+
+
+def test_the_manifest_is_the_last_of_the_files_and_names_all_others(
+    config: Config, run: Run, out: Path
+) -> None:
+    result = export(config, out, run, loader=True, overwrite=False)
+    content = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    files = content["additional_metadata"]["hatch-epcontext"]["files"]
+    assert [out / name for name in files] == list(result.files[:-1])
