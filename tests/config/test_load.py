@@ -273,7 +273,7 @@ def test_a_model_has_the_fallback_of_the_root_or_its_own(project: Path) -> None:
 def test_only_contexts_of_plugins_can_be_recompiled(project: Path) -> None:
     location, problem = only_problem(project, f"{CPU}recompile = true\n")
     assert problem.kind is Kind.NOT_APPLICABLE
-    assert location == "tool.epcontext.recompile"
+    assert location == "recompile"
     several = """
         [targets.npu]
         provider = "qnn"
