@@ -23,6 +23,7 @@ import operator
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -75,6 +76,9 @@ _RECORD = "files.json"
 # What Windows says of a device, and may change when it starts again.
 _VOLATILE_FACTS = ("LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex")
 
+# EPs that can be asked about a compatibility string at any time, from trials in many processes.
+_SAFE_TO_ASK = frozenset({"OpenVINOExecutionProvider"})
+
 # For packages of other tools, which do not name the package of an EP's library.
 _KNOWN_PLUGINS = {
     "QNNExecutionProvider": "onnxruntime_qnn",
@@ -97,6 +101,7 @@ _VARIANT_FORM = {
     "variant_directory": (str, None),
     "ep": (str, None),
     "device": (str, None),
+    "compatibility_string": (str, None),
     "executor_info": ({"ort": (dict, str, None)}, None),
 }
 _ORT_FORM = {"model_file": str, "session_options": _OPTIONS, "provider_options": _OPTIONS}
@@ -340,6 +345,7 @@ class _Variant(NamedTuple):
     model_file: str
     ep: str
     device: str | None
+    compatibility: str
     session_options: dict[str, str]
     provider_options: dict[str, str]
     ours: dict[str, Any]
@@ -445,6 +451,7 @@ class _Package:
             model_file,
             body.get("ep") or CPU_EP,
             body.get("device"),
+            body.get("compatibility_string") or "",
             dict((info or {}).get("session_options") or {}),
             dict((info or {}).get("provider_options") or {}),
             about,
@@ -464,6 +471,9 @@ class _Package:
             raise LoadError(f"{self.location}: {name} cannot be read ({error})") from None
         try:
             content = json.loads(text)
+            if b"\\u" in text:
+                # Half characters, which are in no path and no option: other parsers refuse them.
+                json.dumps(content, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise LoadError(f"{self.location}: {name} is not JSON ({error})") from None
         if not isinstance(content, dict):
@@ -830,30 +840,51 @@ def _open_file(
     options = request.session_options
     options = (options() if callable(options) else options) or ort.SessionOptions()
     provider_options = _provider_options(variant, request)
-    arguments: dict[str, Any] = {}
+    constants = package.constants.get(variant.component)
+    class_ = _session_with_constants(ort) if constants else ort.InferenceSession
     if _is_built_in(ort, variant):
-        arguments["providers"] = [(variant.ep, provider_options)]
+        _add_session_options(options, variant)
+        providers = [(variant.ep, provider_options)]
+        session = _with_providers(class_, file, options, providers)
         runs_on = f"{variant.ep} on {built_for}"
     else:
-        runs_on = _add_devices(ort, variant, wanted, options, provider_options)
-    # Not before: a target that is skipped leaves the app's own options as they are.
-    for key, value in variant.session_options.items():
-        options.add_session_config_entry(key, value)
-    # Asked nothing before: onnxruntime checks the context's compatibility string itself, and the
-    # function that asks an EP about it crashes some EPs.
-    if constants := package.constants.get(variant.component):
-        session = _session_with_constants(ort)(file, options, enable_fallback=0, **arguments)
+        with _opening_lock(ort):
+            runs_on = _add_devices(ort, variant, wanted, options, provider_options)
+            _add_session_options(options, variant)
+            session = class_(file, options, enable_fallback=0)
+    if constants:
         # As arrays: `run_async` needs them until it is done.
         session.epcontext_constants = _arrays(constants)
-    else:
-        session = ort.InferenceSession(file, options, enable_fallback=0, **arguments)
     # If a library of the EP is missing, onnxruntime only logs it, and opens the session without the EP.
-    providers = session.get_providers()
-    if variant.ep not in providers and providers[:1] == [CPU_EP]:
+    found = session.get_providers()
+    if variant.ep not in found and found[:1] == [CPU_EP]:
         raise _SkipTargetError(
             f"the session was opened without {variant.ep}; onnxruntime's log may name a missing library"
         )
     return session, runs_on
+
+
+def _add_session_options(options: Any, variant: _Variant) -> None:
+    # Not before its EP is found: a target that is skipped leaves the app's own options as they are.
+    for key, value in variant.session_options.items():
+        options.add_session_config_entry(key, value)
+
+
+def _with_providers(class_: Any, file: Path, options: Any, providers: list[Any]) -> Any:
+    if not getattr(options, "has_providers", bool)():
+        return class_(file, options, providers=providers, enable_fallback=0)
+    with warnings.catch_warnings():
+        # The app's own options still have the EP of a target that failed: these providers replace it.
+        warnings.filterwarnings("ignore", "Specified 'providers'")
+        return class_(file, options, providers=providers, enable_fallback=0)
+
+
+def _opening_lock(ort: Any) -> Any:
+    """The lock for opening on plugin EPs: one in the process, also for the loaders of other packages.
+
+    Some EPs crash when two threads open a session at the same moment.
+    """
+    return vars(ort).setdefault("_epcontext_opening_lock", threading.Lock())
 
 
 def _kinds_of_device(variant: _Variant, request: _Request) -> tuple[str, str]:
@@ -871,6 +902,7 @@ def _add_devices(
     """Add the variant's EP to ``options``; return what a session will run on."""
     # Listed again each time: onnxruntime forgets the devices of a library that is unregistered.
     devices = _devices(ort, variant, wanted)
+    _check_compatibility(devices, variant)
     policy = variant.settings.get("policy")
     if policy is None:
         # These devices are interchangeable, and a session takes one.
@@ -879,9 +911,10 @@ def _add_devices(
     # A policy takes no provider options. These keys are where onnxruntime itself keeps them.
     for name, value in provider_options.items():
         options.add_session_config_entry(f"ep.{devices[0].ep_name.lower()}.{name}", value)
-    options.set_provider_selection_policy(
-        ort.OrtExecutionProviderDevicePolicy.__members__[policy.replace("-", "_").upper()]
-    )
+    known = ort.OrtExecutionProviderDevicePolicy.__members__
+    if (member := known.get(policy.replace("-", "_").upper())) is None:
+        raise _SkipTargetError(f"onnxruntime {ort.__version__} does not know the policy {policy!r}")
+    options.set_provider_selection_policy(member)
     return f"{variant.ep}, by the policy {policy}"
 
 
@@ -941,8 +974,12 @@ def _arrays(constants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     arrays = {}
     for name, each in constants.items():
-        dtype = np.dtype(object) if each["dtype"] == "string" else np.dtype(each["dtype"])
-        array = np.asarray(each["value"], dtype)
+        dtype = "object" if each["dtype"] == "string" else each["dtype"]
+        try:
+            array = np.asarray(each.get("value"), np.dtype(dtype))
+        except (TypeError, ValueError, OverflowError) as error:
+            reason = f"the constant {name!r} in the manifest is not of the type {dtype} ({error})"
+            raise _FileError(reason) from error
         if array.ndim != len(each["shape"]) and array.size == 1:
             array = array.reshape([1] * len(each["shape"]))
         arrays[name] = array
@@ -1018,6 +1055,30 @@ def _devices(ort: Any, variant: _Variant, wanted: str) -> list[Any]:
             + (f", only {kinds} (device='any' accepts it)" if kinds else " on this machine")
         )
     return fitting
+
+
+def _check_compatibility(devices: list[Any], variant: _Variant) -> None:
+    """Raise _SkipTargetError if the EP says that it cannot run what was compiled.
+
+    Python sessions do not compare the compatibility string, so it is asked here; but only of EPs for
+    which that is known to be safe: QNN crashes when it is asked after a session was closed.
+    """
+    if not variant.compatibility or variant.ep not in _SAFE_TO_ASK:
+        return
+    try:
+        from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices
+    except ImportError:
+        return
+    try:
+        answer = get_model_compatibility_for_ep_devices(devices[:1], variant.compatibility).name
+    except Exception as error:
+        _log.debug("%s gives no answer on compatibility: %s", variant.ep, error)
+        return
+    if answer == "EP_UNSUPPORTED":
+        raise _SkipTargetError(
+            f"{variant.ep} on this machine is not compatible with what was compiled "
+            f"({variant.compatibility})"
+        )
 
 
 def _passes(device: Any, wanted: Mapping[str, str]) -> bool:
@@ -1100,6 +1161,8 @@ def _same_path(first: str, second: str) -> bool:
 def _open_compiled_here(package: _Package, variant: _Variant, request: _Request) -> tuple[Any, str]:
     """`_open`, after the prepared model was compiled on this machine, once for its EP and driver."""
     ort = _onnxruntime()
+    # It is that of the context that was shipped.
+    variant = variant._replace(compatibility="")
     wanted, _ = _kinds_of_device(variant, request)
     if not hasattr(ort, "ModelCompiler"):
         raise _SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
@@ -1163,9 +1226,6 @@ def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: 
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)
-    # Listed again: this process may have waited for another one that compiled, and failed.
-    devices = _devices(ort, variant, wanted)
-    options.add_provider_for_devices(devices[:1], settings.get("provider_options") or {})
     level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
         settings.get("optimization") or "basic", "ENABLE_ALL"
     )
@@ -1178,14 +1238,18 @@ def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: 
         )
         result = Path(made, file.parent.name)
         result.mkdir()
-        compiler = ort.ModelCompiler(
-            options,
-            str(prepared),
-            embed_compiled_data_into_model=bool(settings.get("embed")),
-            flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
-            graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
-        )
-        compiler.compile_to_file(str(result / file.name))
+        with _opening_lock(ort):
+            # Listed again: this process may have waited for another one that compiled, and failed.
+            devices = _devices(ort, variant, wanted)
+            options.add_provider_for_devices(devices[:1], settings.get("provider_options") or {})
+            compiler = ort.ModelCompiler(
+                options,
+                str(prepared),
+                embed_compiled_data_into_model=bool(settings.get("embed")),
+                flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
+                graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
+            )
+            compiler.compile_to_file(str(result / file.name))
         record = {
             each.name: {"size": each.stat().st_size, "sha256": _sha256(each)}
             for each in result.iterdir()

@@ -7,16 +7,20 @@ from pathlib import Path
 from hatch_epcontext.build.artifact import (
     Artifact,
     Built,
+    Preparation,
+    Record,
     Result,
     Source,
+    Times,
     Validation,
     ValidationStatus,
 )
-from hatch_epcontext.build.plan import plan
+from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import Config
-from hatch_epcontext.ipc.protocol import ModelFacts
+from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.files import record_files
+from hatch_epcontext.ipc.protocol import Context, Coverage, ModelFacts, TensorFacts
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
@@ -36,3 +40,45 @@ def resulting(config: Config, artifact: Artifact) -> Result:
     validations = {"a": Validation(ValidationStatus.STRUCTURE)}
     built = tuple(Built(job, artifact, validations, False) for job in jobs)
     return Result(sources, built)
+
+
+def compiled(config: Config, folder: Path) -> Result:
+    """The result in which every job has an artifact of its own below ``folder``.
+
+    The shape of each input ``x`` is the configured one, or ``batch x 4``.
+    """
+    sources = tuple(Source(model, _facts(model), "00" * 32) for model in config.models)
+    return Result(sources, tuple(_built(job, folder / job.folder) for job in plan(config).jobs))
+
+
+def _facts(model: Model) -> ModelFacts:
+    own = TensorFacts("x", "float32", ("batch", 4))
+    constants = tuple(TensorFacts(name, "int64", ()) for name in model.constants)
+    return ModelFacts((_input(model),), (own,), (), (own, *constants), constants)
+
+
+def _input(model: Model) -> TensorFacts:
+    return TensorFacts("x", "float32", model.shapes.get("x", ("batch", 4)))
+
+
+def _built(job: Job, folder: Path) -> Built:
+    folder.mkdir(parents=True)
+    product = job.target.provider.product
+    contexts = []
+    for model in job.models:
+        name = job.target.provider.result_file(model.name)
+        (folder / name).write_text(f"{model.name} for {job.target.name}", encoding="utf-8")
+        coverage = Coverage(3, 3, 1) if product == "context" else None
+        output = TensorFacts("y", "float32", (1, 4))
+        contexts.append(Context(model.name, name, (_input(model),), (output,), coverage))
+    (folder / "sidecar.bin").write_text(job.location, encoding="utf-8")
+    record = Record(
+        product,
+        tuple(Preparation("onnxruntime", 5, 4) for _ in job.models),
+        tuple(contexts),
+        record_files(folder),
+        {"onnxruntime": "1.0"},
+        Times(0.1, 0.5, 0.8, 0.2),
+    )
+    validations = {model.name: Validation(ValidationStatus.RAN) for model in job.models}
+    return Built(job, Artifact(folder, record), validations, False, saved=7 if job.group else 0)

@@ -2,101 +2,308 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import gc
+import importlib
+import importlib.util
 import json
 import logging
+import os
+import random
 import shutil
+import subprocess
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext import loader
 from hatch_epcontext.errors import Key
+from hatch_epcontext.files import record_files
+from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import loader_file
-from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
-from tests.models import network, save
+from tests.models import model, network, save, save_with_data, value
 
+CPU_EP = "CPUExecutionProvider"
+QNN_EP = "QNNExecutionProvider"
+OPENVINO_EP = "OpenVINOExecutionProvider"
 X = {"x": np.ones((1, 1, 8, 8), np.float32)}
+Table = dict[str, Any]
 
-CPU: dict[str, Any] = {
-    "target": "cpu",
-    "product": "optimized",
-    "plugin": None,
-    "model_file": "a/cpu/a_optimized.onnx",
-    "compatibility_string": "",
-    "settings": {
-        "ep": "CPUExecutionProvider",
+
+def variant(
+    folder: str, file: str, *, session_options: Mapping[str, str] | None = None, **ours: Any
+) -> Table:
+    """A variant as the build writes it; ``ours`` is added to its metadata."""
+    settings = {
+        "ep": CPU_EP,
         "device": "cpu",
         "device_filter": {},
         "policy": None,
-        "session_options": {"session.intra_op_num_threads": "1"},
-    },
-    "load_options": {},
-    "sharing": None,
-}
-NPU: dict[str, Any] = {
-    **CPU,
-    "target": "npu",
-    "product": "context",
-    "plugin": {"module": "no_such_ep", "package": "no-such-ep", "registration_name": "Some"},
-    "model_file": "a/npu/a_ctx.onnx",
-    "compatibility_string": "v1",
-    "settings": {
-        "ep": "SomeExecutionProvider",
-        "device": "npu",
-        "device_filter": {},
-        "policy": None,
         "session_options": {},
+        "provider_options": {},
+        "optimization": "basic",
+        "embed": False,
+        **ours.pop("settings", {}),
+    }
+    about = {
+        "product": "optimized",
+        "plugin": None,
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 1, 8, 8]}],
+        "settings": settings,
+        "load_options": {},
+        "needs_device": False,
+        "prepared": None,
+        "sharing": None,
+        **ours,
+    }
+    device = settings["device"]
+    return {
+        "variant_directory": folder,
+        "ep": settings["ep"],
+        **({"device": device} if device in ("npu", "gpu") else {}),
+        "executor_info": {
+            "ort": {
+                "model_file": file,
+                "session_options": dict(session_options or {}),
+                "provider_options": {},
+            }
+        },
+        "additional_metadata": {METADATA: about},
+    }
+
+
+def source_of(folder: str, file: str, shape: list[int | str]) -> Table:
+    inputs = [{"name": "x", "dtype": "float32", "shape": shape}]
+    return {
+        "variant_directory": folder,
+        "ep": CPU_EP,
+        "executor_info": {"ort": {"model_file": file}},
+        "additional_metadata": {METADATA: {"product": "source", "inputs": inputs}},
+    }
+
+
+def component(variants: Mapping[str, Table], name: str = "a", **ours: Any) -> Table:
+    about = {"model": name, "source_sha256": "", **ours}
+    return {"variants": dict(variants), "additional_metadata": {METADATA: about}}
+
+
+CPU = variant("a/cpu", "a_optimized.onnx", session_options={"session.intra_op_num_threads": "1"})
+NPU = variant(
+    "a/npu",
+    "a_ctx.onnx",
+    session_options={"session.disable_model_compile": "1"},
+    product="context",
+    plugin={"module": "no_such_ep", "package": "no-such-ep", "registration_name": "Some"},
+    settings={"ep": "SomeExecutionProvider", "device": "npu"},
+)
+QNN = variant(
+    "a/npu",
+    "a_ctx.onnx",
+    session_options={"session.disable_model_compile": "1"},
+    product="context",
+    plugin={
+        "module": "onnxruntime_qnn",
+        "package": "onnxruntime-qnn",
+        "registration_name": QNN_EP,
     },
-}
+    prepared="prepared/a.onnx",
+    settings={
+        "ep": QNN_EP,
+        "device": "npu",
+        "provider_options": {"backend_type": "htp", "soc_model": "60", "htp_arch": "73"},
+    },
+)
+QNN["executor_info"]["ort"]["provider_options"] = {"backend_type": "htp"}
+SOURCE = source_of("a/source", "a.onnx", ["batch", 1, 8, 8])
 
-Ship = Callable[..., Any]
+
+def changed(table: Table, **ours: Any) -> Table:
+    """A copy of a variant with some of its metadata replaced; ``settings`` are added to those it has."""
+    result = copy.deepcopy(table)
+    about = result["additional_metadata"][METADATA]
+    about["settings"] = {**about["settings"], **ours.pop("settings", {})}
+    about.update(ours)
+    return result
 
 
-def with_settings(entry: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """``entry`` with some of its settings replaced."""
-    return {**entry, "settings": {**entry["settings"], **settings}}
+def import_copy(file: Path) -> Any:
+    """The loader as the module ``shipped``, whose file is ``file``."""
+    module = ModuleType("shipped")
+    module.__file__ = str(file)
+    sys.modules["shipped"] = module
+    run_as(module)
+    return module
+
+
+def run_as(module: ModuleType) -> None:
+    """Run the loader as ``module``, under the name of the original file, so that coverage counts for it."""
+    exec(compile(loader_file().read_text("utf-8"), str(loader_file()), "exec"), vars(module))
+
+
+class Shipper:
+    """Writes a package by hand, into the folder ``shipped``, and imports its loader."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / "shipped"
+
+    def __call__(self, source: Table | None = SOURCE, **variants: Table) -> Any:
+        """A package with the model ``a``, its variants, and its source last."""
+        if source is not None:
+            variants = {**variants, "source": source}
+        return self.write({"a": component(variants)})
+
+    def write(self, components: Mapping[str, Any], **top: Any) -> Any:
+        """A package with these components; ``top`` replaces keys of the manifest."""
+        for file in ("a/source/a.onnx", "a/cpu/a_optimized.onnx", "a/npu/a_ctx.onnx"):
+            if not (self.folder / file).is_file():
+                save(network(), self.folder / file)
+        (self.folder / "__init__.py").write_bytes(loader_file().read_bytes())
+        files = {
+            name: {"size": each.size, "sha256": each.sha256}
+            for name, each in record_files(self.folder).items()
+            if name != "manifest.json"
+        }
+        about = {"generator": "hatch-epcontext 0", "files": files}
+        manifest = {
+            "schema_version": "1.0",
+            "layout": "portable",
+            "components": dict(components),
+            "additional_metadata": {METADATA: about},
+            **top,
+        }
+        self.manifest(manifest)
+        return import_copy(self.folder / "__init__.py")
+
+    def manifest(self, content: Any) -> None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "manifest.json").write_text(text, encoding="utf-8")
+
+    def script(self, script: str, *arguments: str, env: Mapping[str, str] | None = None) -> Any:
+        """What ``script`` prints last as JSON, in a process that can import ``shipped``."""
+        return self.finish(self.start(script, *arguments, env=env))
+
+    def start(
+        self, script: str, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            cwd=self.root,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+
+    def finish(self, process: subprocess.Popen[str]) -> Any:
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        return json.loads(output.splitlines()[-1])
 
 
 @pytest.fixture
-def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ship:
-    """Return a function that creates a shipped package with the given targets, and imports it."""
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shipper:
+    """Creates shipped packages; what is compiled on the user's machine goes into ``tmp_path/home``."""
+    # Restored at the end, and until then replaced by each package that is shipped.
+    monkeypatch.setitem(sys.modules, "shipped", ModuleType("shipped"))
+    home = tmp_path / "home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("LOCALAPPDATA", str(home))
+    monkeypatch.setenv("HOME", str(home))
+    return Shipper(tmp_path)
 
-    def shipped(*targets: dict[str, Any], source: str | None = "a/source/a.onnx") -> ModuleType:
-        folder = tmp_path / "shipped"
-        for file in ("a/source/a.onnx", "a/cpu/a_optimized.onnx"):
-            save(network(), folder / file)
-        model = {"source": {"model_file": source}, "targets": targets}
-        (folder / "epcontext.json").write_text(
-            json.dumps({"models": {"a": model}}), encoding="utf-8"
-        )
-        (folder / "__init__.py").write_bytes(loader_file().read_bytes())
-        module = ModuleType("shipped")
-        module.__file__ = str(folder / "__init__.py")
-        # With the name of the original file, so that coverage counts for it.
-        code = compile(loader_file().read_text("utf-8"), str(loader_file()), "exec")
-        monkeypatch.setitem(sys.modules, "shipped", module)
-        exec(code, vars(module))
-        return module
 
-    return shipped
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a context that QNN compiled, with the prepared model."""
+    from hatch_epcontext.ipc.protocol import ModelSpec
+    from hatch_epcontext.worker.compile import handle
+    from tests.worker.test_compile import X_ELITE, compile_request, target
+
+    folder = tmp_path_factory.mktemp("context")
+    source = save(network(1), folder / "models" / "a.onnx")
+    to = target("qnn", X_ELITE, recompile=True)
+    request = compile_request(ModelSpec("a", str(source), Key()), to, folder)
+    handle(request)
+    return Path(request.folder)
+
+
+@pytest.fixture(scope="module")
+def openvino_context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
+    """The folder of a context that OpenVINO compiled for its CPU device, and its variant."""
+    if importlib.util.find_spec("onnxruntime_ep_openvino") is None:
+        pytest.skip("onnxruntime-ep-openvino has no wheels for this Python or platform")
+    from hatch_epcontext.ipc.protocol import ModelSpec
+    from hatch_epcontext.worker.compile import handle
+    from hatch_epcontext.worker.libraries import UnavailableError
+    from tests.worker.test_compile import compile_request, target
+
+    folder = tmp_path_factory.mktemp("openvino")
+    source = save(network(1), folder / "models" / "a.onnx")
+    to = target("openvino", device="cpu", recompile=True)
+    request = compile_request(ModelSpec("a", str(source), Key()), to, folder)
+    try:
+        reply = handle(request)
+    except UnavailableError as error:
+        pytest.skip(f"OpenVINO offers no CPU device on this processor ({error})")
+    entry = variant(
+        "a/openvino",
+        "a_ctx.onnx",
+        session_options={"session.disable_model_compile": "1"},
+        product="context",
+        plugin={
+            "module": "onnxruntime_ep_openvino",
+            "package": "onnxruntime-ep-openvino",
+            "registration_name": OPENVINO_EP,
+        },
+        prepared="prepared/a.onnx",
+        settings={"ep": OPENVINO_EP, "device": "cpu"},
+    )
+    entry["compatibility_string"] = reply.contexts[0].compatibility
+    return Path(request.folder), entry
+
+
+@pytest.fixture
+def openvino(ship: Shipper, openvino_context: tuple[Path, Table]) -> tuple[Shipper, Table]:
+    """Creates packages in which ``a/openvino`` is the folder of the returned variant."""
+    folder, entry = openvino_context
+    shutil.copytree(folder, ship.folder / "a" / "openvino")
+    return ship, copy.deepcopy(entry)
+
+
+@pytest.fixture
+def qnn(ship: Shipper, context: Path) -> Shipper:
+    """Creates packages in which ``a/npu`` is the folder of `QNN`."""
+    shutil.copytree(context, ship.folder / "a" / "npu")
+    return ship
 
 
 def outcomes(steps: list[Any]) -> list[tuple[str, str]]:
     return [(step.target, step.outcome) for step in steps]
 
 
-def test_the_first_target_that_can_be_opened_is_opened(ship: Ship) -> None:
-    app = ship(CPU)
+# --- Targets
+
+
+def test_the_first_target_that_can_be_opened_is_opened(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
     session = app.load("a")
     assert isinstance(session, onnxruntime.InferenceSession)
     assert session.run(None, X)[0].shape == (1, 10)
@@ -106,20 +313,20 @@ def test_the_first_target_that_can_be_opened_is_opened(ship: Ship) -> None:
 
 
 def test_without_the_eps_package_the_source_is_opened_and_the_reason_logged(
-    ship: Ship, caplog: pytest.LogCaptureFixture
+    ship: Shipper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = ship(NPU)
+    app = ship(npu=NPU)
     with caplog.at_level(logging.INFO):
         session = app.load("a")
     assert app.target_of(session) == "source"
     assert "a on npu: skipped, no-such-ep is not installed" in caplog.text
     npu, source = app.explain("a")
     assert str(npu).startswith("npu: skipped, no-such-ep is not installed")
-    assert str(source) == "source: opened, CPUExecutionProvider on cpu"
+    assert str(source) == f"source: opened, {CPU_EP} on cpu"
 
 
-def test_an_outcome_is_an_enum_member_that_equals_its_text(ship: Ship) -> None:
-    app = ship(CPU)
+def test_an_outcome_is_an_enum_member_that_equals_its_text(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
     cpu, source = app.explain("a")
     assert cpu.outcome is app.Outcome.OPENED
     assert cpu.outcome == "opened"
@@ -127,201 +334,233 @@ def test_an_outcome_is_an_enum_member_that_equals_its_text(ship: Ship) -> None:
     assert str(source) == "source: not tried"
 
 
-def test_a_target_whose_library_cannot_be_loaded_is_skipped(
-    ship: Ship, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = tmp_path / "libnothing.so"
-    library.write_text("not a library", encoding="utf-8")
-    (tmp_path / "broken_ep.py").write_text(
-        f"def get_library_path(): return {str(library)!r}\n", encoding="utf-8"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    app = ship({**NPU, "plugin": {**NPU["plugin"], "module": "broken_ep"}})
-    npu, source = app.explain("a")
-    assert npu.outcome == "skipped"
-    assert "the library of no-such-ep cannot be loaded" in npu.reason
-    assert source.outcome == "opened"
-
-
-def test_a_broken_file_is_a_failure_and_the_next_target_is_tried(
-    ship: Ship, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = ship(CPU)
-    (Path(app.__file__).parent / "a" / "cpu" / "a_optimized.onnx").write_bytes(b"broken")
-    session = app.load("a")
-    assert app.target_of(session) == "source"
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "a on cpu: failed, InvalidProtobuf" in warning.getMessage()
-
-
-def test_a_requested_target_has_no_fallback(ship: Ship) -> None:
-    app = ship(CPU, NPU)
+def test_a_requested_target_has_no_fallback(ship: Shipper) -> None:
+    app = ship(cpu=CPU, npu=NPU)
     assert app.target_of(app.load("a", target="source")) == "source"
     with pytest.raises(app.LoadError, match=r"on this machine:\n  npu: skipped, no-such-ep"):
         app.load("a", target="npu")
 
 
-def test_a_requested_device_has_no_fallback(ship: Ship) -> None:
-    app = ship(NPU, CPU)
+def test_a_requested_device_has_no_fallback(ship: Shipper) -> None:
+    app = ship(npu=NPU, cpu=CPU)
     assert app.target_of(app.load("a", device="cpu")) == "cpu"
     with pytest.raises(app.LoadError) as raised:
         app.load("a", device="npu")
     assert "source: skipped, it is for the cpu, and device='npu' was requested" in str(raised.value)
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_known_names(ship: Ship) -> None:
-    app = ship(CPU)
+def test_without_a_fallback_the_source_is_not_opened_unless_it_is_named(ship: Shipper) -> None:
+    app = ship(npu=NPU)
+    with pytest.raises(app.LoadError, match="npu: skipped") as raised:
+        app.load("a", fallback=None)
+    assert "source" not in str(raised.value)
+    assert outcomes(app.explain("a", fallback=None)) == [("npu", "skipped")]
+    assert app.target_of(app.load("a", fallback=None, target="source")) == "source"
+    app = ship(cpu=CPU)
+    assert app.target_of(app.load("a", fallback=None)) == "cpu"
+
+
+def test_a_source_that_is_not_shipped_is_no_target(ship: Shipper) -> None:
+    app = ship(source=None, npu=NPU)
+    assert outcomes(app.explain("a")) == [("npu", "skipped")]
+    with pytest.raises(app.LoadError, match=r"Known: npu\."):
+        app.load("a", target="source")
+
+
+def test_a_model_without_targets_cannot_be_opened(ship: Shipper) -> None:
+    app = ship(source=None)
+    with pytest.raises(app.LoadError, match="'a' cannot be opened"):
+        app.load("a")
+    with pytest.raises(app.LoadError, match="'a' has no targets"), app.path("a"):
+        pass
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_names(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
     with pytest.raises(app.LoadError, match=r"unknown model 'aa'\. Did you mean 'a'"):
         app.load("aa")
     with pytest.raises(app.LoadError, match="Known: cpu, source"):
         app.explain("a", target="gpu")
 
 
-def test_a_source_that_is_not_shipped_is_skipped(ship: Ship) -> None:
-    app = ship(NPU, source=None)
-    reason = "source: skipped, the package does not contain the source model"
-    with pytest.raises(app.LoadError, match=reason):
-        app.load("a")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "tpu"}, "device must be 'npu', 'gpu', 'cpu', 'any' or None, not 'tpu'"),
+        ({"device": "NPU"}, "not 'NPU'"),
+        ({"device": ["npu"]}, r"not \['npu'\]"),
+        ({"device": ""}, "not ''"),
+        ({"fallback": "source"}, "fallback must be 'cpu', 'jit' or None, not 'source'"),
+        ({"fallback": False}, "not False"),
+        ({"target": 5}, "unknown target 5"),
+        ({"target": []}, r"unknown target \[\]"),
+        ({"package": 5}, "package must be the path of a folder, not 5"),
+        ({"package": b"x"}, "package must be the path of a folder"),
+        ({"package": "no\0where"}, "cannot be read"),
+        ({"package": "\ud800"}, "cannot be read"),
+        ({"shapes": 5}, "not 5"),
+        ({"shapes": {"x": 5}}, "not {'x': 5}"),
+        ({"shapes": {"x": "abc"}}, "not {'x': 'abc'}"),
+        ({"shapes": {"x": (1, 1.5, 8, 8)}}, "shapes must have the sizes of each input"),
+        ({"shapes": {"x": (1, -1, 8, 8)}}, "shapes must have the sizes of each input"),
+        ({"shapes": {5: (1, 1, 8, 8)}}, "unknown input of 'a' 5"),
+    ],
+)
+def test_an_argument_of_another_kind_is_a_load_error(
+    ship: Shipper, arguments: Table, message: str
+) -> None:
+    app = ship(cpu=CPU)
+    for call in (app.load, app.explain):
+        with pytest.raises(app.LoadError, match=message):
+            call("a", **arguments)
 
 
-def test_the_targets_settings_are_added_to_the_apps_session_options(ship: Ship) -> None:
-    app = ship(CPU)
+@pytest.mark.parametrize("name", [5, None, ["a"], b"a"])
+def test_a_name_that_is_no_string_is_a_load_error(ship: Shipper, name: Any) -> None:
+    app = ship(cpu=CPU)
+    with pytest.raises(app.LoadError, match="the name of a model must be a string"):
+        app.load(name)
+    with pytest.raises(app.LoadError, match="the name of a model"), app.path(name):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"provider_options": ["x"]}, "provider_options must be a mapping"),
+        ({"provider_options": 5}, "provider_options must be a mapping"),
+        ({"session_options": 5}, "source: failed, AttributeError"),
+        ({"session_options": lambda: 5}, "source: failed, AttributeError"),
+    ],
+)
+def test_options_of_another_type_are_a_load_error(
+    ship: Shipper, arguments: Table, message: str
+) -> None:
+    app = ship(cpu=CPU)
+    with pytest.raises(app.LoadError, match=message):
+        app.load("a", **arguments)
+
+
+def test_explain_takes_what_load_takes_to_choose_a_target(ship: Shipper) -> None:
+    app = ship(npu=NPU, cpu=CPU)
+    assert outcomes(app.explain("a", target="cpu")) == [("cpu", "opened")]
+    assert outcomes(app.explain("a", device="cpu", fallback=None)) == [
+        ("npu", "skipped"),
+        ("cpu", "opened"),
+    ]
+    (ship.folder / "a/cpu/a_optimized.onnx").write_bytes(b"x" * 100)
+    _, cpu, source = app.explain("a", verify=True, shapes={"x": (1, 1, 8, 8)})
+    assert (cpu.outcome, source.outcome) == ("failed", "opened")
+    assert app.explain("a", package=ship.folder) == app.explain("a")
+    with pytest.raises(app.LoadError, match="recompile = true"):
+        app.explain("a", fallback="jit")
+
+
+# --- Session options
+
+
+def test_the_targets_settings_are_added_to_the_apps_session_options(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
     options = onnxruntime.SessionOptions()
     options.logid = "mine"
     app.load("a", session_options=options)
     assert options.get_session_config_entry("session.intra_op_num_threads") == "1"
 
 
-def test_a_function_creates_session_options_for_each_target(ship: Ship) -> None:
+def test_a_skipped_target_leaves_the_apps_session_options_as_they_are(ship: Shipper) -> None:
+    app = ship(npu=NPU)
+    options = onnxruntime.SessionOptions()
+    app.load("a", session_options=options)
+    with pytest.raises(RuntimeError, match="does not have"):
+        options.get_session_config_entry("session.disable_model_compile")
+
+
+def test_a_function_creates_session_options_for_each_target(ship: Shipper) -> None:
     made = []
 
     def make() -> onnxruntime.SessionOptions:
         made.append(onnxruntime.SessionOptions())
         return made[-1]
 
-    app = ship(CPU)
-    (Path(app.__file__).parent / "a" / "cpu" / "a_optimized.onnx").write_bytes(b"broken")
+    app = ship(cpu=CPU)
+    damage(ship.folder / "a/cpu/a_optimized.onnx")
     app.load("a", session_options=make)
     assert len(made) == 2
 
 
-def test_sessions_can_be_opened_in_several_threads(ship: Ship) -> None:
-    app = ship(NPU, CPU)
+@needs_qnn
+def test_one_object_of_session_options_is_enough_for_the_fallback(qnn: Shipper) -> None:
+    app = qnn(npu=QNN)
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    options = onnxruntime.SessionOptions()
+    # QNN was added to these options, and then could not open its context.
+    session = app.load("a", device="any", session_options=options)
+    assert app.target_of(session) == "source"
+    assert session.get_providers() == [CPU_EP]
+
+
+def test_the_apps_provider_options_are_used_for_all_but_the_source(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = ship(cpu=CPU)
+    used = []
+
+    class Session(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, providers: Any, **named: Any) -> None:
+            used.append(providers)
+            super().__init__(*arguments, providers=providers, **named)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    options = {"flag": True, "size": 5, "text": "x"}
+    app.load("a", provider_options=options)
+    app.load("a", target="source", provider_options=options)
+    assert used == [
+        [(CPU_EP, {"flag": "1", "size": "5", "text": "x"})],
+        [(CPU_EP, {})],
+    ]
+
+
+# --- Threads
+
+
+def test_sessions_can_be_opened_in_several_threads(ship: Shipper) -> None:
+    app = ship(npu=NPU, cpu=CPU)
     with ThreadPoolExecutor(8) as pool:
         sessions = list(pool.map(app.load, ["a"] * 16))
     assert {app.target_of(session) for session in sessions} == {"cpu"}
 
 
-def device(kind: str, vendor: str = "Some", **metadata: str) -> SimpleNamespace:
-    hardware = SimpleNamespace(
-        type=SimpleNamespace(name=kind), vendor=vendor, vendor_id=1, metadata={}
-    )
-    return SimpleNamespace(ep_name="SomeExecutionProvider", ep_metadata=metadata, device=hardware)
-
-
-@pytest.mark.parametrize(
-    ("offered", "requested", "reason"),
-    [
-        (["CPU"], None, "finds no npu, only cpu (device='any' accepts it)"),
-        (["CPU", "GPU"], "npu", "finds no npu, only cpu, gpu"),
-        ([], None, "finds no npu on this machine"),
-        ([], "any", "finds no device on this machine"),
-    ],
-)
-def test_a_target_whose_device_is_missing_is_skipped(
-    ship: Ship, monkeypatch: pytest.MonkeyPatch, offered: list[str], requested: str, reason: str
+def test_models_that_share_weights_can_be_opened_in_several_threads(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = ship(NPU)
-    monkeypatch.setattr(app, "_offered", lambda ort, entry: [device(kind) for kind in offered])
-    npu = app.explain("a", device=requested)[0]
-    assert npu.outcome == "skipped"
-    assert reason in npu.reason
+    app = ship(cpu=changed(CPU, sharing={"group": "g", "members": ["a", "b"], "saved": 1}))
+    found = app._package(None)
+    (cpu, _) = found.components["a"]
+
+    class Session:
+        pass
+
+    def keep(_: int) -> list[Any]:
+        sessions = [Session() for _ in range(200)]
+        for session in sessions:
+            app._keep_alive(session, found, cpu)
+        return sessions
+
+    # Threads change often, so that a set that changes while it is read is found out.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            kept = list(pool.map(keep, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    (group,) = app._groups.values()
+    assert len(group) == sum(map(len, kept))
 
 
-def test_a_target_that_its_ep_does_not_support_is_skipped(
-    ship: Ship, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app = ship(NPU)
-    monkeypatch.setattr(app, "_offered", lambda ort, entry: [device("NPU")])
-    monkeypatch.setattr(app, "_compatibility", lambda devices, text: "EP_UNSUPPORTED")
-    npu, source = app.explain("a")
-    assert npu.outcome == "skipped"
-    assert "cannot run this compiled model" in npu.reason
-    assert source.outcome == "opened"
-
-
-def test_the_targets_own_device_is_preferred(ship: Ship) -> None:
-    app = ship(NPU)
-    devices = [device("CPU"), device("NPU")]
-    for requested in ("npu", "any"):
-        app._offered = lambda ort, entry: devices
-        assert app._devices(onnxruntime, NPU, requested) == [devices[1]]
-
-
-def test_devices_that_the_device_filter_excludes_are_not_used(ship: Ship) -> None:
-    app = ship(NPU)
-    old, new = device("NPU", platform="4000"), device("NPU", platform="5010")
-    silent, other = device("NPU"), device("NPU", vendor="Another")
-    app._offered = lambda ort, entry: [old, new, silent, other]
-    entry = with_settings(NPU, device_filter={"platform": "5010", "vendor": "SOME"})
-    # A device that does not report a property passes.
-    assert app._devices(onnxruntime, entry, "npu") == [new, silent]
-
-
-def test_a_target_whose_ep_this_onnxruntime_does_not_contain_is_skipped(ship: Ship) -> None:
-    gpu = with_settings(CPU, ep="MIGraphXExecutionProvider", device="gpu")
-    amd, _ = ship({**gpu, "target": "amd"}).explain("a")
-    assert amd.outcome == "skipped"
-    assert amd.reason.endswith("does not contain MIGraphXExecutionProvider")
-
-
-def test_a_session_without_the_targets_ep_is_not_used(ship: Ship) -> None:
-    app = ship(CPU)
-    session = app.load("a", target="cpu")
-    with pytest.raises(app._SkipTargetError, match="opened without CUDAExecutionProvider"):
-        app._check_has_ep(session, "CUDAExecutionProvider")
-    app._check_has_ep(session, "CPUExecutionProvider")
-
-
-def test_the_app_has_to_register_a_library_without_a_package(ship: Ship) -> None:
-    plugin = {"module": "", "package": "its library", "registration_name": "Some", "path": ""}
-    npu, _ = ship({**NPU, "plugin": plugin}).explain("a")
-    assert npu.outcome == "skipped"
-    assert "register_execution_provider_library first" in npu.reason
-
-
-@needs_qnn
-def test_a_policy_opens_the_ep_with_its_options(ship: Ship, tmp_path: Path) -> None:
-    from hatch_epcontext.ipc.protocol import ModelSpec
-    from hatch_epcontext.worker.compile import handle
-    from tests.worker.test_compile import X_ELITE, compile_request, target
-
-    source = save(network(1), tmp_path / "models" / "a.onnx")
-    request = compile_request(ModelSpec("a", str(source), Key()), target("qnn", X_ELITE), tmp_path)
-    handle(request)
-    shutil.copytree(request.folder, tmp_path / "shipped" / "a" / "npu")
-    plugin = PROVIDERS["qnn"].plugin
-    assert plugin is not None
-    entry = {
-        **with_settings(NPU, ep="QNNExecutionProvider", policy="prefer-npu"),
-        "plugin": dataclasses.asdict(plugin),
-        "compatibility_string": "",
-        "load_options": {"backend_type": "htp"},
-    }
-    app = ship(entry)
-    (npu, _) = app.explain("a", device="any")
-    assert str(npu) == "npu: opened, QNNExecutionProvider, by the policy prefer-npu"
-    assert app.load("a", device="any").run(None, X)[0].shape == (1, 10)
-    # Without a backend the EP itself raises an error.
-    without = {**entry, "load_options": {}}
-    assert ship(without).explain("a", device="any")[0].outcome == "failed"
-    opened = ship(without).load("a", device="any", provider_options={"backend_type": "htp"})
-    assert opened.get_providers()[0] == "QNNExecutionProvider"
-
-
-def test_a_session_that_shares_weights_keeps_earlier_sessions_alive(ship: Ship) -> None:
-    sharing = {"group": "g", "members": ["a", "b"], "saved": 1, "needs_device": True}
-    app = ship({**CPU, "sharing": sharing}, {**CPU, "target": "other"})
+def test_a_session_that_shares_weights_keeps_earlier_sessions_alive(ship: Shipper) -> None:
+    sharing = {"group": "g", "members": ["a", "b"], "saved": 1}
+    app = ship(cpu=changed(CPU, sharing=sharing), other=CPU)
     first = weakref.ref(app.load("a"))
     assert first() is None
     kept = app.load("a")
@@ -337,33 +576,1771 @@ def test_a_session_that_shares_weights_keeps_earlier_sessions_alive(ship: Ship) 
     assert first() is None
 
 
+# --- Devices
+
+
+def device(kind: str, vendor: str = "Some", **metadata: str) -> SimpleNamespace:
+    hardware = SimpleNamespace(
+        type=SimpleNamespace(name=kind), vendor=vendor, vendor_id=1, device_id=2, metadata={}
+    )
+    return SimpleNamespace(ep_name="SomeExecutionProvider", ep_metadata=metadata, device=hardware)
+
+
+def only_variant(app: Any, target: str = "npu") -> Any:
+    (found,) = (each for each in app._package(None).components["a"] if each.target == target)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("offered", "requested", "reason"),
+    [
+        (["CPU"], None, "finds no npu, only cpu (device='any' accepts it)"),
+        (["CPU", "GPU"], "npu", "finds no npu, only cpu, gpu"),
+        ([], None, "finds no npu on this machine"),
+        ([], "any", "finds no device on this machine"),
+    ],
+)
+def test_a_target_whose_device_is_missing_is_skipped(
+    ship: Shipper, offered: list[str], requested: str, reason: str
+) -> None:
+    app = ship(npu=NPU)
+    app._offered = lambda ort, variant: [device(kind) for kind in offered]
+    npu = app.explain("a", device=requested)[0]
+    assert npu.outcome == "skipped"
+    assert reason in npu.reason
+
+
+def test_the_targets_own_device_is_preferred(ship: Shipper) -> None:
+    app = ship(npu=NPU)
+    devices = [device("CPU"), device("NPU")]
+    app._offered = lambda ort, variant: devices
+    for requested in ("npu", "any"):
+        assert app._devices(onnxruntime, only_variant(app), requested) == [devices[1]]
+
+
+def test_devices_that_the_device_filter_excludes_are_not_used(ship: Shipper) -> None:
+    wanted = {"platform": "5010", "vendor": "SOME"}
+    app = ship(npu=changed(NPU, settings={"device_filter": wanted}))
+    old, new = device("NPU", platform="4000"), device("NPU", platform="5010")
+    silent, other = device("NPU"), device("NPU", vendor="Another")
+    app._offered = lambda ort, variant: [old, new, silent, other]
+    # A device that does not report a property passes.
+    assert app._devices(onnxruntime, only_variant(app), "npu") == [new, silent]
+
+
+def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Shipper) -> None:
+    """QNN's simulator refuses contexts that share weights."""
+    sharing = {"group": "g", "members": ["a", "b"], "saved": 1}
+    app = ship(npu=changed(NPU, sharing=sharing, needs_device=True))
+    app._offered = lambda ort, variant: [device("CPU")]
+    npu, source = app.explain("a", device="any")
+    assert str(npu) == "npu: skipped, it needs a real npu, not a simulated one"
+    assert source.outcome == "opened"
+    app._offered = lambda ort, variant: [device("CPU"), device("NPU")]
+    found = app._devices(onnxruntime, only_variant(app), "any")
+    assert [app._kind(each) for each in found] == ["npu"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("std::bad_alloc"), ValueError("basic_string::_M_create"), SystemError()]
+)
+def test_a_device_that_vanishes_between_listing_and_opening_is_a_failure(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    app = ship(npu=NPU)
+    app._offered = lambda ort, variant: [device("NPU")]
+
+    class Options(onnxruntime.SessionOptions):  # type: ignore[misc]
+        def add_provider_for_devices(self, devices: Any, options: Any) -> None:
+            raise error
+
+    monkeypatch.setattr(onnxruntime, "SessionOptions", Options)
+    npu, source = app.explain("a")
+    assert str(npu) == f"npu: failed, {type(error).__name__}: {error}"
+    assert source.outcome == "opened"
+
+
+def test_a_target_whose_ep_this_onnxruntime_does_not_contain_is_skipped(ship: Shipper) -> None:
+    settings = {"ep": "MIGraphXExecutionProvider", "device": "gpu"}
+    gpu = variant("a/cpu", "a_optimized.onnx", settings=settings)
+    amd, _ = ship(amd=gpu).explain("a")
+    assert amd.outcome == "skipped"
+    assert amd.reason.endswith("does not contain MIGraphXExecutionProvider")
+
+
+def test_a_session_without_the_targets_ep_is_not_used(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime with CUDA but without its libraries: it logs that, and opens the session."""
+    cuda = variant("a/cpu", "a_optimized.onnx", settings={"ep": "CUDAExecutionProvider"})
+    app = ship(gpu=cuda)
+
+    class Session(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, providers: Any, **named: Any) -> None:
+            super().__init__(*arguments, providers=[CPU_EP], **named)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    gpu, _ = app.explain("a", fallback="cpu")
+    assert gpu.outcome == "skipped"
+    assert "opened without CUDAExecutionProvider" in gpu.reason
+
+
+def test_without_onnxruntime_the_reason_says_so(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = ship(cpu=CPU)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(app.LoadError, match="cpu: skipped, onnxruntime cannot be imported"):
+        app.load("a")
+
+
+def test_an_onnxruntime_without_plugins_opens_only_its_own_eps(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = ship(npu=NPU, cpu=CPU)
+    monkeypatch.delattr(onnxruntime, "get_ep_devices")
+    npu, cpu, _ = app.explain("a")
+    assert (npu.outcome, cpu.outcome) == ("skipped", "opened")
+    assert "is too old for SomeExecutionProvider" in npu.reason
+
+
+# --- Registration
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Table]]:
+    """Creates the package of an EP's library, with the given code; returns its entry in a manifest."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    (tmp_path / "site").mkdir()
+
+    def create(code: str) -> Table:
+        (tmp_path / "site" / "some_ep.py").write_text(code, encoding="utf-8")
+        importlib.invalidate_caches()
+        return {"module": "some_ep", "package": "some-ep", "registration_name": "Some"}
+
+    yield create
+    sys.modules.pop("some_ep", None)
+
+
+LIBRARIES = {
+    "missing": "no such file",
+    "empty": "file too short",
+    "text": "",
+    "folder": "",
+    "wrong": "",
+}
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_target_whose_library_cannot_be_loaded_is_skipped(
+    ship: Shipper, plugin: Callable[[str], Table], tmp_path: Path, kind: str
+) -> None:
+    library = tmp_path / "libnothing.so"
+    if kind == "empty":
+        library.touch()
+    elif kind == "text":
+        library.write_text("not a library" * 100, encoding="utf-8")
+    elif kind == "folder":
+        library.mkdir()
+    elif kind == "wrong":
+        # A library, but not of an EP.
+        library = next(Path(onnxruntime.__file__).parent.rglob("onnxruntime_pybind11_state*"))
+    app = ship(npu=changed(NPU, plugin=plugin(f"def get_library_path(): return {str(library)!r}")))
+    npu, source = app.explain("a")
+    assert npu.outcome == "skipped"
+    assert "the library of some-ep cannot be loaded" in npu.reason
+    assert source.outcome == "opened"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("", "some-ep names no library (AttributeError: module 'some_ep'"),
+        ("get_library_path = 5", "some-ep names no library (TypeError: 'int' object"),
+        ("def get_library_path(): raise OSError('no driver')", "names no library (OSError: no dr"),
+        ("raise OSError('no DLL')", "some-ep names no library (OSError: no DLL)"),
+        ("import no_such_module", "some-ep is not installed (No module named 'no_such_module')"),
+        ("raise ImportError('DLL load failed')", "some-ep is not installed (DLL load failed)"),
+        ("1 +", "some-ep names no library (SyntaxError"),
+    ],
+)
+def test_a_package_of_an_ep_that_names_no_library_is_skipped(
+    ship: Shipper, plugin: Callable[[str], Table], code: str, reason: str
+) -> None:
+    app = ship(npu=changed(NPU, plugin=plugin(code)))
+    npu, source = app.explain("a")
+    assert npu.outcome == "skipped"
+    assert reason in npu.reason
+    assert source.outcome == "opened"
+
+
+def test_the_app_has_to_register_a_library_without_a_package(ship: Shipper) -> None:
+    without = {"module": "", "package": "its library", "registration_name": "Some", "path": ""}
+    app = ship(npu=changed(NPU, plugin=without))
+    npu, _ = app.explain("a")
+    assert npu.outcome == "skipped"
+    assert "register_execution_provider_library first" in npu.reason
+
+
+@needs_qnn
+def test_a_name_that_is_registered_already_is_no_error(
+    ship: Shipper, plugin: Callable[[str], Table], tmp_path: Path
+) -> None:
+    """Another loader was faster, and the library offers no device."""
+    import onnxruntime_qnn
+
+    # In another folder, so that the devices of the library itself do not count.
+    library = shutil.copy(onnxruntime_qnn.get_library_path(), tmp_path)
+    entry = plugin(f"def get_library_path(): return {str(library)!r}")
+    app = ship(npu=changed(NPU, plugin={**entry, "registration_name": CPU_EP}))
+    npu, _ = app.explain("a")
+    assert str(npu) == "npu: skipped, SomeExecutionProvider finds no npu on this machine"
+
+
+@needs_qnn
+def test_a_library_that_is_registered_under_another_name_is_used(qnn: Shipper) -> None:
+    """As Windows ML or the app may have registered it."""
+    import onnxruntime_qnn
+
+    name = "the.apps.own.name"
+    library = onnxruntime_qnn.get_library_path()
+    if all(each.ep_name != name for each in onnxruntime.get_ep_devices()):
+        onnxruntime.register_execution_provider_library(name, library)
+    app = qnn(npu=QNN)
+    devices = app._of_ep(onnxruntime, "NoSuchExecutionProvider", os.path.relpath(library))
+    assert name in {each.ep_name for each in devices}
+    assert app._of_ep(onnxruntime, "NoSuchExecutionProvider", None) == []
+    assert app._of_ep(onnxruntime, "NoSuchExecutionProvider", str(qnn.folder)) == []
+    renamed = copy.deepcopy(QNN)
+    renamed["ep"] = "NoSuchExecutionProvider"
+    renamed["executor_info"]["ort"]["session_options"] = {}
+    (npu, _) = qnn(npu=renamed).explain("a", device="any")
+    assert str(npu) == "npu: opened, NoSuchExecutionProvider on cpu"
+
+
+COUNT = """
+import json, sys, threading
+import onnxruntime
+register, calls = onnxruntime.register_execution_provider_library, []
+def counted(name, library):
+    calls.append(name)
+    return register(name, library)
+onnxruntime.register_execution_provider_library = counted
+from shipped import load, target_of
+"""
+
+FORTY = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(8) as pool:
+    sessions = list(pool.map(lambda _: load("a", device="any"), range(8)))
+more = [load("a", device="any") for _ in range(8)]
+print(json.dumps([calls, sorted({target_of(each) for each in (*sessions, *more)})]))
+"""
+
+APP_FIRST = """
+import onnxruntime_qnn
+register(sys.argv[1], onnxruntime_qnn.get_library_path())
+session = load("a", device="any")
+print(json.dumps([calls, target_of(session), session.get_providers()]))
+"""
+
+APP_AT_THE_SAME_MOMENT = """
+import onnxruntime_qnn
+library = onnxruntime_qnn.get_library_path()
+barrier = threading.Barrier(4)
+results = []
+def from_app():
+    barrier.wait()
+    try:
+        register("QNNExecutionProvider", library)
+    except Exception as error:
+        assert "already registered" in str(error), error
+def from_loader():
+    barrier.wait()
+    results.append(target_of(load("a", device="any")))
+threads = [threading.Thread(target=each) for each in (from_app, from_loader) * 2]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(json.dumps(results))
+"""
+
+APP_BETWEEN = """
+import onnxruntime_qnn
+library = onnxruntime_qnn.get_library_path()
+def late(name, library):
+    # The app registers it after the loader has looked for it.
+    register(name, library)
+    return counted(name, library)
+onnxruntime.register_execution_provider_library = late
+print(json.dumps([target_of(load("a", device="any")), calls]))
+"""
+
+
+@needs_qnn
+def test_a_library_is_registered_once_in_a_process(qnn: Shipper) -> None:
+    qnn(npu=QNN)
+    assert qnn.script(COUNT + FORTY) == [[QNN_EP], ["npu"]]
+
+
+@needs_qnn
+@pytest.mark.parametrize("name", [QNN_EP, "com.my.app.qnn"])
+def test_a_library_that_the_app_has_registered_is_not_registered_again(
+    qnn: Shipper, name: str
+) -> None:
+    qnn(npu=QNN)
+    assert qnn.script(COUNT + APP_FIRST, name) == [[], "npu", [name, CPU_EP]]
+
+
+@needs_qnn
+def test_the_app_may_register_the_library_at_the_same_moment(qnn: Shipper) -> None:
+    qnn(npu=QNN)
+    assert qnn.script(COUNT + APP_AT_THE_SAME_MOMENT) == ["npu", "npu"]
+    assert qnn.script(COUNT + APP_BETWEEN) == ["npu", [QNN_EP]]
+
+
+@needs_qnn
+def test_a_policy_opens_the_ep_with_its_options(qnn: Shipper) -> None:
+    app = qnn(npu=changed(QNN, settings={"policy": "prefer-npu"}))
+    (npu, _) = app.explain("a", device="any")
+    assert str(npu) == f"npu: opened, {QNN_EP}, by the policy prefer-npu"
+    assert app.load("a", device="any").run(None, X)[0].shape == (1, 10)
+    (npu, _) = qnn(npu=changed(QNN, settings={"policy": "prefer-tpu"})).explain("a", device="any")
+    assert npu.outcome == "skipped"
+    assert str(npu).endswith("does not know the policy 'prefer-tpu'")
+    # Without a backend the EP itself raises an error.
+    without = changed(QNN, settings={"policy": "prefer-npu"})
+    without["executor_info"]["ort"]["provider_options"] = {}
+    assert qnn(npu=without).explain("a", device="any")[0].outcome == "failed"
+    opened = qnn(npu=without).load("a", device="any", provider_options={"backend_type": "htp"})
+    assert opened.get_providers()[0] == QNN_EP
+
+
+@needs_qnn
+def test_a_context_runs_on_the_simulator_only_on_request(qnn: Shipper) -> None:
+    app = qnn(npu=QNN)
+    npu, source = app.explain("a")
+    assert "finds no npu, only cpu (device='any' accepts it)" in npu.reason
+    assert source.outcome == "opened"
+    session = app.load("a", device="any")
+    assert app.target_of(session) == "npu"
+    difference = session.run(None, X)[0] - app.load("a").run(None, X)[0]
+    assert np.abs(difference).max() < 0.05
+
+
+# --- Compatibility
+
+COMPATIBILITY = "onnxruntime.capi._pybind_state.get_model_compatibility_for_ep_devices"
+
+
+def test_a_context_for_another_version_of_openvino_is_skipped(
+    openvino: tuple[Shipper, Table],
+) -> None:
+    ship, entry = openvino
+    app = ship(openvino=entry)
+    assert entry["compatibility_string"]
+    assert outcomes(app.explain("a")) == [("openvino", "opened"), ("source", "not tried")]
+    entry["compatibility_string"] = "of another version"
+    first, source = ship(openvino=entry).explain("a")
+    assert str(first) == (
+        f"openvino: skipped, {OPENVINO_EP} on this machine is not compatible with what was "
+        "compiled (of another version)"
+    )
+    assert source.outcome == "opened"
+    entry["compatibility_string"] = None
+    assert ship(openvino=entry).explain("a")[0].outcome == "opened"
+
+
+def test_an_ep_that_gives_no_answer_is_tried(
+    openvino: tuple[Shipper, Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship, entry = openvino
+    entry["compatibility_string"] = "of another version"
+    app = ship(openvino=entry)
+
+    def fail(devices: Any, text: str) -> Any:
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(COMPATIBILITY, fail)
+    assert app.explain("a")[0].outcome == "opened"
+    # ONNX Runtime 1.23 cannot ask.
+    monkeypatch.delattr(COMPATIBILITY)
+    assert app.explain("a")[0].outcome == "opened"
+
+
+@needs_qnn
+def test_qnn_is_never_asked_about_compatibility(
+    qnn: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can crash the process."""
+    asked: list[str] = []
+    monkeypatch.setattr(COMPATIBILITY, lambda devices, text: asked.append(text))
+    app = qnn(npu={**QNN, "compatibility_string": "of another version"})
+    assert app.target_of(app.load("a", device="any")) == "npu"
+    assert asked == []
+
+
+# --- Files
+
+
+def damage(path: Path, how: str = "altered") -> None:
+    """Damage a file; ``altered`` keeps its size."""
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "a folder":
+        path.unlink()
+        path.mkdir()
+    elif how == "truncated":
+        path.write_bytes(content[:-10])
+    elif how == "longer":
+        path.write_bytes(content + b"x")
+    else:
+        path.write_bytes(bytes(byte ^ 0xFF for byte in content))
+
+
+def test_a_broken_model_is_a_failure_and_the_next_target_is_tried(
+    ship: Shipper, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = ship(cpu=CPU)
+    damage(ship.folder / "a/cpu/a_optimized.onnx")
+    session = app.load("a")
+    assert app.target_of(session) == "source"
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "a on cpu: failed, InvalidProtobuf" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("missing", "is missing"),
+        ("a folder", "bytes, and"),
+        ("truncated", "bytes, and"),
+        ("longer", "bytes, and"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a/cpu/a_optimized.onnx", "a/cpu/weights.bin"])
+def test_a_missing_or_truncated_file_is_named(
+    ship: Shipper, how: str, reason: str, name: str
+) -> None:
+    (ship.folder / "a/cpu").mkdir(parents=True)
+    (ship.folder / "a/cpu/weights.bin").write_bytes(b"weights of a model")
+    app = ship(cpu=CPU)
+    damage(ship.folder / name, how)
+    cpu, source = app.explain("a")
+    assert cpu.outcome == "failed"
+    assert cpu.reason.startswith(f"{name} ")
+    assert reason in cpu.reason
+    assert source.outcome == "opened"
+    with pytest.raises(app.LoadError, match=f"a on cpu: {name} .*{reason}"), app.path("a"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["a/cpu/a_optimized.onnx", "a/cpu/weights.bin"])
+def test_a_file_that_was_altered_is_found_on_request(ship: Shipper, name: str) -> None:
+    (ship.folder / "a/cpu").mkdir(parents=True)
+    (ship.folder / "a/cpu/weights.bin").write_bytes(b"weights of a model")
+    app = ship(cpu=CPU)
+    assert app.target_of(app.load("a", verify=True)) == "cpu"
+    damage(ship.folder / name)
+    cpu, _ = app.explain("a", verify=True)
+    assert cpu.outcome == "failed"
+    assert cpu.reason == f"{name} was changed: its sha256 differs from the recorded one"
+    with pytest.raises(app.LoadError, match=name):
+        app.load("a", verify=True, target="cpu")
+
+
+def test_a_file_of_another_target_does_not_matter(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    damage(ship.folder / "a/source/a.onnx", "missing")
+    assert app.target_of(app.load("a", verify=True)) == "cpu"
+    with pytest.raises(app.LoadError, match=r"a/source/a\.onnx is missing"):
+        app.load("a", target="source")
+
+
+def test_models_that_share_a_folder_are_checked_apart(ship: Shipper) -> None:
+    folder = ship.folder / "group/cpu"
+    for name in ("a", "b"):
+        save(network(), folder / f"{name}.onnx")
+    (folder / "a.bin").write_bytes(b"shared weights")
+    app = ship.write(
+        {
+            name: component({"cpu": variant("group/cpu", f"{name}.onnx")}, name)
+            for name in ("a", "b")
+        }
+    )
+    assert app.models() == ["a", "b"]
+    damage(ship.folder / "group/cpu/b.onnx", "truncated")
+    assert app.target_of(app.load("a")) == "cpu"
+    with pytest.raises(app.LoadError, match=r"group/cpu/b\.onnx has"):
+        app.load("b")
+    damage(ship.folder / "group/cpu/a.bin", "missing")
+    with pytest.raises(app.LoadError, match=r"group/cpu/a\.bin is missing"):
+        app.load("a")
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    shutil.rmtree(ship.folder / "a/cpu")
+    (ship.folder / "a/cpu").touch()
+    cpu, source = app.explain("a")
+    assert cpu.outcome == "failed"
+    assert cpu.reason.startswith("a/cpu/a_optimized.onnx ")
+    assert source.outcome == "opened"
+
+
+def test_a_file_that_the_manifest_does_not_record_is_missing(ship: Shipper) -> None:
+    app = ship(npu=variant("a/npu", "another.onnx"))
+    npu, _ = app.explain("a")
+    assert npu.outcome == "failed"
+    assert npu.reason.startswith("a/npu/another.onnx is missing in ")
+
+
+def test_a_package_that_changes_is_read_again(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    assert [step.target for step in app.explain("a")] == ["cpu", "source"]
+    manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
+    manifest["components"]["another"] = manifest["components"].pop("a")
+    del manifest["components"]["another"]["additional_metadata"]
+    ship.manifest(manifest)
+    assert app.models() == ["another"]
+    (ship.folder / "manifest.json").unlink()
+    with pytest.raises(app.LoadError, match=r"manifest\.json cannot be read"):
+        app.models()
+
+
+# --- Paths
+
+
+def test_path_gives_the_files_of_a_target(ship: Shipper) -> None:
+    app = ship(cpu=CPU, npu=NPU)
+    damage(ship.folder / "a/npu/a_ctx.onnx", "missing")
+    with app.path("a") as file:
+        assert file == ship.folder / "a/cpu/a_optimized.onnx"
+    with app.path("a", "source") as file:
+        assert file == ship.folder / "a/source/a.onnx"
+    with app.path("a", target="source", package=str(ship.folder)) as file:
+        assert file.is_file()
+    for arguments, message in (
+        (("aa",), "unknown model 'aa'"),
+        (("a", "gpu"), "unknown target 'gpu'"),
+        (("a", "npu"), r"a on npu: a/npu/a_ctx\.onnx is missing"),
+    ):
+        with pytest.raises(app.LoadError, match=message), app.path(*arguments):
+            pass
+
+
+def test_an_error_of_the_caller_of_path_stays_what_it_is(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    with pytest.raises(ZeroDivisionError), app.path("a"):
+        _ = 1 / 0
+
+
+def test_target_of_knows_only_sessions_of_this_module(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    foreign = onnxruntime.InferenceSession(ship.folder / "a/source/a.onnx", providers=[CPU_EP])
+    with pytest.raises(KeyError):
+        app.target_of(foreign)
+
+
+# --- Zip archives
+
+
+@pytest.fixture
+def from_zip(ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Puts the package into a zip archive as ``zipped.epcontext``, and imports it from there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
+    (tmp_path / "temp").mkdir()
+
+    def create() -> Any:
+        archive = tmp_path / f"{len(list(tmp_path.glob('*.zip')))}.zip"
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
+            opened.writestr("zipped/__init__.py", "")
+            for path in sorted(ship.folder.rglob("*")):
+                name = path.relative_to(ship.folder).as_posix()
+                opened.write(path, f"zipped/epcontext/{name}")
+        shutil.rmtree(ship.folder)
+        monkeypatch.syspath_prepend(archive)
+        for name in ("zipped", "zipped.epcontext"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        spec = importlib.util.find_spec("zipped.epcontext")
+        assert spec is not None
+        assert type(spec.loader).__name__ == "zipimporter"
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "zipped.epcontext", module)
+        run_as(module)
+        return module
+
+    return create
+
+
+def test_a_model_is_opened_from_a_zip_archive(
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+) -> None:
+    source = save_with_data(network(), ship.folder / "a/data/a.onnx")
+    assert (source.parent / "network.data").is_file()
+    ship(cpu=CPU, data=variant("a/data", "a.onnx"), npu=NPU)
+    app = from_zip()
+    assert app.models() == ["a"]
+    for target in ("cpu", "data", "source"):
+        session = app.load("a", target=target, verify=True)
+        assert session.run(None, X)[0].shape == (1, 10)
+        assert app.target_of(session) == target
+        # The files live as long as the session.
+        assert list((tmp_path / "temp").iterdir())
+        del session
+        gc.collect()
+        assert not list((tmp_path / "temp").iterdir())
+
+
+def test_path_copies_the_files_from_a_zip_archive(
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+) -> None:
+    save_with_data(network(), ship.folder / "a/data/a.onnx")
+    ship(data=variant("a/data", "a.onnx"), npu=NPU)
+    damage(ship.folder / "a/npu/a_ctx.onnx", "missing")
+    app = from_zip()
+    with app.path("a") as file:
+        assert file.name == "a.onnx"
+        assert (file.parent / "network.data").is_file()
+        assert file.is_relative_to(tmp_path / "temp")
+    assert not file.exists()
+    for target in ("npu", "other"):
+        with pytest.raises(app.LoadError, match=target), app.path("a", target):
+            pass
+    assert not list((tmp_path / "temp").iterdir())
+
+
+def test_a_failure_in_a_zip_archive_leaves_no_files(
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+) -> None:
+    ship(cpu=CPU)
+    damage(ship.folder / "a/cpu/a_optimized.onnx")
+    damage(ship.folder / "a/source/a.onnx", "missing")
+    app = from_zip()
+    with pytest.raises(app.LoadError) as raised:
+        app.load("a")
+    assert "cpu: failed, InvalidProtobuf" in str(raised.value)
+    assert "source: failed, a/source/a.onnx cannot be copied from" in str(raised.value)
+    assert not list((tmp_path / "temp").iterdir())
+
+
+def test_a_damaged_zip_archive_is_a_load_error(
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+) -> None:
+    # Not compressible, so that it can be found in the archive.
+    (ship.folder / "a/cpu").mkdir(parents=True)
+    content = random.Random(1).randbytes(10_000)
+    (ship.folder / "a/cpu/weights.bin").write_bytes(content)
+    ship(cpu=CPU)
+    app = from_zip()
+    (archive,) = tmp_path.glob("*.zip")
+    damaged = archive.read_bytes().replace(content[100:200], b"?" * 100)
+    archive.write_bytes(damaged)
+    cpu, source = app.explain("a")
+    assert cpu.outcome == "failed"
+    assert "a/cpu/weights.bin cannot be copied from" in cpu.reason
+    assert "Bad CRC-32" in cpu.reason
+    assert source.outcome == "opened"
+    with pytest.raises(app.LoadError, match=r"a/cpu/weights\.bin"), app.path("a"):
+        pass
+    archive.write_bytes(damaged[:5000])
+    with pytest.raises(app.LoadError, match="cannot be read"):
+        app.load("a")
+
+
+def test_names_in_a_zip_archive_do_not_leave_it(ship: Shipper, from_zip: Callable[[], Any]) -> None:
+    ship.write({"a": component({"cpu": variant("../a/cpu", "a.onnx")})}, layout="installed")
+    app = from_zip()
+    with pytest.raises(app.LoadError, match="outside of the package"):
+        app.load("a")
+
+
+# --- Packages of other tools
+
+
+def foreign(tmp_path: Path, components: Table, **top: Any) -> Path:
+    """A package without this project's metadata."""
+    folder = tmp_path / "foreign.ortpackage"
+    folder.mkdir(exist_ok=True)
+    manifest = {"schema_version": "1.0", "components": components, **top}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+def executor(file: str, **options: Any) -> Table:
+    return {"executor_info": {"ort": {"model_file": file, **options}}}
+
+
+def test_any_model_package_is_opened(tmp_path: Path) -> None:
+    cpu = {"variant_directory": "somewhere", "ep": CPU_EP, **executor("m.onnx")}
+    folder = foreign(
+        tmp_path,
+        {"decoder": {"variants": {"cpu": cpu}, "additional_metadata": "of another tool"}},
+        additional_metadata=["of another tool"],
+    )
+    save(network(), folder / "somewhere/m.onnx")
+    for package in (folder, str(folder), os.path.relpath(folder)):
+        session = loader.load("decoder", package=package)
+        assert session.run(None, X)[0].shape == (1, 10)
+        assert loader.target_of(session) == "cpu"
+        assert loader.models(package) == ["decoder"]
+        with loader.path("decoder", package=package) as file:
+            assert file.samefile(folder / "somewhere/m.onnx")
+    (step,) = loader.explain("decoder", package=folder, shapes={"x": (9, 9, 9, 9)})
+    assert str(step) == f"cpu: opened, {CPU_EP} on cpu"
+
+
+def test_the_shipped_module_opens_packages_beside_its_own(ship: Shipper, tmp_path: Path) -> None:
+    app = ship(cpu=CPU)
+    folder = foreign(tmp_path, {"big": {"variants": {"cpu": {"ep": CPU_EP, **executor("m.onnx")}}}})
+    save(network(), folder / "cpu/m.onnx")
+    assert app.models() == ["a"]
+    assert app.models(folder) == ["big"]
+    assert app.target_of(app.load("big", package=folder)) == "cpu"
+    with pytest.raises(app.LoadError, match="unknown model 'big'"):
+        app.load("big")
+    with pytest.raises(app.LoadError, match="unknown model 'a'"):
+        app.load("a", package=folder)
+
+
+@pytest.mark.parametrize("place", ["parts/decoder", "parts/decoder/component.json"])
+def test_external_components_and_executor_files_are_read(tmp_path: Path, place: str) -> None:
+    folder = foreign(tmp_path, {"decoder": place}, layout="portable", package_name="p")
+    # Without a directory it is the variant's name, in the component's folder.
+    variants = {
+        "gpu": {"ep": "NoSuchEP", "executor_info": {"ort": "ort.json"}},
+        "cpu": {"executor_info": {"ort": "ort.json", "genai": {}}},
+        "other program": {"ep": "x", "executor_info": {"some": "program.json"}},
+    }
+    parts = folder / "parts/decoder"
+    for name in ("gpu", "cpu"):
+        save(network(), parts / name / "model/m.onnx")
+        info = {"model_file": "model/m.onnx", "session_options": {"session.x": "1"}}
+        (parts / name / "ort.json").write_text(json.dumps(info), encoding="utf-8")
+    component = {"component_name": "decoder", "variants": variants}
+    (parts / "component.json").write_text(json.dumps(component), encoding="utf-8")
+    gpu, cpu = loader.explain("decoder", package=folder)
+    assert gpu.outcome == "skipped"
+    assert str(gpu.reason).endswith("does not contain NoSuchEP")
+    assert str(cpu) == f"cpu: opened, {CPU_EP} on cpu"
+    with loader.path("decoder", "cpu", package=folder) as file:
+        assert file == parts / "cpu/model/m.onnx"
+
+
+def test_the_only_model_of_a_folder_needs_no_name(tmp_path: Path) -> None:
+    """As in Olive's packages."""
+    folder = foreign(tmp_path, {"m": {"variants": {"cpu": {"ep": CPU_EP}}}})
+    (step,) = loader.explain("m", package=folder)
+    assert step.outcome == "failed"
+    assert str(step.reason).startswith("cpu cannot be read (")
+    (folder / "cpu").mkdir()
+    (step,) = loader.explain("m", package=folder)
+    named = "the manifest does not name its model file, and its folder has"
+    assert str(step) == f"cpu: skipped, {named} none"
+    save(network(), folder / "cpu/one.onnx")
+    (folder / "cpu/genai_config.json").touch()
+    assert loader.explain("m", package=folder)[0].outcome == "opened"
+    with loader.path("m", package=folder) as file:
+        assert file == folder / "cpu/one.onnx"
+    save(network(), folder / "cpu/another.onnx")
+    (step,) = loader.explain("m", package=folder)
+    assert str(step) == f"cpu: skipped, {named} 2: another.onnx, one.onnx"
+    with pytest.raises(loader.LoadError, match="another"), loader.path("m", package=folder):
+        pass
+
+
+def test_a_shared_asset_is_opened(tmp_path: Path) -> None:
+    digest = "0" * 64
+    cpu = {"ep": CPU_EP, **executor(f"sha256:{digest}/m.onnx")}
+    folder = foreign(tmp_path, {"m": {"variants": {"cpu": cpu}}})
+    file = save(network(), folder / f"shared_assets/sha256-{digest}/m.onnx")
+    with loader.path("m", package=folder) as path:
+        assert path == file
+    assert loader.explain("m", package=folder)[0].outcome == "opened"
+
+
+def test_files_in_the_package_itself_are_checked(ship: Shipper) -> None:
+    ship.folder.mkdir()
+    save(network(), ship.folder / "m.onnx")
+    app = ship.write({"a": component({"cpu": variant(".", "m.onnx")})})
+    assert app.target_of(app.load("a")) == "cpu"
+    damage(ship.folder / "m.onnx", "truncated")
+    with pytest.raises(app.LoadError, match=r"m\.onnx has .* bytes"):
+        app.load("a")
+
+
+def test_an_installed_package_names_files_anywhere(tmp_path: Path) -> None:
+    """As editable installs do; on Windows also on another drive."""
+    one = save(network(), tmp_path / "elsewhere/one.onnx")
+    two = save(network(), tmp_path / "two.onnx")
+    variants = {
+        "absolute": {"ep": CPU_EP, **executor(str(one)), "variant_directory": "."},
+        "folder": {"ep": CPU_EP, **executor(one.name), "variant_directory": str(one.parent)},
+        "parent": {"ep": CPU_EP, **executor(f"../{two.name}"), "variant_directory": "."},
+    }
+    for target, each in variants.items():
+        folder = foreign(tmp_path, {"m": {"variants": {target: each}}}, layout="installed")
+        assert loader.explain("m", package=folder)[0].outcome == "opened", target
+        folder = foreign(tmp_path, {"m": {"variants": {target: each}}})
+        with pytest.raises(loader.LoadError, match="names a file outside of the package"):
+            loader.load("m", package=folder)
+
+
+def test_on_windows_a_drive_is_an_absolute_path() -> None:
+    assert loader._join("a/b", "C:/models/m.onnx") == "C:/models/m.onnx"
+    assert loader._join("a/b", "//server/share/m.onnx") == "//server/share/m.onnx"
+    assert loader._join("a/b", "c/m.onnx") == "a/b/c/m.onnx"
+    assert loader._join("", "c") == "c"
+
+
+@pytest.mark.parametrize(
+    ("device", "opens_on"), [(None, "any"), (None, None), ("npu", "any"), ("cpu", None)]
+)
+@needs_qnn
+def test_the_package_of_a_known_ep_is_found(
+    tmp_path: Path, context: Path, device: str | None, opens_on: Any
+) -> None:
+    options = {
+        "session_options": {"session.disable_model_compile": "1"},
+        "provider_options": {"backend_type": "htp"},
+    }
+    qnn = {"ep": QNN_EP, **executor("a_ctx.onnx", **options)}
+    if device is not None:
+        qnn["device"] = device
+    folder = foreign(tmp_path, {"m": {"variants": {"qnn": qnn}}})
+    shutil.copytree(context, folder / "qnn")
+    session = loader.load("m", package=folder, device=opens_on)
+    assert session.get_providers()[0] == QNN_EP
+    assert session.run(None, X)[0].shape == (1, 10)
+
+
+def test_an_ep_that_nobody_knows_is_skipped_until_the_app_registers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = {"ep": "SomeExecutionProvider", "device": "npu", **executor("m.onnx")}
+    folder = foreign(tmp_path, {"m": {"variants": {"some": some}}})
+    save(network(), folder / "some/m.onnx")
+    (step,) = loader.explain("m", package=folder)
+    assert str(step.reason).endswith("does not contain SomeExecutionProvider")
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device("GPU")])
+    (step,) = loader.explain("m", package=folder)
+    assert str(step.reason).startswith("SomeExecutionProvider finds no npu, only gpu")
+
+
+# --- Bad packages
+
+
+BAD_TEXTS = {
+    "empty": ("", "is not JSON"),
+    "text": ("models: []", "is not JSON"),
+    "a comment": ('{"schema_version": "1.0"} // text', "is not JSON"),
+    "deep": ("[" * 100_000 + "]" * 100_000, "is not JSON"),
+    "a long number": ('{"schema_version": ' + "1" * 10_000 + "}", "manifest.json "),
+    "a list": ("[]", "is not a JSON object"),
+    "null": ("null", "is not a JSON object"),
+    "no schema": ('{"components": {}}', "manifest.json: schema_version is missing"),
+    "schema 2.0": ('{"schema_version": "2.0", "new": 1}', "has the schema 2.0, and this loader re"),
+    "schema 10": ('{"schema_version": 10}', "has the schema 10, and this loader reads 1.x"),
+    "a float schema": ('{"schema_version": 1.0}', "schema_version must be a string"),
+    "a true schema": ('{"schema_version": true}', "schema_version must be a string"),
+    "no components": ('{"schema_version": "1.0"}', "manifest.json: components is missing"),
+    "another layout": (
+        '{"schema_version": "1.0", "components": {}, "layout": "flat"}',
+        "manifest.json: layout is 'flat', which is unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TEXTS)
+def test_a_manifest_that_cannot_be_read_is_a_load_error(ship: Shipper, kind: str) -> None:
+    app = ship(cpu=CPU)
+    text, message = BAD_TEXTS[kind]
+    ship.manifest(text)
+    calls: list[Callable[[], Any]] = [
+        app.models,
+        lambda: app.load("a"),
+        lambda: app.explain("a"),
+        lambda: app.path("a").__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(app.LoadError) as raised:
+            call()
+        assert message in str(raised.value)
+        assert str(ship.folder) in str(raised.value)
+
+
+def test_encodings_that_other_programs_write_are_read(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    text = (ship.folder / "manifest.json").read_text("utf-8")
+    (ship.folder / "manifest.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert app.models() == ["a"]
+    (ship.folder / "manifest.json").write_bytes(b'{"\xff')
+    with pytest.raises(app.LoadError, match="is not JSON"):
+        app.models()
+
+
+def test_a_folder_without_a_manifest_is_a_load_error(tmp_path: Path) -> None:
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(loader.LoadError, match=r"manifest\.json cannot be read") as raised:
+            loader.load("a", package=folder)
+        assert str(folder) in str(raised.value)
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(loader.LoadError, match=r"manifest\.json cannot be read"):
+        loader.models(tmp_path)
+    with pytest.raises(loader.LoadError, match=r"manifest\.json cannot be read"):
+        loader.models()
+
+
+# Where: the keys down to the value that is replaced; the value; the place in the message.
+V = ("components", "a", "variants", "cpu")
+ORT = (*V, "executor_info", "ort")
+OURS = ("additional_metadata", METADATA)
+V_TEXT = "manifest.json: components.a.variants.cpu"
+OURS_TEXT = f"{V_TEXT}.additional_metadata.{METADATA}"
+BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
+    (("components",), [], "manifest.json: components must be an object"),
+    (("components", "a"), 5, "manifest.json: components.a must be an object"),
+    (("components", "a"), "../x", "components.a names a file outside of the package: '../x'"),
+    (("components", "a"), "", "components.a names a file outside"),
+    (("components", "a"), "nowhere", "nowhere/component.json cannot be read"),
+    (("components", "a"), "no\0where", "cannot be read"),
+    (("components", "a"), {}, "manifest.json: components.a.variants is missing"),
+    (("components", "a", "variants"), [], "components.a.variants must be an object"),
+    (V, [], f"{V_TEXT} must be an object"),
+    (V, None, f"{V_TEXT} is missing"),
+    ((*V, "variant_directory"), 5, f"{V_TEXT}.variant_directory must be a string"),
+    ((*V, "variant_directory"), "", f"{V_TEXT}.variant_directory names a file outside"),
+    ((*V, "variant_directory"), "..", f"{V_TEXT}.variant_directory names a file outside"),
+    ((*V, "variant_directory"), "a/../../b", "variant_directory names a file outside"),
+    ((*V, "variant_directory"), "/tmp", "variant_directory names a file outside"),
+    ((*V, "variant_directory"), "C:\\x", "variant_directory names a file outside"),
+    ((*V, "variant_directory"), "..\\x", "variant_directory names a file outside"),
+    ((*V, "variant_directory"), "\\\\server\\share", "variant_directory names a file outside"),
+    ((*V, "ep"), 5, f"{V_TEXT}.ep must be a string"),
+    ((*V, "device"), ["npu"], f"{V_TEXT}.device must be a string"),
+    ((*V, "executor_info"), "x", f"{V_TEXT}.executor_info must be an object"),
+    (ORT, 5, f"{V_TEXT}.executor_info.ort must be an object"),
+    (ORT, "missing.json", "a/cpu/missing.json cannot be read"),
+    (ORT, "../x.json", f"{V_TEXT}.executor_info.ort names a file outside"),
+    (ORT, {}, f"{V_TEXT}.executor_info.ort.model_file is missing"),
+    ((*ORT, "model_file"), 5, "executor_info.ort.model_file must be a string"),
+    ((*ORT, "model_file"), "../../x", "model_file names a file outside"),
+    ((*ORT, "model_file"), "/etc/passwd", "model_file names a file outside"),
+    ((*ORT, "model_file"), "sha256:", "model_file names a file outside"),
+    ((*ORT, "model_file"), "sha256:../../x", "model_file names a file outside"),
+    ((*ORT, "model_file"), "sha256:0/../../../x", "model_file names a file outside"),
+    ((*ORT, "session_options"), [], "executor_info.ort.session_options must be an object"),
+    ((*ORT, "session_options"), {"x": 1}, "ort.session_options.x must be a string"),
+    ((*ORT, "provider_options"), {"x": None}, "ort.provider_options.x is missing"),
+    (OURS, 5, f"manifest.json: additional_metadata.{METADATA} must be an object"),
+    ((*OURS, "files"), [], f"additional_metadata.{METADATA}.files must be an object"),
+    ((*OURS, "files"), {"x": 5}, ".files.x must be an object"),
+    ((*OURS, "files"), {"x": {"size": "5", "sha256": ""}}, ".files.x.size must be a whole number"),
+    ((*OURS, "files"), {"x": {"size": True, "sha256": ""}}, ".files.x.size must be a whole"),
+    ((*OURS, "files"), {"x": {"size": 5}}, ".files.x.sha256 is missing"),
+    ((*OURS, "files"), {"a/cpu/../../x": {"size": 5, "sha256": ""}}, ".files names a file outside"),
+    (("components", "a", *OURS), "x", f"components.a.additional_metadata.{METADATA} must be an"),
+    (("components", "a", *OURS, "model"), ["a"], f"{METADATA}.model must be a string"),
+    (("components", "a", *OURS, "constants"), [5], f"{METADATA}.constants must be an object"),
+    (("components", "a", *OURS, "constants"), {"sr": 5}, ".constants.sr must be an object"),
+    (("components", "a", *OURS, "constants"), {"sr": {}}, ".constants.sr.dtype is missing"),
+    ((*V, *OURS), [], f"{OURS_TEXT} must be an object"),
+    ((*V, *OURS, "inputs"), {}, f"{OURS_TEXT}.inputs must be a list"),
+    ((*V, *OURS, "inputs"), [5], f"{OURS_TEXT}.inputs[0] must be an object"),
+    ((*V, *OURS, "inputs"), [{"name": "x"}], f"{OURS_TEXT}.inputs[0].shape is missing"),
+    ((*V, *OURS, "inputs"), [{"name": "x", "shape": [1.5]}], ".inputs[0].shape[0] must be"),
+    ((*V, *OURS, "load_options"), {"x": 1}, f"{OURS_TEXT}.load_options.x must be a string"),
+    ((*V, *OURS, "needs_device"), "yes", f"{OURS_TEXT}.needs_device must be true or false"),
+    ((*V, *OURS, "plugin"), "x", f"{OURS_TEXT}.plugin must be an object"),
+    ((*V, *OURS, "plugin"), {"module": "x"}, f"{OURS_TEXT}.plugin.package is missing"),
+    ((*V, *OURS, "prepared"), 5, f"{OURS_TEXT}.prepared must be a string"),
+    ((*V, *OURS, "prepared"), "../../x", f"{OURS_TEXT}.prepared names a file outside"),
+    ((*V, *OURS, "settings"), 5, f"{OURS_TEXT}.settings must be an object"),
+    ((*V, *OURS, "settings", "device"), 5, f"{OURS_TEXT}.settings.device must be a string"),
+    ((*V, *OURS, "settings", "device_filter"), {"x": 5}, ".device_filter.x must be a string"),
+    ((*V, *OURS, "settings", "policy"), 5, ".settings.policy must be a string"),
+    ((*V, *OURS, "sharing"), {}, f"{OURS_TEXT}.sharing.group is missing"),
+]
+
+
+def replaced(manifest: Any, where: tuple[Any, ...], new: Any) -> Any:
+    """A copy of ``manifest`` with ``new`` at the place ``where``."""
+    if not where:
+        return new
+    result = copy.copy(manifest)
+    old = manifest[where[0]] if isinstance(manifest, list) else manifest.get(where[0])
+    result[where[0]] = replaced(old, where[1:], new)
+    return result
+
+
+@pytest.mark.parametrize(("where", "value", "message"), BAD_VALUES)
+def test_a_bad_value_in_the_manifest_is_a_load_error_that_names_its_place(
+    ship: Shipper, where: tuple[str, ...], value: Any, message: str
+) -> None:
+    app = ship(cpu=CPU)
+    manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
+    ship.manifest(replaced(manifest, where, value))
+    for call in (app.load, app.explain):
+        with pytest.raises(app.LoadError) as raised:
+            call("a")
+        assert message in str(raised.value)
+
+
+def test_a_bad_value_in_another_file_is_named_with_that_file(tmp_path: Path) -> None:
+    folder = foreign(tmp_path, {"m": "part"})
+    (folder / "part/cpu").mkdir(parents=True)
+    cpu = {"ep": CPU_EP, "executor_info": {"ort": "ort.json"}}
+    (folder / "part/component.json").write_text(json.dumps({"variants": {"cpu": cpu}}))
+    (folder / "part/cpu/ort.json").write_text("{}")
+    with pytest.raises(loader.LoadError, match=r": part/cpu/ort\.json: model_file is missing$"):
+        loader.load("m", package=folder)
+    (folder / "part/component.json").write_text('{"variants": {"cpu": {"ep": 5}}}')
+    os.utime(folder / "manifest.json", (0, 0))
+    with pytest.raises(loader.LoadError, match=r"part/component\.json: variants\.cpu\.ep must be"):
+        loader.load("m", package=folder)
+
+
+def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield where
+    items: Any = value.items() if isinstance(value, dict) else ()
+    for key, item in enumerate(value) if isinstance(value, list) else items:
+        yield from places(item, (*where, key))
+
+
+STRANGE: list[Any] = [
+    None, True, -1, 2**70, 1e308, "", "x", "..", "\0", "\ud800", [], [None], {}, {"x": 1}, {"": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strange", STRANGE, ids=repr)
+def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
+    ship: Shipper, strange: Any
+) -> None:
+    constants = {"sr": {"dtype": "int64", "shape": [1], "value": 16000}}
+    cpu = changed(
+        CPU, load_options={"x": "{user-cache}/x"}, prepared="prepared/a.onnx",
+        plugin={"module": "no_such_ep", "package": "x", "registration_name": "x"},
+        sharing={"group": "g"},
+    )  # fmt: skip
+    plain = changed(CPU, load_options={"x": "{user-cache}/x"})
+    app = ship.write(
+        {"a": component({"plain": plain, "cpu": cpu, "source": SOURCE}, constants=constants)}
+    )
+    manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
+    calls: list[Callable[[], Any]] = [
+        lambda: app.load("a"),
+        lambda: app.load("a", fallback="jit", target="cpu"),
+        lambda: app.load("a", shapes={"x": (1, 1, 8, 8)}, device="any", verify=True),
+        app.models,
+    ]
+    for where in places(manifest):
+        ship.manifest(json.dumps(replaced(manifest, where, strange)))
+        # The size of the manifest may be the same, and its time too.
+        app._packages.clear()
+        for call in calls:
+            try:
+                call()
+            except app.LoadError as error:
+                text = str(error)
+                assert not any(
+                    f" {name}Error" in text for name in ("Type", "Key", "Attribute", "Index")
+                ), (where, text)
+        try:
+            with app.path("a"):
+                pass
+        except app.LoadError:
+            pass
+
+
+# --- Shapes
+
+
+SHAPES: dict[str, list[int | str]] = {
+    "det.64": [1, 3, 64, 64],
+    "det.32": [1, 3, 32, 32],
+    "det.wide": [1, 3, 32, 96],
+}
+
+
+def identity(shape: list[int | str]) -> onnx.ModelProto:
+    return model([helper.make_node("Relu", ["x"], ["y"])], [value("x", shape)], [value("y", shape)])
+
+
+@pytest.fixture
+def several(ship: Shipper) -> Any:
+    """An app with the model ``det`` in three shapes on ``fixed``, and open on ``open`` and the source."""
+    fixed: dict[str, Table] = {}
+    opened: list[int | str] = [1, 3, "height", "width"]
+    save(identity(opened), ship.folder / "det/open/det.onnx")
+    save(identity(opened), ship.folder / "det/source/det.onnx")
+    for name, shape in SHAPES.items():
+        inputs = [{"name": "x", "shape": shape, "dtype": "float32"}]
+        save(identity(shape), ship.folder / name / "fixed/m.onnx")
+        variants = {"fixed": variant(f"{name}/fixed", "m.onnx", inputs=inputs)}
+        if not fixed:
+            inputs = [{"name": "x", "shape": opened, "dtype": "float32"}]
+            variants["open"] = variant("det/open", "det.onnx", inputs=inputs)
+        variants["source"] = source_of("det/source", "det.onnx", opened)
+        fixed[name] = component(variants, "det")
+    return ship.write(fixed)
+
+
+def x_of(height: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {"x": (1, 3, height, width)}
+
+
+def test_without_shapes_the_first_listed_is_opened(several: Any) -> None:
+    assert several.models() == ["det"]
+    assert several.shapes_of(several.load("det")) == {"x": (1, 3, 64, 64)}
+    assert several.shapes_of(several.load("det", target="source")) == {
+        "x": (1, 3, "height", "width")
+    }
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [
+        (1, 1, (32, 32)),
+        (32, 32, (32, 32)),
+        (32, 33, (32, 96)),
+        (32, 96, (32, 96)),
+        (33, 32, (64, 64)),
+        (64, 64, (64, 64)),
+        (0, 0, (32, 32)),
+    ],
+)
+def test_the_smallest_shape_that_is_large_enough_is_opened(
+    several: Any, height: int, width: int, expected: tuple[int, int]
+) -> None:
+    session = several.load("det", shapes=x_of(height, width))
+    assert several.target_of(session) == "fixed"
+    assert several.shapes_of(session) == {"x": (1, 3, *expected)}
+
+
+def test_where_no_shape_is_large_enough_a_target_with_open_shapes_is_opened(several: Any) -> None:
+    session = several.load("det", shapes=x_of(64, 65))
+    assert several.target_of(session) == "open"
+    assert session.run(None, {"x": np.ones((1, 3, 64, 65), np.float32)})[0].shape[2:] == (64, 65)
+    fixed, opened, source = several.explain("det", shapes=x_of(64, 65))
+    assert str(fixed) == (
+        "fixed: skipped, none of its shapes is large enough (x 1x3x64x64; x 1x3x32x32; x 1x3x32x96)"
+    )
+    assert (opened.outcome, source.outcome) == ("opened", "not tried")
+
+
+def test_where_nothing_is_large_enough_the_error_lists_the_shapes(several: Any) -> None:
+    for arguments in ({"target": "fixed"}, {"target": "fixed", "fallback": None}):
+        with pytest.raises(several.LoadError, match=r"x 1x3x64x64; x 1x3x32x32; x 1x3x32x96"):
+            several.load("det", shapes=x_of(65, 65), **arguments)
+    with pytest.raises(several.LoadError, match="none of its shapes is large enough"):
+        # The number of channels is not open.
+        several.load("det", shapes={"x": (1, 4, 1, 1)})
+
+
+def test_sizes_of_numpy_are_sizes(several: Any) -> None:
+    image: npt.NDArray[np.uint8] = np.zeros((1, 3, 20, 90), np.uint8)
+    for shape in (image.shape, np.array(image.shape), [np.int32(size) for size in image.shape]):
+        session = several.load("det", shapes={"x": shape})
+        assert several.shapes_of(session) == {"x": (1, 3, 32, 96)}
+
+
+def test_a_component_can_be_opened_by_its_name(several: Any) -> None:
+    assert several.shapes_of(several.load("det.32")) == {"x": (1, 3, 32, 32)}
+    with pytest.raises(several.LoadError, match=r"x 1x3x64x64; x 1x3x32x32; x 1x3x32x96"):
+        several.load("det.32", shapes=x_of(64, 64), target="fixed")
+
+
+def test_a_wrong_input_or_rank_is_an_error(several: Any) -> None:
+    with pytest.raises(several.LoadError, match=r"unknown input of 'det' 'X'\. .*Known: x\."):
+        several.load("det", shapes={"X": (1, 3, 1, 1)})
+    with pytest.raises(
+        several.LoadError, match="'x' of 'det' has 4 dimensions, and shapes gives 3"
+    ):
+        several.load("det", shapes={"x": (3, 1, 1)})
+
+
+def test_a_model_of_two_inputs_is_large_enough_in_both(ship: Shipper) -> None:
+    components = {}
+    for name, (first, second) in {"m.1": (8, 4), "m.2": (4, 8), "m.3": (4, 4)}.items():
+        nodes = [helper.make_node("Concat", ["x", "y"], ["z"], axis=0)]
+        made = model(nodes, [value("x", [first]), value("y", [second])], [value("z", [None])])
+        save(made, ship.folder / name / "m.onnx")
+        inputs = [{"name": "x", "shape": [first]}, {"name": "y", "shape": [second]}]
+        cpu = variant(name, "m.onnx", inputs=inputs)
+        components[name] = component({"cpu": cpu}, "m")
+    app = ship.write(components)
+    for shapes, expected in (
+        ({"x": (1,), "y": (1,)}, (4, 4)),
+        ({"x": (5,)}, (8, 4)),
+        ({"y": (5,), "x": (1,)}, (4, 8)),
+        ({}, (4, 4)),
+    ):
+        found = app.shapes_of(app.load("m", shapes=shapes))
+        assert found == {"x": (expected[0],), "y": (expected[1],)}
+    with pytest.raises(app.LoadError, match=r"\(x 8, y 4; x 4, y 8; x 4, y 4\)"):
+        app.load("m", shapes={"x": (5,), "y": (5,)})
+
+
+def test_open_sizes_without_a_name_are_question_marks(ship: Shipper) -> None:
+    inputs = [{"name": "x", "shape": [None, 4, "n"]}]
+    app = ship(source=None, cpu=changed(CPU, inputs=inputs))
+    with pytest.raises(app.LoadError, match=r"\(x \?x4xn\)"):
+        app.load("a", shapes={"x": (9, 5, 9)})
+
+
+# --- Frozen inputs
+
+
+def scaled(frozen: int | None, shape: list[int]) -> onnx.ModelProto:
+    """``y`` = ``x`` * ``sr``; with ``frozen`` the input ``sr`` is a constant."""
+    constant = [] if frozen is None else [numpy_helper.from_array(np.full(shape, frozen), "sr")]
+    free = [value("sr", shape, TensorProto.INT64)] if frozen is None else []
+    return model(
+        [
+            helper.make_node("Cast", ["sr"], ["f"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["x", "f"], ["y"]),
+        ],
+        [value("x", [1, 4]), *free],
+        [value("y", [1, 4])],
+        constant,
+    )
+
+
+@pytest.fixture(params=[[], [1], [1, 1]], ids=repr)
+def frozen(ship: Shipper, request: pytest.FixtureRequest) -> Any:
+    """An app whose model was compiled with ``sr`` = 16000; its source still has the input."""
+    shape: list[int] = request.param
+    save(scaled(16000, shape), ship.folder / "m/cpu/m.onnx")
+    save(scaled(None, shape), ship.folder / "m/source/m.onnx")
+    inputs = [{"name": "x", "shape": [1, 4]}]
+    source = source_of("m/source", "m.onnx", [1, 4])
+    variants = {"cpu": variant("m/cpu", "m.onnx", inputs=inputs), "source": source}
+    constants = {"sr": {"dtype": "int64", "shape": shape, "value": 16000}}
+    return ship.write({"m": component(variants, "m", constants=constants)})
+
+
+ROW = np.array([[1, 2, 3, 4]], np.float32)
+
+
+@pytest.mark.parametrize("target", ["cpu", "source"])
+def test_a_frozen_input_is_taken_and_checked_on_every_target(frozen: Any, target: str) -> None:
+    session = frozen.load("m", target=target)
+    assert isinstance(session, onnxruntime.InferenceSession)
+    assert [each.name for each in session.get_inputs()] == ["x"]
+    assert frozen.shapes_of(session) == {"x": (1, 4)}
+    for sr in (16000, np.array(16000), np.array([16000], np.int32), np.full((1, 1), 16000)):
+        feed = {"x": ROW, "sr": sr}
+        assert np.array_equal(session.run(None, feed)[0], ROW * 16000)
+        assert feed.keys() == {"x", "sr"}, "the app's own feed was changed"
+    assert np.array_equal(session.run(["y"], {"x": ROW}, None)[0], ROW * 16000)
+    for wrong in (8000, np.array([16000, 16000]), "text", None, np.array([])):
+        with pytest.raises(ValueError, match="the input 'sr' was frozen to"):
+            session.run(None, {"x": ROW, "sr": wrong})
+    with pytest.raises(ValueError, match=r"Required inputs \(\['x'\]\)"):
+        session.run(None, {"sr": 16000})
+
+
+@pytest.mark.parametrize("target", ["cpu", "source"])
+@pytest.mark.parametrize("feed", [{"x": ROW}, {"x": ROW, "sr": np.array(16000)}], ids=len)
+def test_a_frozen_input_is_taken_by_run_async(frozen: Any, target: str, feed: Table) -> None:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 2
+    session = frozen.load("m", target=target, session_options=options)
+    done, results = threading.Event(), []
+
+    def callback(values: Any, data: Any, error: str) -> None:
+        results.append((values, data, error))
+        done.set()
+
+    session.run_async(None, feed, callback, "mine")
+    assert done.wait(60)
+    ((values, data, error),) = results
+    assert np.array_equal(values[0], ROW * 16000)
+    assert (data, error) == ("mine", "")
+    with pytest.raises(ValueError, match="was frozen to"):
+        session.run_async(None, {"x": ROW, "sr": np.array(1)}, callback, "mine")
+
+
+def test_sessions_of_models_without_frozen_inputs_are_plain(ship: Shipper) -> None:
+    assert type(ship(cpu=CPU).load("a")) is onnxruntime.InferenceSession
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        {"dtype": "int64", "shape": [], "value": "text"},
+        {"dtype": "int64", "shape": []},
+        {"dtype": "no dtype", "shape": [], "value": 1},
+        {"dtype": "uint8", "shape": [], "value": 300},
+    ],
+)
+def test_a_constant_that_does_not_fit_its_dtype_is_a_failure(
+    ship: Shipper, constant: Table
+) -> None:
+    app = ship.write({"a": component({"cpu": CPU}, constants={"sr": constant})})
+    with pytest.raises(
+        app.LoadError, match="cpu: failed, the constant 'sr' in the manifest is not"
+    ):
+        app.load("a")
+
+
+def test_a_frozen_text_is_an_array_of_objects(ship: Shipper) -> None:
+    app = ship(cpu=CPU)
+    arrays = app._arrays({"s": {"dtype": "string", "shape": [1], "value": "text"}})
+    assert (arrays["s"].dtype, arrays["s"].tolist()) == (np.dtype(object), ["text"])
+
+
+# --- The user's cache folder
+
+
 def test_a_folder_in_the_users_cache_is_created(
-    ship: Ship, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(sys, "platform", "linux")
-    app = ship(CPU)
+    app = ship(cpu=CPU)
     name = app.__name__.split(".")[0]
     assert app._expand_user_cache("{user-cache}/rtx") == str(tmp_path / "caches" / name / "rtx")
     assert (tmp_path / "caches" / name / "rtx").is_dir()
-    assert app._expand_user_cache("plain") == "plain"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert Path(app._expand_user_cache("{user-cache}")) == tmp_path / ".cache" / name
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     assert app._expand_user_cache("{user-cache}") == str(tmp_path / "local" / name)
+    monkeypatch.delenv("LOCALAPPDATA")
+    assert Path(app._expand_user_cache("{user-cache}")) == tmp_path / "AppData/Local" / name
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert Path(app._expand_user_cache("{user-cache}")) == tmp_path / "Library" / "Caches" / name
 
 
-def test_models_that_share_weights_are_not_opened_on_a_simulator(ship: Ship) -> None:
-    """QNN's simulator crashes on contexts that share weights, and the app with it."""
-    sharing = {"group": "g", "members": ["a", "b"], "saved": 1, "needs_device": True}
-    app = ship({**NPU, "sharing": sharing})
-    app._offered = lambda ort, entry: [device("CPU")]
-    npu, source = app.explain("a", device="any")
-    assert (
-        str(npu) == "npu: skipped, models that share weights need a real npu, not a simulated one"
+def test_a_load_option_names_a_folder_in_the_users_cache(ship: Shipper) -> None:
+    app = ship(cpu=changed(CPU, load_options={"cache": "{user-cache}/kernels"}))
+    assert app.target_of(app.load("a")) == "cpu"
+    assert (app._user_folder() / "kernels").is_dir()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_failure(ship: Shipper, tmp_path: Path) -> None:
+    app = ship(cpu=changed(CPU, load_options={"cache": "{user-cache}/kernels"}))
+    (tmp_path / "home").write_text("a file", encoding="utf-8")
+    cpu, source = app.explain("a")
+    assert cpu.outcome == "failed"
+    assert (source.outcome, cpu.reason.split(":")[0]) == ("opened", "NotADirectoryError")
+
+
+# --- Compiling on the user's machine
+
+
+def test_without_a_prepared_model_nothing_can_be_compiled(ship: Shipper) -> None:
+    app = ship(npu=NPU, cpu=CPU)
+    for arguments in ({}, {"target": "cpu"}, {"target": "source"}):
+        with pytest.raises(app.LoadError, match="no target of 'a' ships one: set recompile = true"):
+            app.load("a", fallback="jit", **arguments)
+
+
+def kept(app: Any) -> list[Path]:
+    """The folders of the contexts that were compiled on this machine."""
+    folder = app._user_folder() / "compiled"
+    return sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+
+
+def jit(app: Any, **arguments: Any) -> Any:
+    session = app.load("a", device="any", fallback="jit", **arguments)
+    assert session.run(None, X)[0].shape == (1, 10)
+    return session
+
+
+@pytest.fixture
+def broken(qnn: Shipper) -> Any:
+    """An app whose context QNN refuses."""
+    app = qnn(npu=QNN)
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    return app
+
+
+@needs_qnn
+def test_a_context_that_opens_is_not_compiled_again(qnn: Shipper) -> None:
+    app = qnn(npu=QNN)
+    assert app.target_of(jit(app)) == "npu"
+    assert outcomes(app.explain("a", device="any", fallback="jit")) == [
+        ("npu", "opened"),
+        ("npu", "not tried"),
+        ("source", "not tried"),
+    ]
+    assert kept(app) == []
+
+
+def test_on_a_machine_without_the_device_nothing_is_compiled(ship: Shipper) -> None:
+    app = ship(npu=changed(NPU, prepared="prepared/a.onnx"))
+    steps = app.explain("a", fallback="jit")
+    assert outcomes(steps) == [("npu", "skipped"), ("npu", "skipped"), ("source", "opened")]
+    assert kept(app) == []
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("a_ctx.onnx", "altered"),
+        ("a_ctx.onnx", "missing"),
+        ("a_ctx.onnx", "truncated"),
+        ("a_ctx_qnn.bin", "altered"),
+        ("a_ctx_qnn.bin", "missing"),
+        ("a_ctx_qnn.bin", "truncated"),
+        # The source opens only when it is compiled, which is forbidden.
+        ("a_ctx.onnx", "not compiled"),
+    ],
+)
+def test_a_context_that_does_not_open_is_compiled_once(
+    qnn: Shipper, caplog: pytest.LogCaptureFixture, name: str, how: str
+) -> None:
+    if how == "not compiled":
+        shutil.copyfile(qnn.folder / "a/npu/prepared/a.onnx", qnn.folder / "a/npu/a_ctx.onnx")
+        app = qnn(npu=QNN)
+    else:
+        app = qnn(npu=QNN)
+        damage(qnn.folder / f"a/npu/{name}", how)
+    first = jit(app)
+    assert app.target_of(first) == "npu"
+    assert first.get_providers()[0] == QNN_EP
+    assert "a on npu: failed" in caplog.text
+    assert caplog.text.count("a is compiled for npu on this machine") == 1
+    (folder,) = kept(app)
+    assert (folder / "a_ctx.onnx").is_file()
+    assert onnx.load(folder / "a_ctx.onnx").graph.node[0].op_type == "EPContext"
+    written = (folder / "a_ctx.onnx").stat().st_mtime_ns
+    caplog.clear()
+    steps = app.explain("a", device="any", fallback="jit")
+    assert outcomes(steps) == [("npu", "failed"), ("npu", "opened"), ("source", "not tried")]
+    assert steps[1].reason == f"{QNN_EP} on cpu, compiled on this machine"
+    jit(app)
+    assert "is compiled" not in caplog.text
+    assert kept(app) == [folder]
+    assert (folder / "a_ctx.onnx").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("how", ["of another version", "missing", "truncated"])
+def test_openvino_compiles_again_what_does_not_fit_any_more(
+    openvino: tuple[Shipper, Table], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ship, entry = openvino
+    if how == "of another version":
+        entry["compatibility_string"] = how
+    app = ship(openvino=entry)
+    if how != "of another version":
+        (sidecar,) = (ship.folder / "a/openvino").glob("*.bin")
+        damage(sidecar, how)
+    for _ in range(2):
+        first, second, source = app.explain("a", fallback="jit")
+        assert first.outcome == ("skipped" if how == "of another version" else "failed")
+        assert str(second) == f"openvino: opened, {OPENVINO_EP} on cpu, compiled on this machine"
+        assert source.outcome == "not tried"
+    assert app.load("a", fallback="jit").run(None, X)[0].shape == (1, 10)
+    assert caplog.text.count("a is compiled for openvino on this machine") == 1
+
+
+@needs_qnn
+def test_the_prepared_model_matters_only_where_it_is_compiled(qnn: Shipper) -> None:
+    app = qnn(npu=QNN)
+    damage(qnn.folder / "a/npu/prepared/a.onnx", "truncated")
+    assert app.target_of(app.load("a", device="any", verify=True)) == "npu"
+
+
+@needs_qnn
+def test_only_the_requested_fallback_compiles(broken: Any) -> None:
+    assert broken.target_of(broken.load("a", device="any")) == "source"
+    with pytest.raises(broken.LoadError, match="npu: failed"):
+        broken.load("a", device="any", fallback=None)
+    assert kept(broken) == []
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("file", "how", "arguments"),
+    [
+        ("a_ctx_qnn.bin", "truncated", {}),
+        ("a_ctx_qnn.bin", "missing", {}),
+        ("a_ctx_qnn.bin", "altered", {}),
+        ("a_ctx_qnn.bin", "altered", {"verify": True}),
+        ("a_ctx.onnx", "truncated", {}),
+        ("a_ctx.onnx", "missing", {}),
+        ("files.json", "missing", {}),
+        ("files.json", "truncated", {}),
+        ("files.json", "altered", {}),
+    ],
+)
+def test_a_damaged_context_of_this_machine_is_compiled_again(
+    broken: Any, caplog: pytest.LogCaptureFixture, file: str, how: str, arguments: Table
+) -> None:
+    jit(broken)
+    (folder,) = kept(broken)
+    damage(folder / file, how)
+    caplog.clear()
+    assert broken.target_of(jit(broken, **arguments)) == "npu"
+    assert "cannot be opened any more" in caplog.text
+    assert caplog.text.count("is compiled for npu") == 1
+    assert kept(broken) == [folder]
+    caplog.clear()
+    jit(broken, verify=True)
+    assert "is compiled" not in caplog.text
+
+
+@needs_qnn
+def test_an_altered_context_of_this_machine_is_found_on_request(
+    broken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    jit(broken)
+    (folder,) = kept(broken)
+    record = json.loads((folder / "files.json").read_text("utf-8"))
+    assert record.keys() == {"a_ctx.onnx", "a_ctx_qnn.bin"}
+    record["a_ctx_qnn.bin"]["sha256"] = "of other bytes"
+    (folder / "files.json").write_text(json.dumps(record), encoding="utf-8")
+    caplog.clear()
+    jit(broken)
+    assert "is compiled for npu" not in caplog.text
+    jit(broken, verify=True)
+    assert "a_ctx_qnn.bin was changed" in caplog.text
+    assert caplog.text.count("is compiled for npu") == 1
+
+
+AT_ONCE = """
+import json, logging, sys, time
+from pathlib import Path
+logging.basicConfig(stream=sys.stderr, format="%(message)s")
+import onnxruntime_qnn
+from shipped import explain
+Path(sys.argv[1]).touch()
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+records = []
+logging.getLogger("shipped").addHandler(
+    type("Handler", (logging.Handler,), {"emit": lambda self, record: records.append(record.msg)})()
+)
+steps = explain("a", device="any", fallback="jit")
+print(json.dumps([[str(each) for each in steps], sum("is compiled" in each for each in records)]))
+"""
+
+
+@needs_qnn
+def test_of_two_processes_one_compiles(qnn: Shipper, broken: Any, tmp_path: Path) -> None:
+    ready = [tmp_path / f"ready{index}" for index in range(2)]
+    go = tmp_path / "go"
+    processes = [qnn.start(AT_ONCE, str(each), str(go)) for each in ready]
+    while not all(each.exists() for each in ready):
+        assert all(each.poll() is None for each in processes)
+        time.sleep(0.01)
+    go.touch()
+    results = [qnn.finish(each) for each in processes]
+    for (first, second, _), _ in results:
+        assert first.startswith("npu: failed")
+        assert second == f"npu: opened, {QNN_EP} on cpu, compiled on this machine"
+    assert sorted(compiled for _, compiled in results) == [0, 1]
+    assert len(kept(broken)) == 1
+
+
+@needs_qnn
+def test_of_several_threads_one_compiles(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        sessions = list(pool.map(lambda _: jit(broken), range(4)))
+    assert {broken.target_of(each) for each in sessions} == {"npu"}
+    assert caplog.text.count("is compiled for npu") == 1
+
+
+@needs_qnn
+def test_a_prepared_model_that_cannot_be_compiled_is_a_failure(
+    qnn: Shipper, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = qnn(npu=QNN)
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    damage(qnn.folder / "a/npu/prepared/a.onnx")
+    steps = app.explain("a", device="any", fallback="jit")
+    assert outcomes(steps) == [("npu", "failed"), ("npu", "failed"), ("source", "opened")]
+    assert kept(app) == []
+    damage(qnn.folder / "a/npu/prepared/a.onnx", "truncated")
+    steps = app.explain("a", device="any", fallback="jit")
+    assert "a/npu/prepared/a.onnx has" in steps[1].reason
+    # Nothing is left over but the lock.
+    (lock,) = (app._user_folder() / "compiled").iterdir()
+    assert lock.suffix == ".lock"
+
+
+@needs_qnn
+def test_a_model_of_which_the_ep_compiles_nothing_is_a_failure(qnn: Shipper) -> None:
+    (prepared,) = (qnn.folder / "a/npu/prepared").iterdir()
+    nodes = [helper.make_node("NonZero", ["x"], ["y"])]
+    made = model(nodes, [value("x", [2, 4])], [value("y", [2, None], TensorProto.INT64)])
+    save(made, prepared)
+    app = qnn(npu=QNN)
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    steps = app.explain("a", device="any", fallback="jit")
+    assert steps[1].outcome == "failed"
+    assert "Unable to compile any nodes" in steps[1].reason
+    assert kept(app) == []
+
+
+@needs_qnn
+def test_settings_decide_how_and_whether_a_model_is_compiled_again(qnn: Shipper) -> None:
+    app = qnn(npu=QNN)
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    jit(app)
+    session_options = {"session.some": "1"}
+    for settings in (
+        {"embed": True, "session_options": session_options},
+        {"optimization": "all", "embed": True},
+        {"optimization": None, "session_options": None, "device_filter": None},
+    ):
+        app = qnn(npu=changed(QNN, settings=settings))
+        damage(qnn.folder / "a/npu/a_ctx_qnn.bin", "truncated")
+        jit(app)
+    assert len(kept(app)) == 4
+    embedded = [each for each in kept(app) if not (each / "a_ctx_qnn.bin").exists()]
+    assert len(embedded) == 2
+
+
+@needs_qnn
+def test_another_version_or_device_needs_another_context(
+    broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, ort = broken._package(None), onnxruntime
+    npu = only_variant(broken)
+
+    def key(each: Any = None) -> str:
+        return str(broken._key_of_compiled(ort, found, npu, each or device("NPU", driver="1")))
+
+    keys = {key(), key(device("NPU", driver="2")), key(device("NPU", "Other", driver="1"))}
+    other = device("NPU", driver="1")
+    other.device.device_id = 3
+    keys.add(key(other))
+    monkeypatch.setattr(onnxruntime, "__version__", "99.0")
+    keys.add(key())
+    import importlib.metadata
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
+    keys.add(key())
+    # The same vendor has another name.
+    assert len(keys) == 5
+    # Windows may say that otherwise when it starts again, and a path is not a version.
+    moved = device("NPU", driver="1", library_path="/elsewhere")
+    moved.device.metadata = {"LUID": "5", "DxgiAdapterNumber": "1", "DxgiHighPerformanceIndex": "0"}
+    assert key(moved) == key()
+
+
+@needs_qnn
+def test_an_ep_without_a_package_has_no_version(qnn: Shipper) -> None:
+    app = qnn(npu=changed(QNN, plugin=None))
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    app.load("a", device="any", fallback="jit", target="npu")
+    assert len(kept(app)) == 1
+
+
+@needs_qnn
+def test_the_oldest_contexts_make_room(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit(broken)
+    (own,) = kept(broken)
+    size = sum(file.stat().st_size for file in own.iterdir())
+    folder = own.parent
+    now = time.time()
+    for index, name in enumerate(("oldest", "middle", "newest")):
+        (folder / name / "inside").mkdir(parents=True)
+        (folder / name / "inside" / "context.bin").write_bytes(bytes(10_000))
+        os.utime(folder / name, (now - 1000 + index, now - 1000 + index))
+    # Unused for longer than the others, and kept because it is opened now.
+    os.utime(own, (now - 5000, now - 5000))
+    monkeypatch.setattr(broken, "USER_CACHE_LIMIT", size + 35_000)
+    jit(broken)
+    assert [each.name for each in kept(broken)] == sorted(["middle", "newest", own.name])
+    assert own.stat().st_mtime >= now - 60, "its use counts"
+    monkeypatch.setattr(broken, "USER_CACHE_LIMIT", 1)
+    jit(broken)
+    assert kept(broken) == [own]
+
+
+@needs_qnn
+def test_what_killed_processes_left_is_removed_after_a_day(broken: Any) -> None:
+    jit(broken)
+    (own,) = kept(broken)
+    old, new = own.parent / ".new-old", own.parent / ".new-new"
+    for each in (old, new):
+        each.mkdir()
+        (each / "half.bin").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    jit(broken)
+    assert kept(broken) == sorted([new, own])
+
+
+@needs_qnn
+def test_a_folder_that_vanishes_while_the_sizes_are_counted_does_not_matter(
+    broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jit(broken)
+    (own,) = kept(broken)
+    monkeypatch.setattr(
+        Path, "rglob", lambda self, pattern: iter([self / "removed by another process"])
     )
-    assert source.outcome == "opened"
-    app._offered = lambda ort, entry: [device("CPU"), device("NPU")]
-    assert [app._kind(each) for each in app._devices(onnxruntime, NPU, "any")] == ["npu"]
+    assert broken.target_of(jit(broken)) == "npu"
+    assert kept(broken) == [own]
+
+
+@needs_qnn
+def test_a_context_is_compiled_from_a_zip_archive(
+    qnn: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+) -> None:
+    qnn(npu=QNN)
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    app = from_zip()
+    assert app.target_of(jit(app)) == "npu"
+    (folder,) = kept(app)
+    assert folder.parent.parent.name == "zipped"
+    gc.collect()
+    assert not list((tmp_path / "temp").iterdir())
+
+
+@needs_qnn
+def test_an_onnxruntime_that_cannot_compile_skips_it(
+    broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(onnxruntime, "ModelCompiler")
+    steps = broken.explain("a", device="any", fallback="jit")
+    assert outcomes(steps) == [("npu", "failed"), ("npu", "skipped"), ("source", "opened")]
+    assert "cannot compile models" in steps[1].reason
+
+
+@needs_qnn
+def test_a_kept_context_whose_ep_is_missing_is_not_thrown_away(
+    broken: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jit(broken)
+    (own,) = kept(broken)
+
+    def refuse(*_: Any) -> Any:
+        raise broken._SkipTargetError("the session was opened without it")
+
+    monkeypatch.setattr(broken, "_open_file", refuse)
+    caplog.clear()
+    step = broken.explain("a", device="any", fallback="jit")[1]
+    assert str(step) == "npu: skipped, the session was opened without it"
+    assert kept(broken) == [own]
+    assert "is compiled" not in caplog.text
+
+
+def test_windows_locks_and_unlocks_the_first_byte(
+    ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = ship(cpu=CPU)
+    calls: list[tuple[str, int]] = []
+
+    def locking(descriptor: int, mode: str, count: int) -> None:
+        assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
+        calls.append((mode, count))
+        if len(calls) == 1:
+            raise PermissionError("another process has it")
+
+    fake = SimpleNamespace(LK_NBLCK="lock", LK_UNLCK="unlock", locking=locking)
+    monkeypatch.setitem(sys.modules, "msvcrt", fake)
+    monkeypatch.setattr(sys, "platform", "win32")
+    with app._locked(tmp_path / "some.lock"):
+        assert calls == [("lock", 1), ("lock", 1)]
+    assert calls[2:] == [("unlock", 1)]

@@ -13,7 +13,9 @@ from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
 from hatch_epcontext.build.requirements import TOOLS
-from hatch_epcontext.package import wheel
+from hatch_epcontext.errors import collect
+from hatch_epcontext.package import bundle as package_bundle
+from hatch_epcontext.package.model_package import FolderFiles, read
 from hatch_epcontext.plugin import EpcontextBuildHook
 from tests import projects
 from tests.models import model, network, save, save_with_data, unknown_operator, value
@@ -100,11 +102,12 @@ def files(root: Path) -> set[str]:
 
 
 def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(root, 'fallback = "source"\n')
     before = files(root)
     names = zipfile.ZipFile(make(root)).namelist()
     assert {name for name in names if name.startswith("my_app/epcontext/")} == {
         "my_app/epcontext/__init__.py",
-        "my_app/epcontext/epcontext.json",
+        "my_app/epcontext/manifest.json",
         "my_app/epcontext/a/cpu/a_optimized.onnx",
         "my_app/epcontext/a/source/a.onnx",
     }
@@ -112,6 +115,37 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
     assert "epcontext: verified the wheel: 3 files as in the manifest, by sha256" in text
+
+
+def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -> None:
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert not [name for name in names if "source" in name]
+    configure(root, 'platforms = ["win_arm64"]\n')
+    names = zipfile.ZipFile(make(root)).namelist()
+    assert "my_app/epcontext/a/source/a.onnx" in names
+
+
+def test_the_folder_in_the_wheel_is_a_model_package(root: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(make(root)).extractall(tmp_path / "installed")
+    files = FolderFiles(tmp_path / "installed" / "my_app" / "epcontext")
+    package, problems = collect(read(files, "package"))
+    assert problems == []
+    assert package is not None
+    variants = {name: list(each.variants) for name, each in package.components.items()}
+    assert (package.layout, variants) == ("portable", {"a": ["cpu"]})
+
+
+def test_a_model_that_is_also_package_data_is_a_warning(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "models").rename(root / "my_app" / "models")
+    text = PROJECT.replace("models/*.onnx", "my_app/models/*.onnx") + 'fallback = "source"\n'
+    (root / "pyproject.toml").write_text(text, encoding="utf-8")
+    assert "my_app/models/a.onnx" in zipfile.ZipFile(make(root)).namelist()
+    text = capsys.readouterr().err
+    assert "my_app/models/a.onnx (" in text
+    assert 'exclude = ["my_app/models/a.onnx"] in [tool.hatch.build.targets.wheel]' in text
+    assert "and again as the source of the model a" in text
 
 
 def test_the_second_build_is_a_cache_hit_and_the_same(
@@ -253,22 +287,22 @@ def test_a_source_layout(root: Path) -> None:
     (root / "src").mkdir()
     (root / "my_app").rename(root / "src" / "my_app")
     names = zipfile.ZipFile(make(root)).namelist()
-    assert "my_app/epcontext/epcontext.json" in names
+    assert "my_app/epcontext/manifest.json" in names
     make(root, "editable")
-    assert (root / "src" / "my_app" / "epcontext" / "epcontext.json").is_file()
+    assert (root / "src" / "my_app" / "epcontext" / "manifest.json").is_file()
 
 
 def test_an_invalid_wheel_is_removed(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = wheel.bundle
+    bundle = package_bundle.bundle
 
-    def spoiled(*arguments: Any) -> wheel.Bundle:
+    def spoiled(*arguments: Any) -> package_bundle.Bundle:
         made = bundle(*arguments)
         (made.folder / "__init__.py").write_text("changed afterwards", encoding="utf-8")
         return made
 
-    monkeypatch.setattr(wheel, "bundle", spoiled)
+    monkeypatch.setattr(package_bundle, "bundle", spoiled)
     assert "__init__.py differs from its record in the manifest" in failure(root, capsys)
     assert list((root / "dist").iterdir()) == []
 
@@ -278,7 +312,7 @@ def test_an_editable_install_uses_the_source_models_in_place(
 ) -> None:
     names = zipfile.ZipFile(make(root, "editable")).namelist()
     assert not any("epcontext" in name for name in names)
-    assert files(root / "my_app" / "epcontext") == {".gitignore", "__init__.py", "epcontext.json"}
+    assert files(root / "my_app" / "epcontext") == {".gitignore", "__init__.py", "manifest.json"}
     assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err
 
 
@@ -338,7 +372,7 @@ def test_cleaning_removes_files_that_git_ignores(root: Path) -> None:
 
 
 def test_one_file_may_be_two_models(root: Path) -> None:
-    text = PROJECT.replace('models = ["models/*.onnx"]\n', "")
+    text = PROJECT.replace('models = ["models/*.onnx"]\n', 'fallback = "source"\n')
     for name, size in (("one", 1), ("bundle", 2)):
         text += '[[tool.epcontext.models]]\npath = "models/a.onnx"\n'
         text += f'name = "{name}"\ndims = {{ batch = {size} }}\n'
@@ -351,6 +385,7 @@ def test_one_file_may_be_two_models(root: Path) -> None:
 
 def test_external_data_is_shipped_with_the_source(root: Path) -> None:
     save_with_data(network(), root / "models" / "a.onnx")
+    configure(root, 'fallback = "source"\n')
     names = zipfile.ZipFile(make(root)).namelist()
     assert "my_app/epcontext/a/source/network.data" in names
 
@@ -359,7 +394,7 @@ def test_a_project_of_only_models_sets_the_output_folder(root: Path) -> None:
     (root / "my_app" / "__init__.py").unlink()
     configure(root, 'output = "my_models"\n')
     names = zipfile.ZipFile(make(root)).namelist()
-    assert "my_models/epcontext.json" in names
+    assert "my_models/manifest.json" in names
 
 
 def test_a_wheel_that_is_too_large_is_removed(
@@ -393,6 +428,7 @@ def test_a_source_with_data_in_several_files_and_folders(root: Path) -> None:
     names = {"w.bin", "b.bin", "dense.bin"}
     assert {file.name for file in (root / "models" / "weights").iterdir()} == names
     before = {path: path.read_bytes() for path in (root / "models").rglob("*") if path.is_file()}
+    configure(root, 'fallback = "source"\n')
     inside = zipfile.ZipFile(make(root)).namelist()
     for name in names:
         assert f"my_app/epcontext/a/source/weights/{name}" in inside

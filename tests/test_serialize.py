@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -7,7 +8,16 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting, collect
-from hatch_epcontext.serialize import describe_type, from_json, from_text, from_toml, to_json
+from hatch_epcontext.serialize import (
+    InvalidJsonError,
+    describe_type,
+    from_json,
+    from_plain,
+    from_text,
+    from_toml,
+    to_json,
+    to_plain,
+)
 
 TOOL = Key() / "tool"
 
@@ -187,6 +197,70 @@ def test_json_of_another_version_may_have_more_keys_but_not_others() -> None:
         from_json('{"path": 1}', Inner)
     with pytest.raises(ValueError, match="Expecting value"):
         from_json("not json", Inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needed:
+    name: str
+    inner: Inner | None = None
+    any_value: Any = None
+
+
+def test_plain_values_are_what_json_has() -> None:
+    outer = Outer(names=("x",), items=("y", Inner(path="z", sizes={"i": (1, 2)})))
+    plain = to_plain(outer)
+    assert plain["items"] == ["y", {"path": "z", "sizes": {"i": [1, 2]}}]
+    assert plain == json.loads(to_json(outer))
+    assert from_plain(plain, Outer) == outer
+    assert to_plain(Needed(name="x", any_value={"b": [1, None]})) == {
+        "name": "x",
+        "inner": None,
+        "any_value": {"b": [1, None]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "strict", "reasons"),
+    [
+        ({"name": "x", "new": 1, "inner": {"new": 2}}, False, {}),
+        (
+            {"name": "x", "new": 1},
+            True,
+            {("new",): "is not a known key. Known: name, inner, any_value."},
+        ),
+        (
+            {"name": "x", "inner": {"new": 2}},
+            True,
+            {("inner", "new"): "is not a known key. Known: path, sizes."},
+        ),
+        ({}, False, {("name",): "is missing."}),
+        ({"name": None}, False, {("name",): "must be a string, not null."}),
+        (
+            {"inner": {"path": 1, "sizes": {"a": [1, "2"]}}},
+            True,
+            {
+                ("name",): "is missing.",
+                ("inner", "path"): "must be a string, not 1.",
+                ("inner", "sizes", "a", 1): 'must be a whole number, not "2".',
+            },
+        ),
+        ([], True, {(): "must be a table, not []."}),
+        (None, True, {(): "must be a table, not null."}),
+    ],
+)
+def test_each_wrong_place_in_plain_values_has_its_reason(
+    value: Any, strict: bool, reasons: dict[tuple[str | int, ...], str]
+) -> None:
+    if not reasons:
+        assert from_plain(value, Needed, strict=strict) == Needed(name="x", inner=Inner())
+        return
+    with pytest.raises(InvalidJsonError) as raised:
+        from_plain(value, Needed, strict=strict)
+    assert dict(raised.value.reasons) == reasons
+    assert len(raised.value.reasons) == len(reasons)
+    for path, reason in reasons.items():
+        place = ".".join(("Needed", *map(str, path)))
+        assert f"{place}: {reason}" in str(raised.value)
 
 
 def test_a_table_in_place_of_a_list_of_tables_has_a_hint() -> None:

@@ -13,7 +13,7 @@ from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import file_sha256
 
-FORMAT = 4
+FORMAT = 5
 """Raised when workers compile or validate the same request in another way."""
 
 

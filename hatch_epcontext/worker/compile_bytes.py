@@ -12,7 +12,7 @@ from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.protocol import CompileBytesReply, CompileBytesRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.check import open_dimension_message
-from hatch_epcontext.worker.compiler import compile_buffers, explained
+from hatch_epcontext.worker.compiler import compile_buffers, explained, lower_ir_version
 from hatch_epcontext.worker.session import provider_of
 
 
@@ -30,7 +30,9 @@ def handle(request: CompileBytesRequest) -> CompileBytesReply:
     data = {location: Path(file).read_bytes() for location, file in request.data.items()}
     with explained(provider, lambda: source.graph):
         compiled = compile_buffers(path.read_bytes(), data, request.target)
-    Path(request.result).write_bytes(compiled)
+    result = Path(request.result)
+    result.write_bytes(compiled)
+    lower_ir_version(result, path)
     return CompileBytesReply(len(compiled))
 
 

@@ -15,6 +15,13 @@ from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 
+_IR_VERSION = 10
+"""The IR version that the oldest supported ONNX Runtime and all newer ones read."""
+
+_NEWEST = 127
+_FIELD = b"\x08"
+"""How a protobuf file begins whose first field is a number, as the IR version of ONNX is."""
+
 
 def compile_context(
     prepared: Path,
@@ -45,6 +52,25 @@ def compile_context(
             _with_session(prepared, options(target, provider_options, session_options), target)
     if not result.is_file():
         raise BuildError(_nothing_compiled(provider, _graph(prepared), key))
+    lower_ir_version(result, prepared)
+
+
+def lower_ir_version(result: Path, source: Path) -> None:
+    """Give the context model ``result`` the IR version of ``source``, if that is older.
+
+    ONNX Runtime writes its own newest, which its older releases refuse to read.
+    """
+    wanted = max(_ir_version(source) or _NEWEST, _IR_VERSION)
+    if wanted < (_ir_version(result) or 0):
+        with result.open("r+b") as file:
+            file.seek(1)
+            file.write(bytes([wanted]))
+
+
+def _ir_version(path: Path) -> int | None:
+    with path.open("rb") as file:
+        head = file.read(2)
+    return head[1] if head[:1] == _FIELD and len(head) == 2 and head[1] <= _NEWEST else None
 
 
 def compile_buffers(model: bytes, data: Mapping[str, bytes], target: TargetSpec) -> bytes:

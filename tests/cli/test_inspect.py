@@ -9,16 +9,21 @@ from pathlib import Path
 import onnx
 import pytest
 
+from hatch_epcontext.build.artifact import Artifact
+from hatch_epcontext.package import editable
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, save_with_data
+from tests.package import foreign
+from tests.results import configured, resulting
 from tests.worker.test_compile import X_ELITE, compile_context_of
 
 
 @pytest.fixture
 def wheel(app_project: Path) -> Path:
-    """The wheel of a project with two models and two targets."""
+    """The wheel of a project with two models and two targets, which also ships the sources."""
     text = (app_project / "pyproject.toml").read_text("utf-8")
+    text = text.replace("[tool.epcontext]", '[tool.epcontext]\nfallback = "source"')
     head = """
 [build-system]
 requires = ["hatchling"]
@@ -38,10 +43,28 @@ version = "1.0"
 def test_a_wheel_is_shown_and_verified(cli: Cli, wheel: Path) -> None:
     printed = cli("inspect", wheel, "--verify").stdout
     assert printed.startswith("my_app/epcontext: hatch-epcontext ")
-    assert printed.count("CPUExecution") == 4
+    assert printed.count("CPUExecution") == 6
+    assert printed.count("ran and agrees, cosine 1.00000") == 4
+    rows = [line for line in printed.splitlines() if " source " in line]
+    size = (wheel.parents[1] / "models" / "a.onnx").stat().st_size
+    assert [row.split("│")[-2].strip() for row in rows] == [f"{size / 1000:.1f} kB"] * 2
     assert "verified: 7 files\n" in printed
-    found = json.loads(cli("inspect", wheel, "--json").stdout)
-    assert found["manifests"]["my_app/epcontext"]["models"].keys() == {"a", "b"}
+
+
+def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:
+    result = cli("inspect", wheel, "--json", "--verify")
+    assert result.stderr == "verified: 7 files\n"
+    found = json.loads(result.stdout)
+    assert (found["path"], found["model"]) == (str(wheel), None)
+    package = found["packages"]["my_app/epcontext"]
+    assert (package["schema_version"], package["layout"]) == ("1.0", "portable")
+    assert package["metadata"]["hatch-epcontext"]["files"].keys() >= {"a/source/a.onnx"}
+    assert list(package["components"]) == ["a", "b"]
+    variants = package["components"]["a"]["variants"]
+    # In the order of preference.
+    assert list(variants) == ["one", "two", "source"]
+    assert variants["one"]["ort"]["model_file"] == "a_optimized.onnx"
+    assert variants["two"]["metadata"]["hatch-epcontext"]["settings"]["optimization"] == "extended"
 
 
 def test_changed_and_missing_files_of_a_package_are_found(
@@ -127,9 +150,112 @@ def test_other_files_are_errors(cli: Cli, tmp_path: Path, content: bytes) -> Non
 
 
 def test_a_folder_without_a_manifest_is_an_error(cli: Cli, tmp_path: Path) -> None:
-    assert "has no epcontext.json" in cli("inspect", tmp_path, code=1).stderr
-    (tmp_path / "epcontext.json").write_text("{", encoding="utf-8")
-    assert "epcontext.json cannot be read" in cli("inspect", tmp_path, code=1).stderr
+    assert "has no manifest.json of a model package" in cli("inspect", tmp_path, code=1).stderr
+    (tmp_path / "manifest.json").write_text("{", encoding="utf-8")
+    printed = cli("inspect", tmp_path, code=1).stderr
+    assert f"{tmp_path}: EPC508\n    manifest.json is not JSON: Expecting property name" in printed
+
+
+def test_a_package_of_another_tool_is_shown(cli: Cli, tmp_path: Path) -> None:
+    npu = {
+        "variant_directory": "det/cpu",
+        "ep": "QNNExecutionProvider",
+        "device": "npu",
+        "compatibility_string": "v2:6:2.51.0:5.51.0:73:60:0:0",
+        "executor_info": {"ort": {"model_file": "det.onnx"}},
+    }
+    other = {**npu, "ep": "OtherEP", "compatibility_string": "some text"}
+    content = foreign.manifest(
+        foreign.put(f"{foreign.DET}.variants", npu=npu, other=other),
+        foreign.put("", additional_metadata="anything"),
+    )
+    foreign.save(tmp_path, content)
+    printed = cli("inspect", tmp_path, "--verify").stdout
+    assert printed.startswith(".\n")
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
+    assert [cells for cells in lines if cells and cells[0]] == [
+        ["det", "cpu", "CPUExecutionProvider", "", "", "", ""],
+        ["det", "npu", "QNNExecutionProvider", "soc_model 60, htp_arch 73", "", "", ""],
+        ["det", "other", "OtherEP", "some text", "", "", ""],
+    ]
+    # The model file is the same for all.
+    assert printed.endswith("verified: 1 file\n")
+    variants = json.loads(cli("inspect", tmp_path, "--json").stdout)["packages"]["."]["components"]
+    assert list(variants["det"]["variants"]) == ["cpu", "npu", "other"]
+
+
+def test_a_missing_model_file_of_another_tools_package_is_found(cli: Cli, tmp_path: Path) -> None:
+    foreign.save(tmp_path, foreign.manifest())
+    assert cli("inspect", tmp_path, "--verify").stdout.endswith("verified: 1 file\n")
+    (tmp_path / foreign.MODEL).unlink()
+    cli("inspect", tmp_path)
+    printed = cli("inspect", tmp_path, "--verify", code=1).stderr
+    assert f"{tmp_path / foreign.MODEL}: EPC506\n    is missing." in printed
+
+
+def test_names_of_another_tool_are_shown_as_they_are(cli: Cli, tmp_path: Path) -> None:
+    content = foreign.manifest()
+    (body,) = content["components"].values()
+    content["components"] = {"[/red] :smile: [b]x": body}
+    foreign.save(tmp_path, content)
+    assert "[/red] :smile: [b]x" in cli("inspect", tmp_path).stdout
+
+
+def test_all_that_is_wrong_with_packages_is_one_message(cli: Cli, tmp_path: Path) -> None:
+    foreign.save(tmp_path / "one", foreign.manifest(foreign.put("", producer="x")))
+    foreign.save(
+        tmp_path / "two", foreign.manifest(foreign.put(foreign.CPU, variant_directory="none"))
+    )
+    foreign.save(tmp_path / "three", foreign.manifest(foreign.put("", schema_version="2.0")))
+    foreign.save(tmp_path / "valid", foreign.manifest())
+    printed = cli("inspect", tmp_path, code=1).stderr
+    assert "inspection failed (3 problems)" in printed
+    assert f"{tmp_path}: one: producer: EPC508\n    is not a known key. Known: " in printed
+    assert (
+        f"{tmp_path}: two: {foreign.CPU}.variant_directory: EPC508\n    names the folder" in printed
+    )
+    assert f"{tmp_path}: three: schema_version: EPC508\n    is 2.0, and this version" in printed
+    assert "tool that wrote it." in printed
+
+
+def test_a_manifest_of_something_else_is_no_package(cli: Cli, tmp_path: Path) -> None:
+    web = tmp_path / "static"
+    foreign.save(web, {"name": "My app", "icons": []}, [])
+    assert "has no manifest.json of a model package" in cli("inspect", tmp_path, code=1).stderr
+    foreign.save(tmp_path / "models", foreign.manifest())
+    (tmp_path / "odd" / "manifest.json").mkdir(parents=True)
+    found = json.loads(cli("inspect", tmp_path, "--json").stdout)
+    assert list(found["packages"]) == ["models"]
+    path = tmp_path / "a.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("odd/manifest.json/", "")
+        archive.write(web / "manifest.json", "static/manifest.json")
+        archive.write(tmp_path / "models" / "manifest.json", "models/manifest.json")
+        archive.write(tmp_path / "models" / foreign.MODEL, f"models/{foreign.MODEL}")
+    found = json.loads(cli("inspect", path, "--json").stdout)
+    assert list(found["packages"]) == ["models"]
+    printed = cli("inspect", path, "--verify", code=1).stderr
+    assert "manifest.json has no record of its files" in printed
+
+
+def test_a_damaged_archive_is_an_error(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "a.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("models/manifest.json", json.dumps(foreign.manifest()))
+    path.write_bytes(path.read_bytes().replace(b"det.onnx", b"x" * 8))
+    printed = cli("inspect", path, code=1).stderr
+    assert f"{path}: models: EPC508\n    manifest.json cannot be read: it is damaged" in printed
+
+
+def test_an_editable_install_is_verified_with_the_sources_in_their_places(
+    cli: Cli, project: Path, artifact: Artifact
+) -> None:
+    folder = project / "my_app" / "epcontext"
+    editable.write(resulting(configured(project), artifact), folder)
+    assert cli("inspect", folder, "--verify").stdout.endswith("verified: 5 files\n")
+    (project / "models" / "a.onnx").unlink()
+    printed = cli("inspect", folder, "--verify", code=1).stderr
+    assert "a.onnx: EPC506\n    is missing." in printed
 
 
 def test_a_missing_path_is_an_error(cli: Cli, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,14 @@ import pytest
 from tests.conftest import REPOSITORY
 
 INTEGRATION = Path(__file__).parent
+
+OFFERED = """
+import onnxruntime, onnxruntime_ep_openvino
+library = onnxruntime_ep_openvino.get_library_path()
+onnxruntime.register_execution_provider_library("OpenVINOExecutionProvider", library)
+devices = [d for d in onnxruntime.get_ep_devices() if d.ep_name == "OpenVINOExecutionProvider"]
+print(any(device.device.type.name == "CPU" for device in devices))
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -112,6 +121,20 @@ def env(wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         # Each test run builds the same version, and uv would install its own older copy.
         "UV_CACHE_DIR": str(tmp_path_factory.mktemp("uv")),
     }
+
+
+@pytest.fixture(scope="session")
+def openvino_cpu() -> None:
+    """Skip tests on machines without OpenVINO's CPU device."""
+    done = subprocess.run(
+        [sys.executable, "-c", OFFERED], capture_output=True, text=True, check=False
+    )
+    if "onnxruntime_ep_openvino" in done.stderr and "ModuleNotFoundError" in done.stderr:
+        pytest.skip("onnxruntime-ep-openvino has no wheels for this Python or platform")
+    assert done.returncode == 0, done.stderr
+    if done.stdout.split() != ["True"]:
+        processor = platform.processor() or platform.machine()
+        pytest.skip(f"OpenVINO offers no CPU device on this processor ({processor})")
 
 
 @pytest.fixture

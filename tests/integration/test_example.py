@@ -27,11 +27,10 @@ pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
 WHEEL = "digits_app-1.0.0-py3-none-any.whl"
 SHIPPED = {
     "__init__.py",
-    "epcontext.json",
+    "manifest.json",
     "digits/cpu/digits_optimized.onnx",
     "digits/x-elite/digits_ctx.onnx",
     "digits/x-elite/digits_ctx_qnn.bin",
-    "digits/source/digits.onnx",
 }
 
 Env = dict[str, str]
@@ -84,17 +83,21 @@ def plain_app(built: Path, env: Env, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_wheel_has_the_artifacts_and_the_sdist_the_model(built: Path) -> None:
+    folder = "digits_app/epcontext/"
     with zipfile.ZipFile(built) as archive:
-        names = {n.removeprefix("digits_app/epcontext/") for n in archive.namelist()}
-        manifest = json.loads(archive.read("digits_app/epcontext/epcontext.json"))
-    assert names >= SHIPPED
-    (npu, cpu) = manifest["models"]["digits"]["targets"]
-    assert (npu["product"], npu["settings"]["ep"], npu["settings"]["device"]) == (
-        "context",
-        "QNNExecutionProvider",
-        "npu",
-    )
+        names = {n.removeprefix(folder) for n in archive.namelist() if n.startswith(folder)}
+        manifest = json.loads(archive.read(f"{folder}manifest.json"))
+    assert names == SHIPPED
+    variants = manifest["components"]["digits"]["variants"]
+    assert list(variants) == ["x-elite", "cpu"]
+    npu, cpu = variants.values()
+    assert (npu["ep"], npu["device"]) == ("QNNExecutionProvider", "npu")
     assert npu["compatibility_string"].split(":")[4:6] == ["73", "60"]
+    assert npu["executor_info"]["ort"]["provider_options"]["htp_performance_mode"] == "burst"
+    assert (cpu["ep"], "device" in cpu) == ("CPUExecutionProvider", False)
+    npu, cpu = (each["additional_metadata"]["hatch-epcontext"] for each in variants.values())
+    assert npu["product"] == "context"
+    assert (npu["settings"]["ep"], npu["settings"]["device"]) == ("QNNExecutionProvider", "npu")
     assert npu["coverage"] == {"nodes": 10, "compiled": 10, "partitions": 1, "uncovered": []}
     assert npu["validation"]["status"] == "ran"
     assert cpu["product"] == "optimized"
@@ -125,19 +128,24 @@ def test_the_compiled_context_reads_digits(app: Environment, tmp_path: Path) -> 
     script.write_text(
         "import sys\n"
         "import numpy as np\n"
+        "import onnxruntime\n"
         "from digits_app.epcontext import load, target_of\n"
         "def outputs(session):\n"
         "    images = np.load(sys.argv[1])['images']\n"
         "    return np.concatenate([session.run(None, {'image': i[None]})[0] for i in images])\n"
-        "compiled, source = load('digits', device='any'), load('digits', target='source')\n"
-        "print(target_of(compiled), target_of(source), compiled.get_providers()[0])\n"
-        "np.savez(sys.argv[2], compiled=outputs(compiled), source=outputs(source))\n",
+        "compiled, cpu = load('digits', device='any'), load('digits', target='cpu')\n"
+        "source = onnxruntime.InferenceSession(sys.argv[3])\n"
+        "print(target_of(compiled), target_of(cpu), compiled.get_providers()[0])\n"
+        "sessions = {'compiled': compiled, 'cpu': cpu, 'source': source}\n"
+        "np.savez(sys.argv[2], **{name: outputs(each) for name, each in sessions.items()})\n",
         encoding="utf-8",
     )
-    text = app.python(script, tmp_path / "held_out.npz", tmp_path / "outputs.npz")
-    assert "x-elite source QNNExecutionProvider" in text
+    model = REPOSITORY / "example_project" / "models" / "digits.onnx"
+    text = app.python(script, tmp_path / "held_out.npz", tmp_path / "outputs.npz", model)
+    assert "x-elite cpu QNNExecutionProvider" in text
     outputs = np.load(tmp_path / "outputs.npz")
     compiled, source = outputs["compiled"], outputs["source"]
+    np.testing.assert_allclose(outputs["cpu"], source, atol=1e-4)
     assert len(labels) == 450
     assert (compiled.argmax(1) == labels).mean() >= 0.97
     assert (compiled.argmax(1) == source.argmax(1)).all()

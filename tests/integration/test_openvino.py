@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -17,13 +15,7 @@ from tests.integration.conftest import run
 from tests.models import network, save
 from tests.projects import PROJECT
 
-OFFERED = """
-import onnxruntime, onnxruntime_ep_openvino
-library = onnxruntime_ep_openvino.get_library_path()
-onnxruntime.register_execution_provider_library("OpenVINOExecutionProvider", library)
-devices = [d for d in onnxruntime.get_ep_devices() if d.ep_name == "OpenVINOExecutionProvider"]
-print(any(device.device.type.name == "CPU" for device in devices))
-"""
+pytestmark = pytest.mark.usefixtures("openvino_cpu")
 
 TOML = """
 provider = "openvino"
@@ -48,19 +40,6 @@ print(json.dumps(text))
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _require_device() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OFFERED], capture_output=True, text=True, check=False
-    )
-    if "onnxruntime_ep_openvino" in done.stderr and "ModuleNotFoundError" in done.stderr:
-        pytest.skip("onnxruntime-ep-openvino has no wheels for this Python or platform")
-    assert done.returncode == 0, done.stderr
-    if done.stdout.split() != ["True"]:
-        processor = platform.processor() or platform.machine()
-        pytest.skip(f"OpenVINO offers no CPU device on this processor ({processor})")
-
-
 def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "my_app").mkdir(parents=True)
@@ -76,14 +55,17 @@ def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) ->
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     folder = tmp_path / "installed" / "my_app" / "epcontext"
-    models = json.loads((folder / "epcontext.json").read_text("utf-8"))["models"]
-    (external,), (embedded,) = models["a"]["targets"], models["b"]["targets"]
+    components = json.loads((folder / "manifest.json").read_text("utf-8"))["components"]
+    assert list(components) == ["a", "b"]
     assert len(list((folder / "a" / "openvino").iterdir())) == 2
     assert len(list((folder / "b" / "openvino").iterdir())) == 1
-    for entry in (external, embedded):
-        assert entry["validation"]["status"] == "ran"
-        assert entry["coverage"]["uncovered"] == []
-        assert "isa=" in entry["compatibility_string"]
+    for component in components.values():
+        (variant,) = component["variants"].values()
+        assert (variant["ep"], "device" in variant) == ("OpenVINOExecutionProvider", False)
+        assert "isa=" in variant["compatibility_string"]
+        about = variant["additional_metadata"]["hatch-epcontext"]
+        assert about["validation"]["status"] == "ran"
+        assert about["coverage"]["uncovered"] == []
 
     # Another batch than that of the dummy inputs: shapes stay open on the CPU.
     x = np.random.default_rng(0).standard_normal((5, 1, 8, 8)).astype(np.float32)

@@ -89,8 +89,15 @@ def test_targets_of_two_distributions_get_into_one_wheel(
     assert "a -> gpu (cuda): optimized graph" in text
     (wheel,) = (project / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        manifest = json.loads(archive.read("my_app/epcontext/epcontext.json"))
-    npu, gpu = manifest["models"]["a"]["targets"]
+        manifest = json.loads(archive.read("my_app/epcontext/manifest.json"))
+    variants = manifest["components"]["a"]["variants"]
+    assert [(name, each.get("device")) for name, each in variants.items()] == [
+        ("npu", "npu"),
+        ("gpu", "gpu"),
+        ("source", None),
+    ]
+    about = {n: each["additional_metadata"]["hatch-epcontext"] for n, each in variants.items()}
+    npu, gpu = about["npu"], about["gpu"]
     assert npu["validation"]["status"] == "ran"
     assert npu["compiled_with"].keys() >= {"onnxruntime", "onnxruntime-qnn"}
     assert "onnxruntime-gpu" in gpu["compiled_with"]

@@ -59,7 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_contexts_and_one_blob_are_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         sizes = {each.filename: each.file_size for each in archive.infolist()}
-        manifest = json.loads(archive.read("my_app/epcontext/epcontext.json"))
+        manifest = json.loads(archive.read("my_app/epcontext/manifest.json"))
     folder = "my_app/epcontext/decoder/qnn/"
     assert {name for name in sizes if name.startswith(folder)} == {
         f"{folder}prefill_ctx.onnx",
@@ -67,12 +67,18 @@ def test_two_contexts_and_one_blob_are_in_the_wheel(wheel: Path) -> None:
         f"{folder}prefill_ctx_qnn.bin",
     }
     for name in ("prefill", "decode"):
-        (entry,) = manifest["models"][name]["targets"]
-        assert entry["model_file"] == f"decoder/qnn/{name}_ctx.onnx"
-        assert entry["sharing"]["members"] == ["prefill", "decode"]
-        assert entry["sharing"]["saved"] > 0.6 * sizes[f"{folder}prefill_ctx_qnn.bin"]
-        assert entry["validation"]["status"] == "ran-alone"
-        assert entry["validation"]["agreements"]
+        variants = manifest["components"][name]["variants"]
+        assert list(variants) == ["qnn", "source"]
+        variant = variants["qnn"]
+        assert variant["variant_directory"] == "decoder/qnn"
+        info = variant["executor_info"]["ort"]
+        assert info["model_file"] == f"{name}_ctx.onnx"
+        assert info["session_options"]["ep.share_ep_contexts"] == "1"
+        about = variant["additional_metadata"]["hatch-epcontext"]
+        assert about["sharing"]["members"] == ["prefill", "decode"]
+        assert about["sharing"]["saved"] > 0.6 * sizes[f"{folder}prefill_ctx_qnn.bin"]
+        assert about["validation"]["status"] == "ran-alone"
+        assert about["validation"]["agreements"]
 
 
 def test_the_simulator_does_not_open_them(wheel: Path, tmp_path: Path) -> None:
@@ -83,9 +89,6 @@ def test_the_simulator_does_not_open_them(wheel: Path, tmp_path: Path) -> None:
     printed = run(sys.executable, tmp_path / "open.py", cwd=tmp_path, env=env)
     (usual, anywhere), shape = json.loads(printed.splitlines()[-1])
     assert usual[0].startswith("qnn: skipped, QNNExecutionProvider finds no npu, only cpu")
-    assert (
-        anywhere[0]
-        == "qnn: skipped, models that share weights need a real npu, not a simulated one"
-    )
+    assert anywhere[0] == "qnn: skipped, it needs a real npu, not a simulated one"
     assert usual[1] == anywhere[1] == "source: opened, CPUExecutionProvider on cpu"
     assert shape == [1, 1, 256]

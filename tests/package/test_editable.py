@@ -2,13 +2,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
+from hatch_epcontext import loader
 from hatch_epcontext.build.artifact import Artifact, Result
 from hatch_epcontext.errors import ConfigError, Kind
+from hatch_epcontext.files import record_file
 from hatch_epcontext.package import editable
-from tests.results import configured, resulting
+from tests.package.foreign import reading
+from tests.package.test_manifest import SEVERAL
+from tests.results import compiled, configured, resulting
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return content
+
+
+def files_of(content: dict[str, Any]) -> dict[str, Any]:
+    """The records of the files in our part of a manifest."""
+    found: dict[str, Any] = content["additional_metadata"]["hatch-epcontext"]["files"]
+    return found
+
+
+def overwrite(folder: Path, content: Any) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "manifest.json").write_text(text, encoding="utf-8")
 
 
 @pytest.fixture
@@ -38,16 +59,33 @@ def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
     editable.write(result, folder)
     assert (folder / "__init__.py").is_file()
     assert (folder / "a" / "cpu" / "a_ctx.onnx").read_bytes() == b"context"
-    manifest = json.loads((folder / "epcontext.json").read_text(encoding="utf-8"))
-    source = manifest["models"]["a"]["source"]["model_file"]
-    assert source == "../../models/a.onnx"
-    assert (folder / source).read_bytes() == b"model a"
-    assert manifest["files"].keys() == {
+    package, problems = reading(folder)
+    assert problems == []
+    assert package is not None
+    assert package.layout == "installed"
+    source = package.components["a"].variants["source"]
+    assert (source.directory, source.model_file) == ("../../models", "../../models/a.onnx")
+    assert (folder / "../../models/a.onnx").read_bytes() == b"model a"
+    assert files_of(manifest_of(folder)).keys() == {
         ".gitignore",
         "__init__.py",
         "a/cpu/a_ctx.onnx",
         "a/cpu/a_ctx_qnn.bin",
     }
+
+
+def test_the_loader_opens_the_source_where_it_is(
+    project: Path, folder: Path, tmp_path: Path
+) -> None:
+    result = compiled(configured(project, SEVERAL), tmp_path / "artifacts")
+    editable.write(Result(result.sources, ()), folder)
+    assert loader.models(package=folder) == ["det"]
+    with loader.path("det", package=folder) as path:
+        assert path.resolve() == (project / "models" / "a.onnx").resolve()
+    package, problems = reading(folder)
+    assert problems == []
+    assert package is not None
+    assert [list(each.variants) for each in package.components.values()] == [["source"], ["source"]]
 
 
 def test_artifacts_in_the_project_are_copies(result: Result, folder: Path) -> None:
@@ -79,25 +117,35 @@ def test_removing_keeps_other_files_and_changed_files(result: Result, folder: Pa
 
 def test_a_folder_without_our_manifest_is_not_changed(folder: Path) -> None:
     folder.mkdir()
+    (folder / "x").touch()
+    files = {"x": {"size": 0, "sha256": record_file(folder / "x").sha256}}
+    others = {"generator": "another tool 1.0", "files": files}
     for content in (
-        '{"files": {"x": 1}}',
-        json.dumps({"manifest": 1, "generator": "other", "models": {}, "files": {}}),
+        "{",
+        "[" * 100_000,
+        "null",
+        {"files": files},
+        {"additional_metadata": files},
+        {"additional_metadata": {"hatch-epcontext": {"files": files}}},
+        {"additional_metadata": {"hatch-epcontext": others}},
     ):
-        (folder / "epcontext.json").write_text(content, encoding="utf-8")
-        (folder / "x").touch()
+        overwrite(folder, content)
         assert list(editable.remove(folder)) == []
         assert (folder / "x").exists()
+        assert editable.owned_paths(PurePosixPath("my_app/epcontext"), folder) == frozenset()
+        with pytest.raises(ConfigError, match="has files of its own"):
+            editable.check(folder)
 
 
 def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) -> None:
     editable.write(result, folder)
     victim = folder.parent / "__init__.py"
-    manifest = json.loads((folder / "epcontext.json").read_text(encoding="utf-8"))
-    manifest["files"]["../__init__.py"] = {
+    content = manifest_of(folder)
+    files_of(content)["../__init__.py"] = {
         "size": 0,
         "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
     }
-    (folder / "epcontext.json").write_text(json.dumps(manifest), encoding="utf-8")
+    overwrite(folder, content)
     list(editable.remove(folder))
     assert victim.is_file()
 
@@ -127,9 +175,11 @@ def test_files_of_the_project_are_not_overwritten(folder: Path) -> None:
 
 def test_the_files_of_an_older_version_are_replaced(result: Result, folder: Path) -> None:
     editable.write(result, folder)
-    manifest = json.loads((folder / "epcontext.json").read_text(encoding="utf-8"))
-    old = {**manifest, "manifest": 1, "models": {"a": {"targets": [{"target": "cpu"}]}}}
-    (folder / "epcontext.json").write_text(json.dumps(old), encoding="utf-8")
+    content = manifest_of(folder)
+    (component,) = content["components"].values()
+    about = component["variants"]["cpu"]["additional_metadata"]["hatch-epcontext"]
+    about["settings"] = "as they were in another version"
+    overwrite(folder, {**content, "schema_version": "9.9", "models": {}})
     editable.check(folder)
     assert editable.remove(folder) == []
     assert not folder.exists()
@@ -139,4 +189,6 @@ def test_the_paths_of_our_files(result: Result, folder: Path) -> None:
     output = PurePosixPath("my_app/epcontext")
     assert editable.owned_paths(output, folder) == frozenset()
     editable.write(result, folder)
-    assert "my_app/epcontext/epcontext.json" in editable.owned_paths(output, folder)
+    assert editable.owned_paths(output, folder) == {
+        f"my_app/epcontext/{name}" for name in (*files_of(manifest_of(folder)), "manifest.json")
+    }

@@ -2,36 +2,50 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact, Preparation, Validation, ValidationStatus
+from hatch_epcontext.build.artifact import (
+    Artifact,
+    Preparation,
+    Result,
+    Validation,
+    ValidationStatus,
+)
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.protocol import Agreement, Coverage, NodeFacts, TensorFacts
+from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import (
-    FileList,
-    Manifest,
-    ModelEntry,
-    SourceEntry,
-    TargetEntry,
+    ComponentMetadata,
+    Constant,
+    PackageMetadata,
+    SourceMetadata,
+    VariantMetadata,
+    changed_files,
     make,
+    ours,
 )
+from hatch_epcontext.package.model_package import ModelPackage, Variant, write
 from hatch_epcontext.providers import PROVIDERS, Plugin
-from hatch_epcontext.serialize import from_json, to_json
-from tests.results import configured, resulting
+from hatch_epcontext.serialize import to_plain
+from tests.results import compiled, configured, resulting
+
+newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
 
 
 @pytest.fixture
-def manifest() -> Manifest:
-    target = TargetEntry(
-        target="npu",
+def about() -> VariantMetadata:
+    x = TensorFacts("x", "float32", ("batch", None, 8))
+    return VariantMetadata(
         product="context",
         plugin=PROVIDERS["qnn"].plugin,
         platforms=("win_arm64",),
-        model_file="a/npu/a_ctx.onnx",
-        compatibility_string="v2:6:2.51.0:5.51.0:73:60:0:0",
+        inputs=(x,),
+        outputs=(x,),
         ep_sdk_version="v2.51",
         settings=CompileSettings(
             provider="qnn",
@@ -40,53 +54,230 @@ def manifest() -> Manifest:
             device="npu",
             external_initializers=1024,
         ),
-        load_options={"backend_type": "htp"},
+        load_options={"profiling_file_path": "{user-cache}/profile"},
         compiled_with={"onnxruntime": "1.31.1"},
         preparation=Preparation("onnxslim", 9, 3, (), ("onnxruntime: crashed",)),
         coverage=Coverage(3, 2, 1, (NodeFacts("where", "NonZero"),)),
         validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.001, 0.9999),)),
     )
-    x = TensorFacts("x", "float32", ("batch", None, 8))
-    model = ModelEntry((x,), (x,), SourceEntry("00", None), (target,))
-    return Manifest(
-        manifest=2,
-        generator="hatch-epcontext 1.2",
-        models={"a": model},
-        files={"a/npu/a_ctx.onnx": FileRecord(1, "0")},
-    )
 
 
-def test_a_manifest_is_the_same_after_json(manifest: Manifest) -> None:
-    assert from_json(to_json(manifest), Manifest) == manifest
+def in_metadata(value: Any) -> Any:
+    """Metadata as a manifest has it after it was written and read."""
+    return json.loads(json.dumps({"another tool": 1, METADATA: to_plain(value)}))
 
 
-def test_it_has_no_times(manifest: Manifest) -> None:
-    assert "seconds" not in to_json(manifest)
+def made(root: Path, toml: str, folder: Path) -> ModelPackage:
+    """The package of a project that is configured by ``toml``; all sources are in it."""
+    result = compiled(configured(root, toml), folder)
+    return package_of(result)
 
 
-def test_a_manifest_of_another_tool_is_not_ours(manifest: Manifest) -> None:
-    assert manifest.is_ours
-    assert not FileList(1, "another tool", {}).is_ours
+def package_of(result: Result) -> ModelPackage:
+    sources = {source.model.name: f"{source.model.name}/source/a.onnx" for source in result.sources}
+    return make(result, sources, {})
 
 
-def test_the_coverage_is_the_share_of_compiled_nodes(manifest: Manifest) -> None:
-    coverage = manifest.models["a"].targets[0].coverage
-    assert coverage is not None
-    assert coverage.share == pytest.approx(2 / 3)
+def only_variant(package: ModelPackage, target: str) -> tuple[Variant, VariantMetadata]:
+    """The variant for ``target`` of the only component, and what we know of it."""
+    (component,) = package.components.values()
+    variant = component.variants[target]
+    about = ours(variant.metadata, VariantMetadata)
+    assert about is not None
+    return variant, about
+
+
+def test_our_metadata_is_the_same_after_json(about: VariantMetadata) -> None:
+    assert ours(in_metadata(about), VariantMetadata) == about
+    constant = Constant("int64", ("n", None, 2), [[1.5, "x"]])
+    component = ComponentMetadata("a", "00", (), (), {"sr": constant}, {"a.1": {"x": (1, "n")}})
+    assert ours(in_metadata(component), ComponentMetadata) == component
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        "text",
+        [],
+        {},
+        {"another tool": {"files": {}}},
+        {METADATA: None},
+        {METADATA: {"files": 1}},
+    ],
+)
+def test_metadata_that_is_not_ours_is_none(metadata: Any) -> None:
+    assert ours(metadata, PackageMetadata) is None
+
+
+def test_metadata_of_a_newer_version_may_have_more_keys() -> None:
+    about = PackageMetadata("hatch-epcontext 9.0", {"a": FileRecord(1, "00")})
+    metadata = in_metadata(about)
+    metadata[METADATA]["newer"] = True
+    assert ours(metadata, PackageMetadata) == about
+
+
+def test_a_manifest_of_another_tool_is_not_ours() -> None:
+    assert PackageMetadata("hatch-epcontext 1.2", {}).is_ours
+    assert not PackageMetadata("another tool", {}).is_ours
+
+
+def test_the_coverage_is_the_share_of_compiled_nodes(about: VariantMetadata) -> None:
+    assert about.coverage is not None
+    assert about.coverage.share == pytest.approx(2 / 3)
     assert Coverage(0, 0, 0).share == 0
 
 
-def test_the_json_has_the_keys_that_the_loader_reads(manifest: Manifest) -> None:
-    entry = json.loads(to_json(manifest))["models"]["a"]["targets"][0]
-    assert entry["settings"].keys() >= {
-        "ep",
+def test_it_has_no_times(project: Path, artifact: Artifact) -> None:
+    assert artifact.record.times.compile
+    text = write(package_of(resulting(configured(project), artifact)))
+    assert "seconds" not in text
+    assert "times" not in text
+
+
+def test_equal_results_are_written_as_the_same_bytes(project: Path, tmp_path: Path) -> None:
+    texts = {write(made(project, TWO, tmp_path / name)) for name in ("one", "two")}
+    assert len(texts) == 1
+
+
+TWO = """
+models = ["models/b.onnx", "models/a.onnx"]
+default-targets = ["z", "a", "m"]
+[targets.m]
+provider = "cpu"
+[targets.z]
+provider = "openvino"
+device = "npu"
+[targets.a]
+provider = "cuda"
+"""
+
+
+def test_components_and_variants_keep_the_configured_order(project: Path, tmp_path: Path) -> None:
+    package = made(project, TWO, tmp_path / "artifacts")
+    order = {name: list(each.variants) for name, each in package.components.items()}
+    assert order == {"b": ["z", "a", "m", "source"], "a": ["z", "a", "m", "source"]}
+    assert list(order) == ["b", "a"]
+    written = json.loads(write(package))["components"]
+    assert {name: list(each["variants"]) for name, each in written.items()} == order
+
+
+@pytest.mark.parametrize(
+    ("target", "ep", "device"),
+    [
+        ('provider = "openvino"\ndevice = "npu"', "OpenVINOExecutionProvider", "npu"),
+        ('provider = "openvino"\ndevice = "gpu"', "OpenVINOExecutionProvider", "gpu"),
+        ('provider = "openvino"\ndevice = "cpu"', "OpenVINOExecutionProvider", None),
+        ('provider = "cuda"', "CUDAExecutionProvider", "gpu"),
+        ('provider = "cpu"', "CPUExecutionProvider", None),
+    ],
+)
+def test_the_device_is_named_for_npus_and_gpus_only(
+    target: str, ep: str, device: str | None, project: Path, tmp_path: Path
+) -> None:
+    toml = f'models = ["models/a.onnx"]\n[targets.it]\n{target}\n'
+    variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "it")
+    assert (variant.ep, variant.device) == (ep, device)
+    assert about.settings.device == (device or "cpu")
+
+
+def test_options_that_only_our_loader_understands_are_in_the_metadata(
+    project: Path, tmp_path: Path
+) -> None:
+    toml = """
+models = ["models/a.onnx"]
+[targets.gpu]
+provider = "tensorrt-rtx"
+provider-options = { enable_cuda_graph = true }
+load-options = { nv_runtime_cache_path = "{user-cache}/rtx", nv_cuda_graph_enable = true }
+allow-unknown-options = true
+"""
+    variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "gpu")
+    assert about.load_options == {"nv_runtime_cache_path": "{user-cache}/rtx"}
+    assert variant.ort is not None
+    assert "nv_runtime_cache_path" not in variant.ort.provider_options
+    assert variant.ort.provider_options["nv_cuda_graph_enable"] == "1"
+
+
+def test_a_context_is_opened_without_compiling_and_a_graph_as_it_is(
+    project: Path, tmp_path: Path
+) -> None:
+    toml = """
+models = ["models/a.onnx"]
+[targets.npu]
+provider = "openvino"
+session-options = { "session.disable_prepacking" = true }
+[targets.cpu]
+provider = "cpu"
+"""
+    (component,) = made(project, toml, tmp_path / "artifacts").components.values()
+    options = {
+        name: variant.ort.session_options
+        for name, variant in component.variants.items()
+        if variant.ort
+    }
+    assert options == {
+        "npu": {"session.disable_prepacking": "1", "session.disable_model_compile": "1"},
+        "cpu": {},
+        "source": {},
+    }
+
+
+def test_the_compatibility_string_is_left_out_if_there_is_none(
+    project: Path, tmp_path: Path
+) -> None:
+    result = compiled(configured(project), tmp_path / "artifacts")
+    variant, _ = only_variant(package_of(result), "cpu")
+    assert variant.compatibility_string is None
+    (built,) = result.built
+    (context,) = built.artifact.record.contexts
+    context = dataclasses.replace(context, compatibility="v2:6", ep_sdk_version="2.51")
+    record = dataclasses.replace(built.artifact.record, contexts=(context,))
+    built = dataclasses.replace(built, artifact=Artifact(built.artifact.folder, record))
+    variant, about = only_variant(package_of(dataclasses.replace(result, built=(built,))), "cpu")
+    assert (variant.compatibility_string, about.ep_sdk_version) == ("v2:6", "2.51")
+
+
+def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> None:
+    result = compiled(configured(project), tmp_path / "artifacts")
+    (component,) = package_of(result).components.values()
+    source = component.variants["source"]
+    assert (source.directory, source.model_file) == ("a/source", "a/source/a.onnx")
+    assert (source.ep, source.device, source.compatibility_string) == (
+        "CPUExecutionProvider",
+        None,
+        None,
+    )
+    about = ours(source.metadata, SourceMetadata)
+    assert about == SourceMetadata((TensorFacts("x", "float32", ("batch", 4)),))
+    (component,) = make(result, {}, {}).components.values()
+    assert list(component.variants) == ["cpu"]
+
+
+def test_the_json_has_the_keys_that_the_loader_reads(project: Path, tmp_path: Path) -> None:
+    written = json.loads(write(made(project, TWO, tmp_path / "artifacts")))
+    variant = written["components"]["a"]["variants"]["z"]
+    about = variant["additional_metadata"][METADATA]
+    assert about.keys() >= {
+        "inputs",
+        "load_options",
+        "needs_device",
+        "plugin",
+        "prepared",
+        "sharing",
+    }
+    assert about["settings"].keys() >= {
         "device",
         "device_filter",
+        "embed",
+        "optimization",
         "policy",
+        "provider_options",
         "session_options",
     }
-    assert entry["load_options"] == {"backend_type": "htp"}
-    assert entry["validation"]["status"] == "ran"
+    assert about["validation"]["status"] == "ran"
+    assert about["plugin"]["registration_name"] == "OpenVINOExecutionProvider"
+    assert variant["executor_info"]["ort"]["model_file"] == "a_ctx.onnx"
 
 
 def test_the_build_machines_library_path_is_not_in_it(project: Path, artifact: Artifact) -> None:
@@ -96,6 +287,109 @@ def test_the_build_machines_library_path_is_not_in_it(project: Path, artifact: A
     provider = dataclasses.replace(built.job.target.provider, plugin=plugin)
     target = dataclasses.replace(built.job.target, provider=provider)
     built = dataclasses.replace(built, job=dataclasses.replace(built.job, target=target))
-    manifest = make(dataclasses.replace(result, built=(built,)), {"a": None}, {})
-    assert manifest.manifest == 2
-    assert "/build/machine" not in to_json(manifest)
+    package = package_of(dataclasses.replace(result, built=(built,)))
+    assert "/build/machine" not in write(package)
+    _, about = only_variant(package, "cpu")
+    assert about.plugin == dataclasses.replace(plugin, path="")
+
+
+GROUP = """
+[[models]]
+path = "models/a.onnx"
+share-weights = "both"
+[[models]]
+path = "models/b.onnx"
+share-weights = "both"
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+
+@newer_python
+def test_the_variants_of_a_group_are_in_one_folder(project: Path, tmp_path: Path) -> None:
+    package = made(project, GROUP, tmp_path / "artifacts")
+    for name, component in package.components.items():
+        variant = component.variants["npu"]
+        assert variant.ort is not None
+        assert (variant.directory, variant.model_file) == (
+            "both/npu",
+            f"both/npu/{name}_ctx.onnx",
+        )
+        assert variant.ort.session_options == {
+            "session.disable_model_compile": "1",
+            "ep.share_ep_contexts": "1",
+        }
+        about = ours(variant.metadata, VariantMetadata)
+        assert about is not None
+        assert about.sharing is not None
+        assert (about.sharing.group, about.sharing.members) == ("both", ("a", "b"))
+        assert about.sharing.saved == 7
+        # QNN's simulator does not open shared contexts.
+        assert about.needs_device
+        alone = component.variants["cpu"]
+        assert alone.directory == f"{name}/cpu"
+        assert alone.ort is not None
+        assert alone.ort.session_options == {}
+        about = ours(alone.metadata, VariantMetadata)
+        assert about is not None
+        assert (about.sharing, about.needs_device) == (None, False)
+
+
+SEVERAL = """
+[[models]]
+name = "det"
+path = "models/a.onnx"
+shapes = [{ x = [1, 8] }, { x = [1, 16] }]
+[targets.cpu]
+provider = "cpu"
+[targets.npu]
+provider = "openvino"
+device = "npu"
+"""
+
+
+def test_a_model_with_several_shapes_has_a_component_for_each(
+    project: Path, tmp_path: Path
+) -> None:
+    package = made(project, SEVERAL, tmp_path / "artifacts")
+    assert list(package.components) == ["det.1x8", "det.1x16"]
+    for name, component in package.components.items():
+        # In the configured order, and targets with open shapes are a variant of each.
+        folders = {target: each.directory for target, each in component.variants.items()}
+        assert list(folders) == ["cpu", "npu", "source"]
+        assert (folders["cpu"], folders["npu"]) == ("det/cpu", f"{name}/npu")
+    first, second = (ours(c.metadata, ComponentMetadata) for c in package.components.values())
+    assert first is not None
+    assert second is not None
+    assert first.model == second.model == "det"
+    assert first.shapes == {"det.1x8": {"x": (1, 8)}, "det.1x16": {"x": (1, 16)}}
+    assert second.shapes == {}
+
+
+def test_the_values_of_frozen_inputs_are_in_it(project: Path, tmp_path: Path) -> None:
+    toml = 'provider = "cpu"\nmodels = [{ path = "models/a.onnx", constants = { sr = 16000 } }]\n'
+    (component,) = made(project, toml, tmp_path / "artifacts").components.values()
+    about = ours(component.metadata, ComponentMetadata)
+    assert about is not None
+    assert about.constants == {"sr": Constant("int64", (), 16000)}
+    source = ours(component.variants["source"].metadata, SourceMetadata)
+    assert source is not None
+    assert [each.name for each in source.inputs] == ["x"]
+
+
+def test_the_prepared_model_is_named_if_it_is_shipped(project: Path, tmp_path: Path) -> None:
+    toml = 'provider = "openvino"\nmodels = ["models/a.onnx"]\n'
+    _, about = only_variant(made(project, toml, tmp_path / "no"), "openvino")
+    assert about.prepared is None
+    toml += "recompile = true\n"
+    _, about = only_variant(made(project, toml, tmp_path / "yes"), "openvino")
+    assert about.prepared == "prepared/a.onnx"
+
+
+def test_changed_files_are_those_that_differ_from_their_record(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "b").write_bytes(b"x")
+    empty = FileRecord(0, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855")
+    assert changed_files(tmp_path, {"c": empty, "b": empty, "a": empty}) == ("b", "c")

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact
-from hatch_epcontext.errors import ConfigError, Kind, WheelError
+from hatch_epcontext.build.artifact import Artifact, Result
+from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
 from hatch_epcontext.package import wheel
-from tests.results import TOML, configured, resulting
+from hatch_epcontext.package.bundle import bundle
+from tests.package import foreign
+from tests.results import TOML, compiled, configured, resulting
 
 OUTPUT = PurePosixPath("my_app/epcontext")
 
@@ -74,35 +78,6 @@ def test_the_output_cannot_be_a_whole_package() -> None:
         wheel.check_collisions(PurePosixPath("my_app"), tree("my_app/__init__.py"), frozenset())
 
 
-def test_the_bundle_has_all_files_and_the_manifest_lists_them(
-    project: Path, artifact: Artifact, tmp_path: Path
-) -> None:
-    config = configured(project)
-    bundle = wheel.bundle(resulting(config, artifact), config, tmp_path)
-    assert set(bundle.files) == {
-        "__init__.py",
-        "a/cpu/a_ctx.onnx",
-        "a/cpu/a_ctx_qnn.bin",
-        "a/source/a.onnx",
-        "epcontext.json",
-    }
-    manifest = json.loads((bundle.folder / "epcontext.json").read_text(encoding="utf-8"))
-    assert manifest["files"].keys() == set(bundle.files) - {"epcontext.json"}
-    assert manifest["models"]["a"]["source"]["model_file"] == "a/source/a.onnx"
-    entries = bundle.entries(OUTPUT)
-    assert entries[str(bundle.folder / "__init__.py")] == "my_app/epcontext/__init__.py"
-
-
-def test_without_a_fallback_the_source_is_not_shipped(
-    project: Path, artifact: Artifact, tmp_path: Path
-) -> None:
-    config = configured(project, TOML + 'fallback = "none"')
-    bundle = wheel.bundle(resulting(config, artifact), config, tmp_path)
-    assert not any("source" in name for name in bundle.files)
-    manifest = json.loads((bundle.folder / "epcontext.json").read_text(encoding="utf-8"))
-    assert manifest["models"]["a"]["source"]["model_file"] is None
-
-
 TARGETS = """
 models = ["models/a.onnx"]
 [targets.one]
@@ -140,9 +115,9 @@ def test_the_tag_can_be_configured(project: Path, setting: str, tag: str) -> Non
 @pytest.fixture
 def finished(project: Path, artifact: Artifact, tmp_path: Path) -> dict[str, bytes]:
     """The contents of a wheel's files, by name."""
-    config = configured(project)
-    bundle = wheel.bundle(resulting(config, artifact), config, tmp_path)
-    return {name: Path(source).read_bytes() for source, name in bundle.entries(OUTPUT).items()} | {
+    config = configured(project, TOML + 'fallback = "source"')
+    made = bundle(resulting(config, artifact), tmp_path)
+    return {name: Path(source).read_bytes() for source, name in made.entries(OUTPUT).items()} | {
         "my_app/__init__.py": b""
     }
 
@@ -165,7 +140,7 @@ def test_a_valid_wheel_is_verified(finished: dict[str, bytes], tmp_path: Path) -
         ("a/cpu/a_ctx_qnn.bin", None, "is in the manifest, but not in the wheel"),
         ("a/cpu/a_ctx_qnn.bin", b"other", "differs from its record in the manifest"),
         ("a/old/a_ctx.onnx", b"stale", "is in the wheel, but not in the manifest"),
-        ("epcontext.json", None, "epcontext.json is missing"),
+        ("manifest.json", None, "manifest.json is missing"),
     ],
 )
 def test_a_wheel_that_differs_from_its_manifest_is_an_error(
@@ -177,6 +152,60 @@ def test_a_wheel_that_differs_from_its_manifest_is_an_error(
     with pytest.raises(WheelError, match=message) as raised:
         wheel.verify(archived(finished, tmp_path), OUTPUT)
     assert [problem.kind for problem in raised.value.problems] == [Kind.INVALID_WHEEL]
+
+
+def verify_with(manifest: Any, finished: dict[str, bytes], folder: Path) -> list[Problem]:
+    """The problems of a wheel with another manifest."""
+    finished[f"{OUTPUT}/manifest.json"] = json.dumps(manifest).encode()
+    with pytest.raises(WheelError) as raised:
+        wheel.verify(archived(finished, folder), OUTPUT)
+    return list(raised.value.problems)
+
+
+def test_all_differences_are_reported(finished: dict[str, bytes], tmp_path: Path) -> None:
+    content = json.loads(finished[f"{OUTPUT}/manifest.json"])
+    files = content["additional_metadata"]["hatch-epcontext"]["files"]
+    files["gone.bin"] = files.pop("a/cpu/a_ctx_qnn.bin")
+    files["__init__.py"]["sha256"] = "00" * 32
+    problems = verify_with(content, finished, tmp_path)
+    assert sorted(problem.message for problem in problems) == [
+        "__init__.py differs from its record in the manifest.",
+        "a/cpu/a_ctx_qnn.bin is in the wheel, but not in the manifest.",
+        "gone.bin is in the manifest, but not in the wheel.",
+    ]
+    location = f"my_app-1-py3-none-any.whl: {OUTPUT}"
+    assert {problem.location for problem in problems} == {location}
+
+
+def test_an_invalid_manifest_is_an_error_with_its_place(
+    finished: dict[str, bytes], tmp_path: Path
+) -> None:
+    content = json.loads(finished[f"{OUTPUT}/manifest.json"])
+    content["components"]["a"]["variants"]["cpu"]["variant_directory"] = "a/gone"
+    (problem,) = verify_with(content, finished, tmp_path)
+    assert problem.kind is Kind.INVALID_PACKAGE
+    assert problem.location == (
+        f"my_app-1-py3-none-any.whl: {OUTPUT}: components.a.variants.cpu.variant_directory"
+    )
+
+
+@pytest.mark.parametrize(
+    "manifest", [None, foreign.manifest(foreign.put("components", det={"variants": {}}))]
+)
+def test_a_package_of_another_tool_cannot_be_verified_in_a_wheel(
+    manifest: Any, finished: dict[str, bytes], tmp_path: Path
+) -> None:
+    (problem,) = verify_with(manifest, finished, tmp_path)
+    assert problem.kind in (Kind.INVALID_WHEEL, Kind.INVALID_PACKAGE)
+
+
+def test_a_file_that_cannot_be_unpacked_differs_from_its_record(
+    finished: dict[str, bytes], tmp_path: Path
+) -> None:
+    path = archived(finished, tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"blobblob", b"blubblub", 1))
+    with pytest.raises(WheelError, match=r"a_ctx_qnn\.bin differs from its record"):
+        wheel.verify(path, OUTPUT)
 
 
 def test_a_large_wheel_is_a_warning_with_its_largest_files(
@@ -200,3 +229,45 @@ def test_a_large_wheel_is_a_warning_with_its_largest_files(
     assert "my_app/large.bin" in str(raised.value)
     (problem,) = raised.value.problems
     assert (problem.kind, problem.key) == (Kind.LARGE_WHEEL, wheel._MAX_SIZE)
+
+
+def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> list[str]:
+    """The warnings about models that are also package data."""
+    result = compiled(configured(project, toml), folder)
+    shipped = [source.model.name for source in result.sources]
+    return list(wheel.repeated_models(result, shipped, tree, project))
+
+
+def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path: Path) -> None:
+    tree = {
+        "my_app/__init__.py": project / "my_app" / "__init__.py",
+        "my_app/models/a.onnx": project / "models" / "a.onnx",
+    }
+    (message,) = repeated(project, tree, TOML, tmp_path / "one")
+    assert message == (
+        "my_app/models/a.onnx (7 bytes) is in the wheel as package data, and again as the source of the "
+        'model a. Exclude it (exclude = ["models/a.onnx"] in [tool.hatch.build.targets.wheel]), or set '
+        'fallback = "none" for that model.'
+    )
+    # A file with the same size and other contents is no copy, and a copy counts wherever it is.
+    assert repeated(project, tree, TOML.replace("a.onnx", "b.onnx"), tmp_path / "two") == []
+    copy = project / "my_app" / "copy.onnx"
+    copy.write_bytes(b"model b")
+    (message,) = repeated(
+        project, {"x/c.onnx": copy}, TOML.replace("a.onnx", "b.onnx"), tmp_path / "three"
+    )
+    assert 'exclude = ["my_app/copy.onnx"]' in message
+
+
+def test_package_data_beside_compiled_models_is_a_warning(project: Path, tmp_path: Path) -> None:
+    (project / "models" / "w.bin").write_bytes(b"many weights")
+    result = compiled(configured(project), tmp_path / "artifacts")
+    (source,) = result.sources
+    facts = dataclasses.replace(source.facts, external_data=("w.bin",))
+    result = Result((dataclasses.replace(source, facts=facts),), result.built)
+    tree = {"my_app/w.bin": project / "models" / "w.bin"}
+    (message,) = wheel.repeated_models(result, (), tree, project)
+    assert message.startswith(
+        "my_app/w.bin (12 bytes) is in the wheel as package data, beside the compiled models of a."
+    )
+    assert "if the app opens it only through the loader" in message

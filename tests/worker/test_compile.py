@@ -25,7 +25,7 @@ from hatch_epcontext.ipc.protocol import (
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker import compile as compile_worker
 from hatch_epcontext.worker import prepare as prepare_worker
-from hatch_epcontext.worker.compiler import explained
+from hatch_epcontext.worker.compiler import compile_context, explained, lower_ir_version
 from tests.conftest import needs_qnn
 from tests.models import (
     choosing_nothing,
@@ -220,3 +220,30 @@ def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model() -
         ):
             raise error
         assert raised.value.problems[0].settings == settings
+
+
+@needs_qnn
+@pytest.mark.parametrize("settings", [{}, {"embed": True}, {"in_memory": True, "embed": True}])
+@pytest.mark.parametrize(("ir_version", "expected"), [(8, 10), (11, 11)])
+def test_older_releases_of_onnx_runtime_can_read_a_context_model(
+    tmp_path: Path, settings: Mapping[str, Any], ir_version: int, expected: int
+) -> None:
+    source = network(1)
+    source.ir_version = ir_version
+    (tmp_path / "out").mkdir()
+    compile_context(
+        save(source, tmp_path / "a.onnx"),
+        result := tmp_path / "out" / "a_ctx.onnx",
+        target("qnn", X_ELITE, **settings),
+    )
+    made = onnx.load(result)
+    assert made.ir_version == expected
+    onnx.checker.check_model(made)
+
+
+def test_a_file_that_does_not_begin_with_its_ir_version_is_left_as_it_is(tmp_path: Path) -> None:
+    source = save(network(1), tmp_path / "a.onnx")
+    for content in (b"", b"\x08", b"\x0a\x7f", b"\x08\xff\x01"):
+        (tmp_path / "b.onnx").write_bytes(content)
+        lower_ir_version(tmp_path / "b.onnx", source)
+        assert (tmp_path / "b.onnx").read_bytes() == content

@@ -1,0 +1,130 @@
+"""Apps that open and close models again and again, also in threads, in processes of their own.
+
+An EP that crashes takes its process along. So each process is a try, and many tries show a crash that
+does not happen every time.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import needs, needs_qnn
+from tests.integration.conftest import OFFERED, run
+from tests.models import network, save
+from tests.projects import PROJECT
+
+pytestmark = pytest.mark.slow
+
+PROCESSES = 20
+AT_ONCE = 2
+
+TARGETS = {
+    "qnn": 'provider = "qnn"\nprovider-options = { soc_model = 60, htp_arch = 73 }',
+    "openvino": 'provider = "openvino"',
+}
+
+# Sessions run as well, because EPs start some of their work only then. The names of the sessions go out
+# of scope at once, which closes them. Logs are as they are in apps: QNN crashed while it logged.
+APP = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from my_app.epcontext import load, target_of
+
+x = {"x": np.ones((1, 1, 8, 8), np.float32)}
+
+def open_and_close(_):
+    session = load("a", device="any")
+    assert target_of(session) == sys.argv[1], target_of(session)
+    return session.run(None, x)[0]
+
+outputs = [open_and_close(turn) for turn in range(60)]
+with ThreadPoolExecutor(8) as pool:
+    outputs += pool.map(open_and_close, range(40))
+assert len(outputs) == 100
+assert all(np.array_equal(each, outputs[0]) for each in outputs)
+print("done")
+"""
+
+
+def ending(code: int) -> str:
+    """The end of a process in words, such as ``killed by SIGSEGV``."""
+    if code >= 0:
+        # Windows has an exit code for what is a signal elsewhere: 0xC0000005 is an access violation.
+        return f"exit code {code:#x}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("qnn", marks=needs_qnn),
+        pytest.param("openvino", marks=needs("onnxruntime_ep_openvino")),
+    ]
+)
+def target(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "openvino":
+        offered = run(sys.executable, "-c", OFFERED, cwd=Path.cwd(), env=os.environ)
+        if offered.split()[-1:] != ["True"]:
+            pytest.skip("OpenVINO offers its CPU device on Intel's processors only")
+    return name
+
+
+@pytest.fixture
+def app(target: str, tmp_path: Path) -> Path:
+    """The folder into which a wheel is installed; its only target is called as its provider."""
+    project = tmp_path / "project"
+    (project / "my_app").mkdir(parents=True)
+    (project / "my_app" / "__init__.py").touch()
+    toml = f"""
+fallback = "none"
+models = [{{ path = "models/a.onnx", shapes = {{ x = [1, 1, 8, 8] }} }}]
+[tool.epcontext.targets.{target}]
+{TARGETS[target]}
+"""
+    (project / "pyproject.toml").write_text(PROJECT + toml, encoding="utf-8")
+    save(network(), project / "models" / "a.onnx")
+    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
+    (wheel,) = (project / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    return tmp_path / "installed"
+
+
+def test_a_process_ends_with_its_signal_in_words() -> None:
+    assert ending(-signal.SIGTERM) == "killed by SIGTERM"
+    assert ending(-999) == "killed by signal 999"
+    assert ending(0xC0000005) == "exit code 0xc0000005"
+
+
+def test_no_process_dies_that_opens_and_closes_models(app: Path, target: str) -> None:
+    def start(_: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-c", APP, target],
+            cwd=app,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        processes = list(pool.map(start, range(PROCESSES)))
+    ends = collections.Counter(ending(each.returncode) for each in processes)
+    logs = [each.stderr[-3000:] for each in processes if each.returncode != 0]
+    assert ends == {"exit code 0x0": PROCESSES}, f"{dict(ends)}\n" + "\n".join(logs[:2])
+    assert all(each.stdout.endswith("done\n") for each in processes)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from hatch_epcontext import loader
+from hatch_epcontext.build.artifact import Artifact, Result
+from hatch_epcontext.files import record_files
+from hatch_epcontext.package.bundle import Bundle, bundle, shipped_sources
+from hatch_epcontext.package.manifest import PackageMetadata, ours
+from tests.package.foreign import reading
+from tests.package.test_manifest import GROUP, SEVERAL, TWO, newer_python
+from tests.results import TOML, compiled, configured, resulting
+
+
+def make(project: Path, toml: str, folder: Path, *, with_loader: bool = True) -> Bundle:
+    """The bundle of a project that is configured by ``toml``, made in the new ``folder``."""
+    result = compiled(configured(project, toml), folder / "artifacts")
+    return bundle(result, folder, loader=with_loader)
+
+
+def recorded(made: Bundle) -> set[str]:
+    """The names of the files that the manifest lists, which must be as they are recorded."""
+    package, problems = reading(made.folder)
+    assert problems == []
+    assert package is not None
+    about = ours(package.metadata, PackageMetadata)
+    assert about is not None
+    found = record_files(made.folder)
+    del found["manifest.json"]
+    assert about.files == found
+    return set(about.files)
+
+
+def test_it_has_all_files_and_the_manifest_lists_them(
+    project: Path, artifact: Artifact, tmp_path: Path
+) -> None:
+    config = configured(project, TOML + 'fallback = "source"')
+    made = bundle(resulting(config, artifact), tmp_path)
+    assert set(made.files) == {
+        "__init__.py",
+        "a/cpu/a_ctx.onnx",
+        "a/cpu/a_ctx_qnn.bin",
+        "a/source/a.onnx",
+        "manifest.json",
+    }
+    assert recorded(made) == set(made.files) - {"manifest.json"}
+    package, _ = reading(made.folder)
+    assert package is not None
+    models = {name: v.model_file for name, v in package.components["a"].variants.items()}
+    assert models == {"cpu": "a/cpu/a_ctx.onnx", "source": "a/source/a.onnx"}
+    entries = made.entries(PurePosixPath("my_app/epcontext"))
+    assert entries[str(made.folder / "__init__.py")] == "my_app/epcontext/__init__.py"
+    assert entries[str(made.folder / "manifest.json")] == "my_app/epcontext/manifest.json"
+
+
+def test_the_manifest_is_the_last_file(project: Path, tmp_path: Path) -> None:
+    assert make(project, TOML, tmp_path).files[-1] == "manifest.json"
+
+
+def test_without_the_loader_it_is_a_model_package_alone(project: Path, tmp_path: Path) -> None:
+    made = make(project, TOML, tmp_path, with_loader=False)
+    assert recorded(made) == {"a/cpu/a_optimized.onnx", "a/cpu/sidecar.bin"}
+    assert loader.models(package=made.folder) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "models"),
+    [(TOML, ["a"]), (TWO, ["b", "a"]), (SEVERAL, ["det"]), (TOML + 'fallback = "source"', ["a"])],
+)
+def test_the_loader_reads_it(toml: str, models: list[str], project: Path, tmp_path: Path) -> None:
+    made = make(project, toml, tmp_path)
+    assert (made.folder / "__init__.py").read_bytes() == Path(loader.__file__).read_bytes()
+    assert loader.models(package=made.folder) == models
+    for name in models:
+        with loader.path(name, package=made.folder) as file:
+            assert file.is_file()
+
+
+def test_two_bundles_of_one_result_are_the_same(project: Path, tmp_path: Path) -> None:
+    result = compiled(configured(project, TWO), tmp_path / "artifacts")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    one, two = (record_files(bundle(result, folder).folder) for folder in folders)
+    assert one == two
+
+
+def test_two_shapes_have_one_source(project: Path, tmp_path: Path) -> None:
+    toml = SEVERAL.replace("[targets.cpu]", 'fallback = "source"\n[targets.cpu]')
+    made = make(project, toml, tmp_path)
+    assert [name for name in made.files if "source" in name] == ["det/source/a.onnx"]
+    package, problems = reading(made.folder)
+    assert problems == []
+    assert package is not None
+    sources = {c.variants["source"].model_file for c in package.components.values()}
+    assert sources == {"det/source/a.onnx"}
+    recorded(made)
+
+
+@newer_python
+def test_a_group_is_one_folder(project: Path, tmp_path: Path) -> None:
+    made = make(project, GROUP, tmp_path)
+    assert {name for name in recorded(made) if name.startswith("both/")} == {
+        "both/npu/a_ctx.onnx",
+        "both/npu/b_ctx.onnx",
+        "both/npu/sidecar.bin",
+    }
+
+
+def test_external_data_is_shipped_in_the_sources_folder(project: Path, tmp_path: Path) -> None:
+    (project / "models" / "weights").mkdir()
+    (project / "models" / "weights" / "w.bin").write_bytes(b"weights")
+    result = compiled(configured(project, TOML + 'fallback = "source"'), tmp_path / "artifacts")
+    (source,) = result.sources
+    facts = dataclasses.replace(source.facts, external_data=("weights/w.bin",))
+    source = dataclasses.replace(source, facts=facts)
+    made = bundle(Result((source,), result.built), tmp_path)
+    assert {name for name in recorded(made) if "source" in name} == {
+        "a/source/a.onnx",
+        "a/source/weights/w.bin",
+    }
+
+
+CPU_ONLY = TOML
+NPU_ONLY = 'provider = "openvino"\ndevice = "npu"\nmodels = ["models/a.onnx"]\n'
+
+
+@pytest.mark.parametrize(
+    ("toml", "shipped"),
+    [
+        (CPU_ONLY, False),
+        (CPU_ONLY + 'fallback = "source"', True),
+        (CPU_ONLY + 'fallback = "none"', False),
+        (NPU_ONLY, True),
+        (NPU_ONLY + 'fallback = "none"', False),
+        # These run on some machines only.
+        (CPU_ONLY + 'platforms = ["win_amd64"]', True),
+        (CPU_ONLY + 'optimization = "all"', True),
+        (NPU_ONLY.replace('"npu"', '"cpu"'), True),
+    ],
+)
+def test_the_source_is_shipped_unless_any_machine_runs_a_target(
+    toml: str, shipped: bool, project: Path, tmp_path: Path
+) -> None:
+    result = compiled(configured(project, toml), tmp_path / "artifacts")
+    assert shipped_sources(result) == ({"a": "a/source/a.onnx"} if shipped else {})
+    made = bundle(result, tmp_path)
+    assert any("source" in name for name in recorded(made)) == shipped
+    (component,) = json.loads((made.folder / "manifest.json").read_text("utf-8"))[
+        "components"
+    ].values()
+    assert ("source" in component["variants"]) == shipped
+
+
+def test_the_fallback_of_a_model_is_its_own(project: Path, tmp_path: Path) -> None:
+    toml = """
+provider = "cpu"
+models = [
+    { path = "models/a.onnx", fallback = "source" },
+    { path = "models/b.onnx" },
+]
+"""
+    result = compiled(configured(project, toml), tmp_path / "artifacts")
+    assert shipped_sources(result) == {"a": "a/source/a.onnx"}
