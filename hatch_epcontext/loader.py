@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import logging
 import operator
 import os
 import sys
@@ -138,7 +136,6 @@ _JSON_TYPES = {
     bool: "true or false",
 }
 
-_log = logging.getLogger(__name__)
 _registration_lock = threading.Lock()
 _groups_lock = threading.Lock()
 _target_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -230,8 +227,7 @@ def load(
     session = None
     for step, opened in _try_targets(_package(package), name, target, request):
         steps.append(step)
-        level = logging.WARNING if step.outcome is Outcome.FAILED else logging.INFO
-        _log.log(level, "%s on %s", name, step)
+        _log("warning" if step.outcome is Outcome.FAILED else "info", "%s on %s", name, step)
         session = opened or session
     if session is None:
         lines = "\n".join(f"  {step}" for step in steps)
@@ -464,6 +460,8 @@ class _Package:
         return f"shared_assets/sha256-{self._inside(digest, place)}/{self._inside(rest, place)}"
 
     def _json(self, name: str) -> dict[str, Any]:
+        import json
+
         try:
             text = (self.root / name).read_bytes()
         except Exception as error:
@@ -812,6 +810,13 @@ def _unknown(what: str, name: str, known: list[str]) -> str:
     return f"unknown {what} {name!r}.{hint} Known: {', '.join(known)}."
 
 
+def _log(level: str, message: str, *arguments: object) -> None:
+    # Imported late, as other modules here: importing this module costs an app almost nothing.
+    import logging
+
+    getattr(logging.getLogger(__name__), level)(message, *arguments, stacklevel=2)
+
+
 def _onnxruntime() -> Any:
     try:
         import onnxruntime
@@ -1072,7 +1077,7 @@ def _check_compatibility(devices: list[Any], variant: _Variant) -> None:
     try:
         answer = get_model_compatibility_for_ep_devices(devices[:1], variant.compatibility).name
     except Exception as error:
-        _log.debug("%s gives no answer on compatibility: %s", variant.ep, error)
+        _log("debug", "%s gives no answer on compatibility: %s", variant.ep, error)
         return
     if answer == "EP_UNSUPPORTED":
         raise _SkipTargetError(
@@ -1178,7 +1183,7 @@ def _open_compiled_here(package: _Package, variant: _Variant, request: _Request)
             raise
         except Exception as error:
             if file.parent.exists():
-                _log.warning("%s cannot be opened any more: %s", file, error)
+                _log("warning", "%s cannot be opened any more: %s", file, error)
                 _remove(file.parent)
             _compile(ort, package, variant, wanted, file)
             session, runs_on = _open_file(ort, package, variant, request, file)
@@ -1191,6 +1196,8 @@ def _open_compiled_here(package: _Package, variant: _Variant, request: _Request)
 
 def _check_record(folder: Path, *, verify: bool) -> None:
     """Raise an exception if a file of a context that was compiled here is missing or damaged."""
+    import json
+
     for name, recorded in json.loads((folder / _RECORD).read_bytes()).items():
         _check_file(folder / name, name, recorded, verify=verify)
 
@@ -1198,6 +1205,7 @@ def _check_record(folder: Path, *, verify: bool) -> None:
 def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any) -> str:
     """The name of what is compiled: the prepared model, its settings, and all that is installed."""
     import hashlib
+    import json
     from importlib.metadata import PackageNotFoundError, version
 
     installed = None
@@ -1220,6 +1228,7 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
 
 def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: Path) -> None:
     """Compile the prepared model of ``variant`` into ``file``, in a folder that appears as a whole."""
+    import json
     import tempfile
 
     settings = variant.settings
@@ -1229,7 +1238,8 @@ def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: 
     level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
         settings.get("optimization") or "basic", "ENABLE_ALL"
     )
-    _log.warning("%s is compiled for %s on this machine, once", variant.component, variant.target)
+    model, target = variant.component, variant.target
+    _log("warning", "%s is compiled for %s on this machine, once", model, target)
     with contextlib.ExitStack() as stack:
         prepared = package.prepared_on_disk(variant, stack)
         parent = file.parent.parent

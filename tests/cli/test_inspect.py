@@ -171,7 +171,7 @@ def test_a_package_of_another_tool_is_shown(cli: Cli, tmp_path: Path) -> None:
     )
     foreign.save(tmp_path, content)
     printed = cli("inspect", tmp_path, "--verify").stdout
-    assert printed.startswith(".\n")
+    assert printed.startswith(f"{tmp_path}\n")
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
     assert [cells for cells in lines if cells and cells[0]] == [
         ["det", "cpu", "CPUExecutionProvider", "", "", "", ""],
