@@ -17,18 +17,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import ntpath
 import operator
 import os
+import posixpath
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+# Other modules are imported where they are needed: importing this one costs an app almost nothing.
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import onnxruntime
 
 __all__ = [
@@ -74,6 +78,11 @@ _RECORD = "files.json"
 # What Windows says of a device, and may change when it starts again.
 _VOLATILE_FACTS = ("LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex")
 
+# Session options that name a file of the package.
+_PATH_OPTIONS = frozenset(
+    {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
+)
+
 # EPs that can be asked about a compatibility string at any time, from trials in many processes.
 _SAFE_TO_ASK = frozenset({"OpenVINOExecutionProvider"})
 
@@ -93,6 +102,7 @@ _MANIFEST_FORM = {
     "schema_version": (str, int),
     "layout": (str, None),
     "components": {"*": (dict, str)},
+    "shared_assets": ({"*": str}, None),
 }
 _COMPONENT_FORM = {"variants": {"*": dict}}
 _VARIANT_FORM = {
@@ -370,8 +380,8 @@ class _Variant(NamedTuple):
 class _Package:
     """A model package that was read: its models, and where its files are."""
 
-    def __init__(self, root: Any, location: str) -> None:
-        self.root, self.location = root, location
+    def __init__(self, root: Any, location: str, *, is_archive: bool) -> None:
+        self.root, self.location, self.is_archive = root, location, is_archive
         content = self._json(_MANIFEST)
         place = f"{_MANIFEST}:"
         version = content.get("schema_version")
@@ -385,11 +395,12 @@ class _Package:
         if layout not in ("portable", "installed"):
             raise self._error(f"{place}.layout", f" is {layout!r}, which is unknown")
         # An archive cannot contain what is outside of it.
-        self._confined = layout == "portable" or not isinstance(root, Path)
+        self._confined = layout == "portable" or self.is_archive
         about = self._ours(content, _OUR_PACKAGE_FORM, place)
         self.files: dict[str, dict[str, Any]] = about.get("files") or {}
         for name in self.files:
             self._inside(name, f"{place}.additional_metadata.{METADATA}.files")
+        self._assets: dict[str, str] = content.get("shared_assets") or {}
         self.components: dict[str, tuple[_Variant, ...]] = {}
         self.constants: dict[str, dict[str, Any]] = {}
         self.models: dict[str, list[str]] = {}
@@ -403,7 +414,7 @@ class _Package:
             file = self._inside(body, place)
             if not file.endswith(".json"):
                 file += "/component.json"
-            folder, body, place = str(PurePosixPath(file).parent), self._json(file), f"{file}:"
+            folder, body, place = posixpath.dirname(file), self._json(file), f"{file}:"
         self._check(body, _COMPONENT_FORM, place)
         self.components[name] = tuple(
             variant
@@ -439,7 +450,10 @@ class _Package:
                 file = _join(folder, self._inside(info, place))
                 info, place = self._json(file), f"{file}:"
             self._check(info, _ORT_FORM, place)
-            model_file = self._model_file(info["model_file"], folder, f"{place}.model_file")
+            model_file = self._file(info["model_file"], folder, f"{place}.model_file")
+        session_options = dict((info or {}).get("session_options") or {})
+        for key in _PATH_OPTIONS & session_options.keys():
+            session_options[key] = self._file(session_options[key], folder, f"{place}.{key}")
         return _Variant(
             target,
             component,
@@ -448,16 +462,18 @@ class _Package:
             body.get("ep") or CPU_EP,
             body.get("device"),
             body.get("compatibility_string") or "",
-            dict((info or {}).get("session_options") or {}),
+            session_options,
             dict((info or {}).get("provider_options") or {}),
             about,
         )
 
-    def _model_file(self, name: str, folder: str, place: str) -> str:
-        digest, _, rest = name.removeprefix("sha256:").partition("/")
+    def _file(self, name: str, folder: str, place: str) -> str:
         if not name.startswith("sha256:"):
             return _join(folder, self._inside(name, place))
-        return f"shared_assets/sha256-{self._inside(digest, place)}/{self._inside(rest, place)}"
+        asset, _, rest = name.partition("/")
+        default = f"shared_assets/sha256-{self._inside(asset.removeprefix('sha256:'), place)}"
+        folder = self._inside(self._assets.get(asset, default), place)
+        return _join(folder, self._inside(rest, place)) if rest else folder
 
     def _json(self, name: str) -> dict[str, Any]:
         import json
@@ -499,8 +515,8 @@ class _Package:
     def _inside(self, name: str, place: str) -> str:
         """``name``, which must not leave the package if the package can be moved."""
         # On any system also what another one would take for a drive or a parent folder.
-        windows = PureWindowsPath(name)
-        leaves = windows.drive or windows.root or ".." in windows.parts
+        drive, rest = ntpath.splitdrive(name)
+        leaves = drive or rest[:1] in ("/", "\\") or ".." in rest.replace("\\", "/").split("/")
         if not name or (leaves and self._confined):
             raise self._error(place, f" names a file outside of the package: {name!r}")
         return name
@@ -555,7 +571,7 @@ class _Package:
         self, model_file: str, names: list[str], stack: contextlib.ExitStack, verify: bool
     ) -> Path:
         root = self.root
-        if not isinstance(root, Path):
+        if self.is_archive:
             root = self._extract(names or [model_file], stack)
         for name in names:
             _check_file(root / name, name, self.files[name], verify=verify)
@@ -567,6 +583,7 @@ class _Package:
     def _extract(self, names: list[str], stack: contextlib.ExitStack) -> Path:
         import shutil
         import tempfile
+        from pathlib import Path
 
         folder = Path(
             stack.enter_context(
@@ -588,7 +605,7 @@ class _Package:
 
 def _join(folder: str, name: str) -> str:
     # Only an installed package has absolute names, and on Windows they begin with a drive.
-    return name if PureWindowsPath(name).is_absolute() else str(PurePosixPath(folder) / name)
+    return name if ntpath.isabs(name) else posixpath.normpath(posixpath.join(folder, name))
 
 
 def _misfit(value: Any, form: Any) -> str | None:
@@ -640,6 +657,9 @@ def _sha256(file: Path) -> str:
 
 def _package(folder: str | os.PathLike[str] | None) -> _Package:
     """The package in ``folder``, or the one that contains this module; read again when it changed."""
+    from pathlib import Path
+
+    is_archive = False
     try:
         root: Any = Path(__file__).parent if folder is None else Path(folder)
     except TypeError:
@@ -652,14 +672,15 @@ def _package(folder: str | os.PathLike[str] | None) -> _Package:
         stamp = None
         if folder is None and not root.is_dir():
             # This module is inside a zip archive.
+            is_archive = True
             resources = importlib.import_module("importlib.resources")
             try:
                 root = resources.files(__name__)
             except Exception as error:
                 raise LoadError(f"{location} cannot be read ({error})") from None
     known = _packages.get(location)
-    if known is None or known[0] != stamp or not isinstance(root, Path):
-        known = _packages[location] = stamp, _Package(root, location)
+    if known is None or known[0] != stamp or is_archive:
+        known = _packages[location] = stamp, _Package(root, location, is_archive=is_archive)
     return known[1]
 
 
@@ -831,7 +852,7 @@ def _open(package: _Package, variant: _Variant, request: _Request) -> tuple[Any,
     with contextlib.ExitStack() as stack:
         file = package.on_disk(variant, stack, verify=request.verify)
         session, runs_on = _open_file(ort, package, variant, request, file)
-        if not isinstance(package.root, Path):
+        if package.is_archive:
             # Files from an archive are there as long as the session.
             weakref.finalize(session, stack.pop_all().close)
     return session, runs_on
@@ -848,14 +869,14 @@ def _open_file(
     constants = package.constants.get(variant.component)
     class_ = _session_with_constants(ort) if constants else ort.InferenceSession
     if _is_built_in(ort, variant):
-        _add_session_options(options, variant)
+        _add_session_options(options, package, variant)
         providers = [(variant.ep, provider_options)]
         session = _with_providers(class_, file, options, providers)
         runs_on = f"{variant.ep} on {built_for}"
     else:
         with _opening_lock(ort):
             runs_on = _add_devices(ort, variant, wanted, options, provider_options)
-            _add_session_options(options, variant)
+            _add_session_options(options, package, variant)
             session = class_(file, options, enable_fallback=0)
     if constants:
         # As arrays: `run_async` needs them until it is done.
@@ -869,10 +890,11 @@ def _open_file(
     return session, runs_on
 
 
-def _add_session_options(options: Any, variant: _Variant) -> None:
+def _add_session_options(options: Any, package: _Package, variant: _Variant) -> None:
     # Not before its EP is found: a target that is skipped leaves the app's own options as they are.
     for key, value in variant.session_options.items():
-        options.add_session_config_entry(key, value)
+        text = str(package.root / value) if key in _PATH_OPTIONS else value
+        options.add_session_config_entry(key, text)
 
 
 def _with_providers(class_: Any, file: Path, options: Any, providers: list[Any]) -> Any:
@@ -1022,6 +1044,8 @@ def _is_built_in(ort: Any, variant: _Variant) -> bool:
 
 def _user_folder() -> Path:
     """The app's own folder in the user's cache folder."""
+    from pathlib import Path
+
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
@@ -1033,6 +1057,8 @@ def _user_folder() -> Path:
 
 def _expand_user_cache(value: str) -> str:
     """``value``, a folder, which is created, with ``{user-cache}`` replaced by the app's own."""
+    from pathlib import Path
+
     folder = value.replace(USER_CACHE, str(_user_folder()))
     Path(folder).mkdir(parents=True, exist_ok=True)
     return folder
@@ -1174,7 +1200,7 @@ def _open_compiled_here(package: _Package, variant: _Variant, request: _Request)
     key = _key_of_compiled(ort, package, variant, _devices(ort, variant, wanted)[0])
     folder = _user_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / key / PurePosixPath(variant.model_file).name
+    file = folder / key / posixpath.basename(variant.model_file)
     with _locked(folder / f"{key}.lock"):
         try:
             _check_record(file.parent, verify=request.verify)
@@ -1246,7 +1272,7 @@ def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: 
         made = stack.enter_context(
             tempfile.TemporaryDirectory(prefix=".new-", dir=parent, ignore_cleanup_errors=True)
         )
-        result = Path(made, file.parent.name)
+        result = parent / made / file.parent.name
         result.mkdir()
         with _opening_lock(ort):
             # Listed again: this process may have waited for another one that compiled, and failed.

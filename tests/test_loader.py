@@ -803,13 +803,11 @@ def test_a_library_that_is_registered_under_another_name_is_used(qnn: Shipper) -
     """As Windows ML or the app may have registered it."""
     import onnxruntime_qnn
 
-    name = "the.apps.own.name"
-    library = onnxruntime_qnn.get_library_path()
-    if all(each.ep_name != name for each in onnxruntime.get_ep_devices()):
-        onnxruntime.register_execution_provider_library(name, library)
     app = qnn(npu=QNN)
-    devices = app._of_ep(onnxruntime, "NoSuchExecutionProvider", os.path.relpath(library))
-    assert name in {each.ep_name for each in devices}
+    assert app.target_of(app.load("a", device="any")) == "npu"
+    library = os.path.relpath(onnxruntime_qnn.get_library_path())
+    devices = app._of_ep(onnxruntime, "NoSuchExecutionProvider", library)
+    assert QNN_EP in {each.ep_name for each in devices}
     assert app._of_ep(onnxruntime, "NoSuchExecutionProvider", None) == []
     assert app._of_ep(onnxruntime, "NoSuchExecutionProvider", str(qnn.folder)) == []
     renamed = copy.deepcopy(QNN)
@@ -1291,6 +1289,25 @@ def test_any_model_package_is_opened(tmp_path: Path) -> None:
             assert file.samefile(folder / "somewhere/m.onnx")
     (step,) = loader.explain("decoder", package=folder, shapes={"x": (9, 9, 9, 9)})
     assert str(step) == f"cpu: opened, {CPU_EP} on cpu"
+
+
+def test_weights_in_another_folder_of_the_package_are_found(tmp_path: Path) -> None:
+    key = "session.model_external_initializers_file_folder_path"
+    digest, other = "0" * 64, "1" * 64
+    places = {"weights": "cpu/weights", f"sha256:{digest}": f"shared_assets/sha256-{digest}"}
+    places[f"sha256:{other}/inside"] = "elsewhere/inside"
+    for named, place in places.items():
+        options = {"session_options": {key: named}}
+        variant = {"ep": CPU_EP, **executor("m.onnx", **options)}
+        assets = {f"sha256:{other}": "elsewhere"}
+        folder = foreign(tmp_path, {"m": {"variants": {"cpu": variant}}}, shared_assets=assets)
+        file = save_with_data(network(), folder / "cpu/m.onnx")
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        file.with_name("network.data").rename(folder / place / "network.data")
+        session = loader.load("m", package=folder, fallback=None)
+        assert session.run(None, X)[0].shape == (1, 10)
+        (folder / place / "network.data").unlink()
+        assert loader.explain("m", package=folder)[0].outcome == "failed"
 
 
 def test_the_shipped_module_opens_packages_beside_its_own(ship: Shipper, tmp_path: Path) -> None:

@@ -20,5 +20,7 @@ def table(*columns: str) -> Table:
 
 def show(rows: Table) -> None:
     """Print a table."""
-    console = Console()
-    (console if console.is_terminal else Console(width=_WIDTH)).print(rows)
+    # Names are printed as they are: some look like Rich's markup.
+    console = Console(markup=False, emoji=False)
+    wide = Console(markup=False, emoji=False, width=_WIDTH)
+    (console if console.is_terminal else wide).print(rows)

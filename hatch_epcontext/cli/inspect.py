@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
-from rich.text import Text
 
 from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
@@ -109,8 +108,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
             )
-            # As they are: names of other tools may look like Rich's markup.
-            made.add_row(*map(Text, cells))
+            made.add_row(*cells)
     show(made)
     for name, component in package.components.items():
         if about_model := ours(component.metadata, ComponentMetadata):
