@@ -213,15 +213,16 @@ def load(
 ) -> onnxruntime.InferenceSession:
     """Open the model ``name`` on the first target that this machine can run.
 
-    ``target``: try only this target ("source" for the source model on the CPU).
+    ``target``: try only this target ("source" for the source model on the CPU, if it is shipped).
     ``device``: try only targets on a device of this kind. "any" also accepts a device that only
     simulates the target's device. By default each target needs the device that it was built for.
     ``shapes``: the shapes of the inputs that the app has, by input. A model that was compiled for
     several shapes is opened in the smallest that is large enough in every dimension, or on a target
     with open shapes; ``shapes_of`` returns the shapes to pad to. Without it the first listed is opened.
-    ``fallback``: what to do where no target can be opened. "cpu" opens the source model on the CPU;
-    "jit" compiles the model on this machine, into the user's cache folder, for targets that were built
-    with ``recompile = true``, and then does as "cpu"; None raises LoadError.
+    ``fallback``: what to do where a target cannot be opened. "cpu" tries the next one, and last opens
+    the source model on the CPU, if it is shipped. "jit" does the same, but first compiles for a target
+    that was built with ``recompile = true``: on this machine, once, into the user's cache folder. None
+    tries the next target, and never opens the source model.
     ``verify``: compare the files with the sha256 in the manifest before they are opened.
     ``package``: the folder of another model package, instead of the one that contains this module.
     ``session_options``: the app's own session options, to which the target's settings and execution
@@ -254,14 +255,21 @@ def explain(
     fallback: Fallback | None = "cpu",
     verify: bool = False,
     package: str | os.PathLike[str] | None = None,
+    session_options: onnxruntime.SessionOptions
+    | Callable[[], onnxruntime.SessionOptions]
+    | None = None,
+    provider_options: Mapping[str, object] | None = None,
 ) -> list[Step]:
     """The steps of `load` with the same arguments. It opens a session to find out."""
-    request = _checked(device, shapes, fallback, verify)
+    request = _checked(device, shapes, fallback, verify, session_options, provider_options)
     return [step for step, _ in _try_targets(_package(package), name, target, request)]
 
 
 def target_of(session: onnxruntime.InferenceSession) -> str:
-    """The target on which `load` opened ``session``; "source" for the source model on the CPU."""
+    """The target on which `load` opened ``session``; "source" for the source model on the CPU.
+
+    Raises KeyError for a session that `load` did not open.
+    """
     return _target_names[session]
 
 
@@ -310,8 +318,8 @@ def _checked(
     shapes: Shapes | None,
     fallback: Fallback | None,
     verify: bool,
-    session_options: Any = None,
-    provider_options: Mapping[str, object] | None = None,
+    session_options: Any,
+    provider_options: Mapping[str, object] | None,
 ) -> _Request:
     """The request with these arguments. Raises LoadError for a value that an argument does not take."""
     if device not in (None, "npu", "gpu", "cpu", "any"):
@@ -532,10 +540,10 @@ class _Package:
         return self._on_disk(model_file, self._files_of(variant), stack, verify)
 
     def prepared_on_disk(self, variant: _Variant, stack: contextlib.ExitStack) -> Path:
-        """The prepared model of ``variant`` on disk; as `on_disk`."""
+        """The prepared model of ``variant`` on disk, with its external data, compared by sha256."""
         prefix = f"{variant.folder}/{PREPARED}/"
         names = [name for name in self.files if name.startswith(prefix)]
-        return self._on_disk(f"{variant.folder}/{variant.ours[PREPARED]}", names, stack, False)
+        return self._on_disk(f"{variant.folder}/{variant.ours[PREPARED]}", names, stack, True)
 
     def _only_model(self, folder: str) -> str:
         """The model in a variant's folder: Olive's packages do not name it."""
@@ -691,38 +699,52 @@ def _try_targets(
     variants = _choose(package, name, target, request.shapes)
     if target is None and request.fallback is None:
         variants = [variant for variant in variants if not variant.is_source]
-    attempts: list[tuple[_Variant, Callable[..., Any]]] = [(each, _open) for each in variants]
-    if request.fallback == "jit":
-        compilable = [each for each in variants if each.ours.get(PREPARED)]
-        if not compilable:
-            raise LoadError(
-                f"fallback='jit' needs the prepared model, and no target of {name!r} ships one: set "
-                "recompile = true on the target, and build the package again"
-            )
-        sources = [attempt for attempt in attempts if attempt[0].is_source]
-        attempts = [each for each in attempts if each not in sources]
-        attempts += [(each, _open_compiled_here) for each in compilable]
-        attempts += sources
-    session = None
-    for variant, opener in attempts:
+    if not variants:
+        only = ", only its source model" if request.fallback is None else ""
+        raise LoadError(f"the model {name!r} has no targets in {package.location}{only}")
+    compiled = [each for each in variants if not each.is_source]
+    # An editable install may have source models alone.
+    if request.fallback == "jit" and compiled and not any(v.ours.get(PREPARED) for v in compiled):
+        ours = f"the target {target!r}" if target is not None else "no target"
+        raise LoadError(
+            f"fallback='jit' needs the prepared model of {name!r}, and {ours} ships "
+            f"{'none' if target is not None else 'one'}: set recompile = true on the target, and build "
+            "the package again"
+        )
+    session, skipped = None, None
+    for variant, opener in _attempts(variants, request):
         if session is not None:
-            yield Step(variant.target, Outcome.NOT_TRIED, None), None
+            if opener is _open:
+                yield Step(variant.target, Outcome.NOT_TRIED, None), None
             continue
         try:
             _check_shapes(package, variant, request.shapes)
             session, runs_on = opener(package, variant, request)
         except _SkipTargetError as error:
-            yield Step(variant.target, Outcome.SKIPPED, str(error)), None
-        except _FileError as error:
-            yield Step(variant.target, Outcome.FAILED, str(error)), None
+            step = Step(variant.target, Outcome.SKIPPED, str(error))
+            # Without its device a target can be compiled as little as opened.
+            if step != skipped:
+                yield step, None
+            skipped = step
         except Exception as error:
             # Of any kind: a device that has vanished makes onnxruntime raise even MemoryError.
-            reason = f"{type(error).__name__}: {error}"
-            yield Step(variant.target, Outcome.FAILED, reason), None
+            what = "" if isinstance(error, _FileError) else f"{type(error).__name__}: "
+            when = "" if opener is _open else "compiling it on this machine: "
+            yield Step(variant.target, Outcome.FAILED, f"{when}{what}{error}"), None
         else:
             _target_names[session] = variant.target
             _keep_alive(session, package, variant)
             yield Step(variant.target, Outcome.OPENED, runs_on), session
+
+
+def _attempts(
+    variants: list[_Variant], request: _Request
+) -> Iterator[tuple[_Variant, Callable[..., Any]]]:
+    """Each variant with the function that opens it; with "jit" also with the one that compiles it."""
+    for variant in variants:
+        yield variant, _open
+        if request.fallback == "jit" and variant.ours.get(PREPARED):
+            yield variant, _open_compiled_here
 
 
 def _choose(
@@ -764,7 +786,7 @@ def _check_inputs(shapes: Shapes, variant: _Variant, name: str) -> None:
     known = variant.input_shapes
     for each, shape in shapes.items():
         if known and each not in known:
-            raise LoadError(_unknown(f"input of {name!r}", each, list(known)))
+            raise LoadError(f"{name!r}: {_unknown('input', each, list(known))}")
         if known and len(shape) != len(known[each]):
             raise LoadError(
                 f"the input {each!r} of {name!r} has {len(known[each])} dimensions, and shapes gives "
@@ -802,15 +824,17 @@ def _check_shapes(package: _Package, variant: _Variant, shapes: Shapes | None) -
         for each in package.components[component]
         if each.target == variant.target
     ]
-    listed = "; ".join(
-        ", ".join(f"{name} {_shape_text(form[name])}" for name in shapes if name in form)
+    listed = (
+        ", ".join(f"{name}: {_shape_text(form[name])}" for name in shapes if name in form)
         for form in forms
     )
-    raise _SkipTargetError(f"none of its shapes is large enough ({listed})")
+    # The components of a model have the same source.
+    text = "; ".join(dict.fromkeys(listed))
+    raise _SkipTargetError(f"none of its shapes is large enough ({text})")
 
 
 def _shape_text(shape: Sequence[int | str | None]) -> str:
-    return "x".join("?" if size is None else str(size) for size in shape)
+    return " x ".join("?" if size is None else str(size) for size in shape)
 
 
 def _keep_alive(session: Any, package: _Package, variant: _Variant) -> None:
@@ -828,7 +852,7 @@ def _unknown(what: str, name: str, known: list[str]) -> str:
 
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}.{hint} Known: {', '.join(known)}."
+    return f"unknown {what} {name!r}.{hint} Known: {', '.join(known) or 'none'}."
 
 
 def _log(level: str, message: str, *arguments: object) -> None:
@@ -1083,7 +1107,12 @@ def _devices(ort: Any, variant: _Variant, wanted: str) -> list[Any]:
         kinds = ", ".join(sorted({_kind(each) for each in offered}))
         raise _SkipTargetError(
             f"{variant.ep} finds no {'device' if wanted == 'any' else wanted}"
-            + (f", only {kinds} (device='any' accepts it)" if kinds else " on this machine")
+            + (f", only {kinds}" if kinds else " on this machine")
+            + (
+                " (device='any' accepts it)"
+                if kinds and not variant.ours.get("needs_device")
+                else ""
+            )
         )
     return fitting
 
@@ -1264,10 +1293,10 @@ def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: 
     level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
         settings.get("optimization") or "basic", "ENABLE_ALL"
     )
-    model, target = variant.component, variant.target
-    _log("warning", "%s is compiled for %s on this machine, once", model, target)
     with contextlib.ExitStack() as stack:
         prepared = package.prepared_on_disk(variant, stack)
+        model, target = variant.component, variant.target
+        _log("warning", "%s is compiled for %s on this machine, once", model, target)
         parent = file.parent.parent
         made = stack.enter_context(
             tempfile.TemporaryDirectory(prefix=".new-", dir=parent, ignore_cleanup_errors=True)

@@ -162,7 +162,8 @@ def repeated_models(
     # The shapes of one model have one source.
     sources = {source.model.path: source for source in result.sources}
     for source in sources.values():
-        for file in source.files:
+        # Who ships the model in another way says so.
+        for file in source.files if source.model.fallback != "none" else ():
             size = file.stat().st_size
             for name, path in sizes.get(size, ()):
                 if _is_same_file(path, file):
@@ -186,7 +187,7 @@ def _repeated(name: str, size: int, pattern: str, model: Model, *, again: bool) 
         )
     return (
         f"{what}, beside the compiled models of {model.configured_name}. {exclude} if the app opens it "
-        "only through the loader."
+        'only through the loader; otherwise set fallback = "none" for that model.'
     )
 
 
