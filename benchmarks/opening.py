@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import os
 import statistics
 import subprocess
 import sys
@@ -101,9 +102,11 @@ def import_seconds(code: str) -> float:
         f"import time, sys\nstart = time.perf_counter()\n{code}\nprint(time.perf_counter() - start)"
     )
     times = []
+    # As an installed package, which pip compiles.
+    env = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(_IMPORTS):
         command = [sys.executable, "-c", timed]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         times.append(float(done.stdout.splitlines()[-1]))
     return statistics.median(times)
 
@@ -146,9 +149,14 @@ def _compare(table: Table, app: Any, name: str, target: str, rounds: int) -> Non
     options = {"backend_type": "htp"} if target == "qnn" else {}
     times: dict[str, list[float]] = {"bare": [], "loader": []}
     with app.path(name, target) as file:
-        for _ in range(rounds):
-            times["bare"].append(seconds(lambda: bare(file, ep, options)))
-            times["loader"].append(seconds(lambda: app.load(name, target=target, device="any")))
+        ways = {
+            "bare": lambda: bare(file, ep, options),
+            "loader": lambda: app.load(name, target=target, device="any"),
+        }
+        for number in range(rounds):
+            # Each is the first as often as the other.
+            for kind in ("bare", "loader") if number % 2 else ("loader", "bare"):
+                times[kind].append(seconds(ways[kind]))
     plain, ours = (statistics.median(times[kind]) for kind in ("bare", "loader"))
     table.add_row(
         name,

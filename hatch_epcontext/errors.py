@@ -424,7 +424,7 @@ class Kind(Enum):
         "EPC508",
         "Invalid model package",
         "The folder's `manifest.json` is not that of a model package that ONNX Runtime can open.",
-        "Mend the place that the message names, or write the package again with the tool that made it.",
+        "Correct the place that the message names, or write the package again with the tool that made it.",
     )
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: MIT
+# Copyright (c) 2026 The hatch-epcontext developers
 """Opens precompiled ONNX models, which hatch-epcontext has put into this package.
 
     from my_app.epcontext import load
@@ -9,7 +10,8 @@
 none, it opens the source model on the CPU. ``explain`` lists the outcome and the reason for each target.
 
 The folder of this module is an ONNX Runtime model package; ``load`` opens other packages too. This
-module is a copy of ``hatch_epcontext/loader.py`` in hatch-epcontext, under the MIT licence. It needs
+module is a copy of ``hatch_epcontext/loader.py`` in hatch-epcontext, under the MIT licence
+(https://github.com/hatch-epcontext/hatch-epcontext); the version is in ``manifest.json``. It needs
 Python's standard library and onnxruntime with its numpy, and nothing else.
 """
 
@@ -328,7 +330,10 @@ def _checked(
         raise LoadError(f"fallback must be 'cpu', 'jit' or None, not {fallback!r}")
     if not isinstance(provider_options or {}, Mapping):
         raise LoadError(f"provider_options must be a mapping, not {provider_options!r}")
-    sizes = None if shapes is None else _sizes(shapes)
+    known = session_options is None or callable(session_options)
+    if not known and not hasattr(session_options, "add_session_config_entry"):
+        raise LoadError(f"session_options must be SessionOptions, not {session_options!r}")
+    sizes = _sizes(shapes) if shapes else None
     return _Request(device, sizes, fallback, verify, session_options, dict(provider_options or {}))
 
 
@@ -1253,7 +1258,10 @@ def _check_record(folder: Path, *, verify: bool) -> None:
     """Raise an exception if a file of a context that was compiled here is missing or damaged."""
     import json
 
-    for name, recorded in json.loads((folder / _RECORD).read_bytes()).items():
+    record = json.loads((folder / _RECORD).read_bytes())
+    if problem := _misfit(record, {"*": {"size": int, "sha256": str}}):
+        raise _FileError(f"{_RECORD}{problem}")
+    for name, recorded in record.items():
         _check_file(folder / name, name, recorded, verify=verify)
 
 
@@ -1262,15 +1270,21 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
     import hashlib
     import json
     from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
 
-    installed = None
+    installed: Any = None
     # Some libraries have no package, and Python refuses an empty name with a ValueError.
     with contextlib.suppress(PackageNotFoundError, ValueError):
         installed = version((variant.ours.get("plugin") or {}).get("package", ""))
     prefix = f"{variant.folder}/{PREPARED}/"
     facts = {**dict(device.ep_metadata), **dict(device.device.metadata)}
-    for name in ("library_path", *_VOLATILE_FACTS):
+    library = facts.pop("library_path", None)
+    for name in _VOLATILE_FACTS:
         facts.pop(name, None)
+    # The app may have registered a library that no package contains.
+    with contextlib.suppress(OSError, TypeError):
+        stat = Path(library).stat()
+        installed = [installed, stat.st_size, stat.st_mtime_ns]
     content = {
         "model": {n: r["sha256"] for n, r in package.files.items() if n.startswith(prefix)},
         "settings": variant.settings,

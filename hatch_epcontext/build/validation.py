@@ -29,7 +29,7 @@ def describe_validation(validation: Validation) -> str:
     ran = {
         ValidationStatus.RAN: "ran",
         ValidationStatus.RAN_ON_CPU: f"ran on the CPU only{reason}",
-        ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled one at a time, it ran",
+        ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled separately, it ran",
     }[validation.status]
     if not validation.agreements:
         return f"{ran}, outputs finite, not compared"

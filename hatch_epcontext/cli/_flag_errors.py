@@ -10,7 +10,14 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.errors import BuildError, EpcontextError, Key, KeyNames, Setting
+from hatch_epcontext.errors import (
+    BuildError,
+    EpcontextError,
+    InspectionError,
+    Key,
+    KeyNames,
+    Setting,
+)
 from hatch_epcontext.text import dotted, to_toml
 
 _Parts = tuple["str | int", ...]
@@ -140,5 +147,5 @@ def error_text(error: EpcontextError, ctx: click.Context) -> str:
     wording: _Wording | None = ctx.meta.get(_META)
     if wording is None:
         return str(error)
-    headline = wording.headline if isinstance(error, BuildError) else None
+    headline = wording.headline if isinstance(error, BuildError | InspectionError) else None
     return error.text(wording.names, headline)

@@ -30,7 +30,7 @@ PROVIDER = Provider(
     product="optimized",
     distributions=("onnxruntime-directml", "onnxruntime-windowsml"),
     devices=("gpu", "npu"),
-    open_shapes_on=("gpu", "npu"),
+    open_shapes_on=("gpu",),
     tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
     needs="Windows and a GPU or NPU with a DirectX 12 driver",
     verified="Only the options.",

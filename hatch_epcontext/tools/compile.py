@@ -110,7 +110,7 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
             Kind.FILE_EXISTS,
             str(path),
             "exists already.",
-            "Choose another place, or allow overwriting.",
+            "Choose another place, or allow overwriting (on the command line: --overwrite).",
         )
         for path in paths
         if path.exists()

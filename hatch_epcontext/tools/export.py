@@ -114,7 +114,7 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
             )
         )
     if not overwrite:
-        hint = "Choose another place, or allow overwriting."
+        hint = "Choose another place, or allow overwriting (on the command line: --overwrite)."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), "exists already.", hint))
 
 

@@ -62,6 +62,11 @@ def inspect_model(path: Path) -> InspectReply:
     if not path.is_file():
         message = "is a folder, and not an ONNX file." if path.is_dir() else "does not exist."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message))
+    if path.name == model_package.FILE:
+        message = "is the manifest of a model package, and not an ONNX file."
+        raise InspectionError(
+            Problem(Kind.INVALID_PATH, str(path), message, "Name the folder that it is in.")
+        )
     check_environment((), READING)
     request = InspectRequest(str(path.resolve()))
     with temp_dir() as folder:
@@ -99,6 +104,11 @@ def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
     for name in _unrecorded(package):
         if not (folder / name).is_file():
             yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
+    if package.layout == "portable":
+        for name in (*recorded_files(package), *_unrecorded(package)):
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                message = "is a link to a file outside of the package, which ONNX Runtime refuses."
+                yield Problem(Kind.INVALID_PACKAGE, str(folder / name), message)
 
 
 def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:

@@ -244,7 +244,12 @@ def _run(
     spec = model_spec_to_run(job.models[0], job.target)
     if reason := reason_not_to_run(job) or reason_not_to_open(path, model, job.target.provider):
         raise BuildError(
-            Problem(Kind.NOT_RUN, str(path), f"{reason}.", "Check only the structure of its files.")
+            Problem(
+                Kind.NOT_RUN,
+                str(path),
+                f"{reason}.",
+                "Check only the structure of its files (on the command line: --structure).",
+            )
         )
     moved = staging / "moved"
     copy_named_files(path, model, moved)

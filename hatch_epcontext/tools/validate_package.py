@@ -136,6 +136,8 @@ def validate_package(
     """
     _refuse_settings(job_settings)
     read = _read(path)
+    if not any(each.variants for each in read.package.components.values()):
+        raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(path), "has no variants."))
     chosen = list(_chosen(read.package, choice))
     if source is not None:
         _refuse_several_models(read.package, [component for component, _ in chosen])
@@ -490,7 +492,10 @@ def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) ->
 
 
 def _not_run(location: str, reason: str) -> Problem:
-    hint = "Validate it on a machine that can run it, or check only its files."
+    hint = (
+        "Validate it on a machine that can run it, or check only its files (on the command line: "
+        "--structure, or --allow-not-run)."
+    )
     return Problem(Kind.NOT_RUN, location, f"{reason}.", hint)
 
 

@@ -112,8 +112,8 @@ def _check_left_open(
             spec.key,
             Kind.OPEN_DIMENSION,
             f"{open_dimension_message(each, ep)} It is left open because static-shapes is false.",
-            None if fixed.is_fixed else "Fix it, for example with size 1.",
-            Setting(spec.key / "static-shapes", True),
+            "Remove static-shapes = false"
+            + ("." if fixed.is_fixed else ", and fix it, for example with size 1."),
             *([] if fixed.is_fixed else [_size_one(fixed, spec)]),
         )
 

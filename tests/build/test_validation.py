@@ -66,7 +66,7 @@ def elsewhere(job: Job) -> Job:
         ),
         (
             Validation(ValidationStatus.RAN_ALONE, reason="shared"),
-            "structure checked (shared); compiled one at a time, it ran, outputs finite, not compared",
+            "structure checked (shared); compiled separately, it ran, outputs finite, not compared",
         ),
         (
             Validation(ValidationStatus.STRUCTURE, reason="no NPU"),

@@ -269,7 +269,7 @@ def test_one_context_for_several_chips(cli: Cli, source: Path, out: Path) -> Non
     arguments = ("compile", source, "-p", "qnn", "--dim", "batch=1", "-o", out)
     printed = cli(*arguments, "-O", "soc_model=60,57")
     assert "for soc_model 60,57, htp_arch 73,75" in printed.stderr
-    assert "compiled one at a time, it ran and agrees with the CPU" in printed.stderr
+    assert "compiled separately, it ran and agrees with the CPU" in printed.stderr
     assert names(out) == ["net_ctx.onnx", "net_ctx_qnn.bin"]
     context = out / "net_ctx.onnx"
     shown = cli("inspect", context).stdout

@@ -66,8 +66,8 @@ def test_open_shapes_stay_open_in_the_facts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dims", "settings"),
     [
-        ({"batch": 2}, ["models[0].static-shapes = true"]),
-        ({}, ["models[0].static-shapes = true", "models[0].dims = { batch = 1 }"]),
+        ({"batch": 2}, []),
+        ({}, ["models[0].dims = { batch = 1 }"]),
     ],
 )
 def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
