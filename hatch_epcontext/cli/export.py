@@ -55,7 +55,7 @@ def export_(
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Write a project's models as a model package, without a wheel.
+    """Write the model package of a project.
 
     PROJECT is the folder with the pyproject.toml; the default is the current folder. Its models are
     compiled and validated, and DIR becomes the folder that a wheel would contain: the manifest, the

@@ -195,7 +195,7 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
         ('provider = "cpu"\ndevice = "any"', False),
         ('provider = "cuda"', False),
         ('provider = "directml"', False),
-        ('provider = "directml"\ndevice = "npu"', False),
+        ('provider = "directml"\ndevice = "npu"', True),
         ('provider = "migraphx"', False),
         ('provider = "webgpu"', False),
         ('provider = "openvino"', False),
