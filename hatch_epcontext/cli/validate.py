@@ -79,7 +79,7 @@ def validate(
     quiet: bool,
     verbose: int,
 ) -> None:
-    """Validate a context model or a model package that any tool made.
+    """Validate a context model or a model package of any tool.
 
     PATH is a context model, or the folder of a model package.
 
