@@ -24,7 +24,8 @@ from tests.projects import PROJECT
 
 pytestmark = pytest.mark.slow
 
-PROCESSES = 20
+# Only QNN is known to have crashed: in each of the first processes.
+PROCESSES = {"qnn": 20, "openvino": 4}
 AT_ONCE = 2
 
 TARGETS = {
@@ -123,8 +124,8 @@ def test_no_process_dies_that_opens_and_closes_models(app: Path, target: str) ->
         )
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        processes = list(pool.map(start, range(PROCESSES)))
+        processes = list(pool.map(start, range(PROCESSES[target])))
     ends = collections.Counter(ending(each.returncode) for each in processes)
     logs = [each.stderr[-3000:] for each in processes if each.returncode != 0]
-    assert ends == {"exit code 0x0": PROCESSES}, f"{dict(ends)}\n" + "\n".join(logs[:2])
+    assert ends == {"exit code 0x0": PROCESSES[target]}, f"{dict(ends)}\n" + "\n".join(logs[:2])
     assert all(each.stdout.endswith("done\n") for each in processes)

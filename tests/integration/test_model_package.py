@@ -120,7 +120,8 @@ def app(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> App:
     # The example ships no source model, because its target "cpu" runs everywhere.
     with (project / "pyproject.toml").open("a", encoding="utf-8") as text:
         text.write('fallback = "source"\n')
-    run(sys.executable, "-m", "build", "-o", folder / "dist", project, cwd=project, env=env)
+    command = (sys.executable, "-m", "build", "-n", "-w", "-o", folder / "dist", project)
+    run(*command, cwd=project, env=env)
     (wheel,) = (folder / "dist").glob("*.whl")
     environment = make_environment(folder / "venv", env)
     environment.install(wheel, "onnxruntime-qnn")
