@@ -18,6 +18,7 @@ Python's standard library and onnxruntime with its numpy, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import ntpath
 import operator
@@ -148,7 +149,6 @@ _JSON_TYPES = {
     bool: "true or false",
 }
 
-_registration_lock = threading.Lock()
 _groups_lock = threading.Lock()
 _target_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # For each session that shares weights, the earlier sessions of its group, which have to outlive it.
@@ -546,9 +546,13 @@ class _Package:
 
     def prepared_on_disk(self, variant: _Variant, stack: contextlib.ExitStack) -> Path:
         """The prepared model of ``variant`` on disk, with its external data, compared by sha256."""
+        file = f"{variant.folder}/{variant.ours[PREPARED]}"
+        return self._on_disk(file, self.prepared_files(variant), stack, True)
+
+    def prepared_files(self, variant: _Variant) -> list[str]:
+        """The prepared model of ``variant`` and its external data."""
         prefix = f"{variant.folder}/{PREPARED}/"
-        names = [name for name in self.files if name.startswith(prefix)]
-        return self._on_disk(f"{variant.folder}/{variant.ours[PREPARED]}", names, stack, True)
+        return [name for name in self.files if name.startswith(prefix)]
 
     def _only_model(self, folder: str) -> str:
         """The model in a variant's folder: Olive's packages do not name it."""
@@ -903,7 +907,7 @@ def _open_file(
         session = _with_providers(class_, file, options, providers)
         runs_on = f"{variant.ep} on {built_for}"
     else:
-        with _opening_lock(ort):
+        with _ep_lock(ort):
             runs_on = _add_devices(ort, variant, wanted, options, provider_options)
             _add_session_options(options, package, variant)
             session = class_(file, options, enable_fallback=0)
@@ -935,12 +939,13 @@ def _with_providers(class_: Any, file: Path, options: Any, providers: list[Any])
         return class_(file, options, providers=providers, enable_fallback=0)
 
 
-def _opening_lock(ort: Any) -> Any:
-    """The lock for opening on plugin EPs: one in the process, also for the loaders of other packages.
+def _ep_lock(ort: Any) -> Any:
+    """The lock for registering plugin EPs and for opening on them.
 
-    Some EPs crash when two threads open a session at the same moment.
+    There is one in the process, also for the loaders of other packages: some EPs crash when two threads
+    open a session at the same moment.
     """
-    return vars(ort).setdefault("_epcontext_opening_lock", threading.Lock())
+    return vars(ort).setdefault("_epcontext_lock", threading.Lock())
 
 
 def _kinds_of_device(variant: _Variant, request: _Request) -> tuple[str, str]:
@@ -974,16 +979,12 @@ def _add_devices(
     return f"{variant.ep}, by the policy {policy}"
 
 
-_SESSION_CLASS: list[Any] = []
-
-
+@functools.cache
 def _session_with_constants(ort: Any) -> Any:
     """A session class that takes the inputs that the build froze, and checks their values.
 
     With it the source model, which still has these inputs, is called like the compiled ones.
     """
-    if _SESSION_CLASS:
-        return _SESSION_CLASS[0]
     import numpy as np
 
     class SessionWithConstants(ort.InferenceSession):  # type: ignore[misc]
@@ -1020,7 +1021,6 @@ def _session_with_constants(ort: Any) -> Any:
                     feed[name] = value
             return feed
 
-    _SESSION_CLASS.append(SessionWithConstants)
     return SessionWithConstants
 
 
@@ -1098,7 +1098,10 @@ def _kind(device: Any) -> str:
 
 
 def _devices(ort: Any, variant: _Variant, wanted: str) -> list[Any]:
-    """The devices that the target can run on, best first; ``wanted`` is a kind of device or "any"."""
+    """The devices that the target can run on, best first; ``wanted`` is a kind of device or "any".
+
+    The caller holds `_ep_lock`.
+    """
     kind, wanted_facts = variant.kind_of_device, variant.settings.get("device_filter") or {}
     offered = [each for each in _offered(ort, variant) if _passes(each, wanted_facts)]
     if wanted == "any":
@@ -1167,46 +1170,48 @@ def _ep_devices(ort: Any) -> list[Any]:
 
 
 def _offered(ort: Any, variant: _Variant) -> list[Any]:
-    """The devices of the variant's EP. Its library is registered if needed, once per process."""
+    """The devices of the variant's EP. Its library is registered if needed, once per process.
+
+    The caller holds `_ep_lock`.
+    """
     ep = variant.ep
     if not hasattr(ort, "get_ep_devices"):
         raise _SkipTargetError(f"onnxruntime {ort.__version__} is too old for {ep}")
-    with _registration_lock:
-        offered = _of_ep(ort, ep, None)
-        if offered:
-            return offered
-        plugin = variant.ours.get("plugin") or {
-            "module": _KNOWN_PLUGINS.get(ep, ""),
-            "package": _KNOWN_PLUGINS.get(ep, "").replace("_", "-"),
-            "registration_name": ep,
-        }
-        if not plugin["module"]:
-            raise _SkipTargetError(
-                f"{ep} is not registered; the app has to call "
-                "onnxruntime.register_execution_provider_library first"
-            )
-        try:
-            library = str(importlib.import_module(plugin["module"]).get_library_path())
-        except ImportError as error:
-            raise _SkipTargetError(f"{plugin['package']} is not installed ({error})") from error
-        except Exception as error:
-            reason = f"{plugin['package']} names no library ({type(error).__name__}: {error})"
-            raise _SkipTargetError(reason) from error
-        # The app may have registered the library under another name, which some EPs take as their own.
+    offered = _of_ep(ort, ep, None)
+    if offered:
+        return offered
+    plugin = variant.ours.get("plugin") or {
+        "module": _KNOWN_PLUGINS.get(ep, ""),
+        "package": _KNOWN_PLUGINS.get(ep, "").replace("_", "-"),
+        "registration_name": ep,
+    }
+    if not plugin["module"]:
+        raise _SkipTargetError(
+            f"{ep} is not registered; the app has to call "
+            "onnxruntime.register_execution_provider_library first"
+        )
+    try:
+        library = str(importlib.import_module(plugin["module"]).get_library_path())
+    except ImportError as error:
+        raise _SkipTargetError(f"{plugin['package']} is not installed ({error})") from error
+    except Exception as error:
+        reason = f"{plugin['package']} names no library ({type(error).__name__}: {error})"
+        raise _SkipTargetError(reason) from error
+    # The app may have registered the library under another name, which some EPs take as their own.
+    offered = _of_ep(ort, ep, library)
+    if offered:
+        return offered
+    try:
+        ort.register_execution_provider_library(plugin["registration_name"], library)
+    except Exception as error:
+        # The app, or another package's loader, may have registered it at the same moment.
         offered = _of_ep(ort, ep, library)
-        if offered:
+        if offered or "already registered" in str(error):
             return offered
-        try:
-            ort.register_execution_provider_library(plugin["registration_name"], library)
-        except Exception as error:
-            # The app, or another package's loader, may have registered it at the same moment.
-            offered = _of_ep(ort, ep, library)
-            if offered or "already registered" in str(error):
-                return offered
-            raise _SkipTargetError(
-                f"the library of {plugin['package']} cannot be loaded ({error})"
-            ) from error
-        return _of_ep(ort, ep, library)
+        raise _SkipTargetError(
+            f"the library of {plugin['package']} cannot be loaded ({error})"
+        ) from error
+    return _of_ep(ort, ep, library)
 
 
 def _of_ep(ort: Any, ep: str, library: str | None) -> list[Any]:
@@ -1231,7 +1236,8 @@ def _open_compiled_here(package: _Package, variant: _Variant, request: _Request)
     wanted, _ = _kinds_of_device(variant, request)
     if not hasattr(ort, "ModelCompiler"):
         raise _SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
-    key = _key_of_compiled(ort, package, variant, _devices(ort, variant, wanted)[0])
+    with _ep_lock(ort):
+        key = _key_of_compiled(ort, package, variant, _devices(ort, variant, wanted)[0])
     folder = _user_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / key / posixpath.basename(variant.model_file)
@@ -1276,7 +1282,6 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
     # Some libraries have no package, and Python refuses an empty name with a ValueError.
     with contextlib.suppress(PackageNotFoundError, ValueError):
         installed = version((variant.ours.get("plugin") or {}).get("package", ""))
-    prefix = f"{variant.folder}/{PREPARED}/"
     facts = {**dict(device.ep_metadata), **dict(device.device.metadata)}
     library = facts.pop("library_path", None)
     for name in _VOLATILE_FACTS:
@@ -1286,7 +1291,7 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
         stat = Path(library).stat()
         installed = [installed, stat.st_size, stat.st_mtime_ns]
     content = {
-        "model": {n: r["sha256"] for n, r in package.files.items() if n.startswith(prefix)},
+        "model": {n: package.files[n]["sha256"] for n in package.prepared_files(variant)},
         "settings": variant.settings,
         "onnxruntime": ort.__version__,
         "ep": installed,
@@ -1317,7 +1322,7 @@ def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: 
         )
         result = parent / made / file.parent.name
         result.mkdir()
-        with _opening_lock(ort):
+        with _ep_lock(ort):
             # Listed again: this process may have waited for another one that compiled, and failed.
             devices = _devices(ort, variant, wanted)
             options.add_provider_for_devices(devices[:1], settings.get("provider_options") or {})

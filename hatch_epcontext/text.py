@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _MOST_ALLOWED = 12
@@ -99,6 +99,11 @@ def listing(names: Iterable[str]) -> str:
     """Names in a sentence: ``"a, b and c"``."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def pairs(values: Mapping[str, object]) -> str:
+    """Names with their values in a sentence: ``"soc_model 60, htp_arch 73"``."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def count(number: int, noun: str) -> str:

@@ -12,6 +12,7 @@ from hatch_epcontext.text import (
     dotted,
     file_name,
     listing,
+    pairs,
     parse_size,
     quoted_key,
     show,
@@ -137,6 +138,11 @@ def test_numbers_with_their_noun() -> None:
 )
 def test_file_names_are_portable(text: str, name: str) -> None:
     assert file_name(text, "_") == name
+
+
+def test_names_stand_with_their_values() -> None:
+    assert pairs({"soc_model": "60", "htp_arch": 73}) == "soc_model 60, htp_arch 73"
+    assert pairs({}) == ""
 
 
 def test_a_long_list_is_left_out_beside_a_near_name() -> None:

@@ -10,7 +10,7 @@ from hatch_epcontext.build.requirements import requirements
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.ipc.protocol import ModelSpec, TargetSpec
-from hatch_epcontext.text import file_name
+from hatch_epcontext.text import file_name, pairs
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Job:
         chips = self.target.provider.chips(self.target.settings.provider_options)
         if len(chips) == 1:
             return {"": chips[0]}
-        return {", ".join(f"{name} {value}" for name, value in c.items()): c for c in chips}
+        return {pairs(chip): chip for chip in chips}
 
 
 @dataclass(frozen=True)

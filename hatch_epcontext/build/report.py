@@ -22,7 +22,7 @@ from hatch_epcontext.build.validation import describe_validation
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.protocol import Context, Coverage
-from hatch_epcontext.text import show_size
+from hatch_epcontext.text import pairs, show_size
 
 _MOST_CHARACTERS = 90
 """Characters of a failed preparation's message in a summary; the report has all of it."""
@@ -146,7 +146,7 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
         yield f"prepared with {preparation.simplifier} ({failed})"
     yield describe_coverage(context.coverage)
     if chip := built.job.target.provider.compiled_for(context.compatibility):
-        yield "for " + ", ".join(f"{name} {value}" for name, value in chip.items())
+        yield f"for {pairs(chip)}"
     yield describe_validation(built.validations[context.model])
 
 

@@ -22,5 +22,6 @@ def show(rows: Table) -> None:
     """Print a table."""
     # Names are printed as they are: some look like Rich's markup.
     console = Console(markup=False, emoji=False)
-    wide = Console(markup=False, emoji=False, width=_WIDTH)
-    (console if console.is_terminal else wide).print(rows)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(rows)

@@ -21,7 +21,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.package.model_package import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.text import count, show_size
+from hatch_epcontext.text import count, pairs, show_size
 from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspect as tool
 
@@ -55,14 +55,14 @@ def _show_model(model: InspectReply) -> None:
     for heading, tensors in (("inputs", model.inputs), ("outputs", model.outputs)):
         for tensor in tensors:
             click.echo(f"{heading[:-1]} {_tensor(tensor)}")
-    click.echo(f"opsets: {_listed(model.opsets)}")
+    click.echo(f"opsets: {pairs(model.opsets)}")
     if model.operators:
         kind = "not in a context" if model.contexts else "operators"
-        click.echo(f"{kind}: {_listed(model.operators)}")
+        click.echo(f"{kind}: {pairs(model.operators)}")
     for ep, text in model.compatibility.items():
         click.echo(f"compatibility with {ep}: {text}")
         if chip := _compiled_for(ep, text):
-            click.echo(f"compiled for: {_listed(chip)}")
+            click.echo(f"compiled for: {pairs(chip)}")
     if model.contexts:
         made = table("context", "EP", "SDK", "blob", "size", "sha256")
         for context in model.contexts:
@@ -103,7 +103,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
                 name,
                 target,
                 variant.ep or "",
-                _listed(_compiled_for(provider, compatibility)) or compatibility,
+                pairs(_compiled_for(provider, compatibility)) or compatibility,
                 describe_coverage(its.coverage) if its else "",
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
@@ -141,7 +141,3 @@ def _summarize(validation: Validation) -> str:
 
 def _tensor(tensor: TensorFacts) -> str:
     return f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}"
-
-
-def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())

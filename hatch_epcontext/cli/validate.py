@@ -13,7 +13,7 @@ from hatch_epcontext.cli._flags import loading_flags, provider_option
 from hatch_epcontext.ipc.protocol import InspectReply
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.text import count
+from hatch_epcontext.text import count, pairs
 from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.validate import validate_context
 from hatch_epcontext.tools.validate_package import (
@@ -162,6 +162,6 @@ def _describe_model(model: InspectReply, ep: str, provider: str) -> list[str]:
     known = find(provider)
     chip = known.compiled_for(model.compatibility.get(ep, "")) if known else {}
     if chip:
-        parts.append("for " + ", ".join(f"{name} {value}" for name, value in chip.items()))
+        parts.append(f"for {pairs(chip)}")
     uncovered = ", ".join(f"{number} {name}" for name, number in model.operators.items())
     return [*parts, f"left to the CPU: {uncovered}" if uncovered else "nothing left to the CPU"]

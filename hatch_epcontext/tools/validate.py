@@ -26,7 +26,7 @@ from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import Context, InspectReply, TensorFacts, ValidateRequest
 from hatch_epcontext.providers import PROVIDERS, Provider, find
-from hatch_epcontext.text import listing, show, suggestion
+from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspect import inspect_model, verify_model
 
@@ -97,7 +97,7 @@ def validate_context(
                     context, model, job, staging, workers, has_source=source is not None
                 )
         except EpcontextError as error:
-            reason = why_not_run(error)
+            reason = reason_not_run(error)
             if reason is None or not allow_not_run:
                 raise
             validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
@@ -111,8 +111,8 @@ def _refuse_archive(path: Path) -> None:
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
 
 
-def why_not_run(error: EpcontextError) -> str | None:
-    """The reason, if ``error`` is only about this machine: it lacks what the artifact runs on."""
+def reason_not_run(error: EpcontextError) -> str | None:
+    """The reason, if ``error`` is only about this machine: what the artifact runs on is missing here."""
     if not all(problem.kind in _ABOUT_THIS_MACHINE for problem in error.problems):
         return None
     return error.problems[0].message.splitlines()[0].rstrip(".")
@@ -211,9 +211,8 @@ def reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> s
     """Why a context for several chips cannot be opened, nor one that shares its sidecar with another."""
     chip = provider.compiled_for(model.compatibility.get(provider.ep, ""))
     if len(provider.chips(chip)) > 1:
-        chips = ", ".join(f"{name} {value}" for name, value in chip.items())
         return (
-            f"it is for several chips ({chips}), and {provider.ep} cannot open such contexts on this "
+            f"it is for several chips ({pairs(chip)}), and {provider.ep} cannot open such contexts on this "
             "machine"
         )
     if not provider.shares_weights or provider.loads_shared:

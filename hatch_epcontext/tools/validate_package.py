@@ -47,9 +47,9 @@ from hatch_epcontext.tools.validate import (
     check_chip,
     copy_named_files,
     fixed_shapes,
+    reason_not_run,
     reason_not_to_open,
     refuse_mode,
-    why_not_run,
 )
 
 _DEVICES: Mapping[str, Device] = {name: name for name in get_args(Device)}
@@ -213,10 +213,7 @@ def _owns(variant: Variant, name: str) -> bool:
 
 def _chosen(package: ModelPackage, choice: Choice) -> Iterator[tuple[str, str]]:
     """The names of the components and variants of ``choice``; raises ConfigError for unknown ones."""
-    models = {
-        name: (name, about.model) if (about := ours(each.metadata, ComponentMetadata)) else (name,)
-        for name, each in package.components.items()
-    }
+    models = {name: (name, _model_of(package, name)) for name in package.components}
     variants = dict.fromkeys(v for each in package.components.values() for v in each.variants)
     names = dict.fromkeys(name for its in models.values() for name in its)
     problems = [
@@ -247,14 +244,15 @@ def _unknown(
             yield Problem(kind, flag, message, suggestion(name, known))
 
 
+def _model_of(package: ModelPackage, component: str) -> str:
+    """The name of the component's model, which the components of its other shapes have too."""
+    about = ours(package.components[component].metadata, ComponentMetadata)
+    return about.model if about else component
+
+
 def _refuse_several_models(package: ModelPackage, components: Sequence[str]) -> None:
     """Raise ConfigError if ``components`` are several models: a source is that of one."""
-    models = {
-        about.model
-        if (about := ours(package.components[name].metadata, ComponentMetadata))
-        else name
-        for name in components
-    }
+    models = {_model_of(package, name) for name in components}
     if len(models) > 1:
         message = f"is the source of one model, and these are several: {listing(sorted(models))}."
         hint = "Choose one with --component."
@@ -312,7 +310,7 @@ class _Validator:
             validation = self._run(component, variant, form, location)
         except EpcontextError as error:
             problems = tuple(_located(each, location) for each in error.problems)
-            if (reason := why_not_run(error)) is None:
+            if (reason := reason_not_run(error)) is None:
                 return replace(result, problems=problems)
             validation = Validation(ValidationStatus.STRUCTURE, reason=reason)
             if self._structure_only:
