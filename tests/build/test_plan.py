@@ -16,6 +16,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
+from tests.projects import GROUP
 
 BOTH = """
 models = ["models/a.onnx", { path = "models/b.onnx", targets = ["npu"] }]
@@ -56,20 +57,6 @@ def test_a_request_carries_the_settings_of_the_target(project: Path) -> None:
     spec = target_spec(target)
     assert spec.settings == target.settings
     assert (spec.settings.provider, spec.load_options) == ("qnn", target.load_options)
-
-
-GROUP = """
-[[models]]
-path = "models/a.onnx"
-share-weights = "both"
-[[models]]
-path = "models/b.onnx"
-share-weights = "both"
-[targets.npu]
-provider = "qnn"
-[targets.cpu]
-provider = "cpu"
-"""
 
 
 @newer_python

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from hatch_epcontext.cli.app import app
 from tests.models import network, save
+from tests.projects import PROJECT
 
 Cli = Callable[..., Result]
 
@@ -43,3 +46,14 @@ def app_project(project: Path) -> Path:
     for name in ("a", "b"):
         save(network(), project / "models" / f"{name}.onnx")
     return project
+
+
+def build_wheel(project: Path) -> Path:
+    """Build the wheel of `app_project`, whose ``pyproject.toml`` has only the models."""
+    text = (project / "pyproject.toml").read_text("utf-8")
+    head = PROJECT.removesuffix("[tool.epcontext]\n")
+    (project / "pyproject.toml").write_text(head + text, encoding="utf-8")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    subprocess.run(command, cwd=project, check=True, capture_output=True)
+    (wheel,) = (project / "dist").glob("*.whl")
+    return wheel

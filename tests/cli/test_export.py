@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, build_wheel
 from tests.conftest import needs_qnn
 from tests.models import network, save, unknown_operator
 
@@ -41,20 +41,7 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
 def test_it_is_the_same_as_in_a_wheel_byte_for_byte(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
-    text = (app_project / "pyproject.toml").read_text("utf-8")
-    head = """
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-[project]
-name = "my-app"
-version = "1.0"
-[tool.hatch.build.targets.wheel.hooks.epcontext]
-"""
-    (app_project / "pyproject.toml").write_text(head + text, encoding="utf-8")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
-    subprocess.run(command, cwd=app_project, check=True, capture_output=True)
-    (wheel,) = (app_project / "dist").glob("*.whl")
+    wheel = build_wheel(app_project)
     cli("export", app_project, "-o", tmp_path / "out", "-q")
     unpack = [sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "wheel")]
     subprocess.run(unpack, check=True)

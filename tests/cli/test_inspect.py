@@ -11,7 +11,7 @@ import pytest
 
 from hatch_epcontext.build.artifact import Artifact
 from hatch_epcontext.package import editable
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, build_wheel
 from tests.conftest import needs_qnn
 from tests.models import network, save, save_with_data
 from tests.package import foreign
@@ -24,20 +24,8 @@ def wheel(app_project: Path) -> Path:
     """The wheel of a project with two models and two targets, which also ships the sources."""
     text = (app_project / "pyproject.toml").read_text("utf-8")
     text = text.replace("[tool.epcontext]", '[tool.epcontext]\nfallback = "source"')
-    head = """
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-[project]
-name = "my-app"
-version = "1.0"
-[tool.hatch.build.targets.wheel.hooks.epcontext]
-"""
-    (app_project / "pyproject.toml").write_text(head + text, encoding="utf-8")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
-    subprocess.run(command, cwd=app_project, check=True, capture_output=True)
-    (built,) = (app_project / "dist").glob("*.whl")
-    return built
+    (app_project / "pyproject.toml").write_text(text, encoding="utf-8")
+    return build_wheel(app_project)
 
 
 def test_a_wheel_is_shown_and_verified(cli: Cli, wheel: Path) -> None:

@@ -19,8 +19,7 @@ import pytest
 
 from tests.conftest import needs, needs_qnn
 from tests.integration.conftest import OFFERED, run
-from tests.models import network, save
-from tests.projects import PROJECT
+from tests.projects import make_project
 
 pytestmark = pytest.mark.slow
 
@@ -86,17 +85,13 @@ def target(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def app(target: str, tmp_path: Path) -> Path:
     """The folder into which a wheel is installed; its only target is called as its provider."""
-    project = tmp_path / "project"
-    (project / "my_app").mkdir(parents=True)
-    (project / "my_app" / "__init__.py").touch()
     toml = f"""
 fallback = "none"
 models = [{{ path = "models/a.onnx", shapes = {{ x = [1, 1, 8, 8] }} }}]
 [tool.epcontext.targets.{target}]
 {TARGETS[target]}
 """
-    (project / "pyproject.toml").write_text(PROJECT + toml, encoding="utf-8")
-    save(network(), project / "models" / "a.onnx")
+    project = make_project(tmp_path / "project", toml)
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
     (wheel,) = (project / "dist").glob("*.whl")

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integration.conftest import run
-from tests.models import network, save
-from tests.projects import PROJECT
+from tests.projects import make_project
 
 pytestmark = pytest.mark.usefixtures("openvino_cpu")
 
@@ -41,11 +40,7 @@ print(json.dumps(text))
 
 
 def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    (project / "my_app").mkdir(parents=True)
-    (project / "my_app" / "__init__.py").touch()
-    (project / "pyproject.toml").write_text(PROJECT + TOML, encoding="utf-8")
-    save(network(), project / "models" / "a.onnx")
+    project = make_project(tmp_path / "project", TOML)
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
     text = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project, env=env)
     assert "a -> openvino (openvino): 4/4 nodes in 1 context, for OpenVINO 20" in text

@@ -13,8 +13,7 @@ import pytest
 
 from tests.conftest import needs_qnn
 from tests.integration.conftest import run
-from tests.models import network, save
-from tests.projects import PROJECT
+from tests.projects import make_project
 
 pytestmark = [
     pytest.mark.network,
@@ -42,14 +41,6 @@ requirements = ["onnxruntime-gpu"]
 """
 
 
-def project_with(toml: str, folder: Path) -> Path:
-    (folder / "my_app").mkdir(parents=True)
-    (folder / "my_app" / "__init__.py").touch()
-    (folder / "pyproject.toml").write_text(PROJECT + toml, encoding="utf-8")
-    save(network(), folder / "models" / "a.onnx")
-    return folder
-
-
 def build(project: Path, env: dict[str, str], *, fails: bool = False, **settings: str) -> str:
     variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in settings.items()}
     command = (sys.executable, "-m", "build", "-w", "-o", project / "dist", project)
@@ -66,7 +57,7 @@ def has(library: str) -> bool:
 
 @pytest.mark.skipif(has("libnvinfer.so.10"), reason="this machine has TensorRT")
 def test_the_missing_libraries_of_tensorrt_are_named(tmp_path: Path, env: dict[str, str]) -> None:
-    project = project_with(TENSORRT, tmp_path / "project")
+    project = make_project(tmp_path / "project", TENSORRT)
     text = build(project, env, fails=True)
     assert "the library of TensorrtExecutionProvider cannot be loaded" in text
     assert "Install NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu (libnv" in text
@@ -79,7 +70,7 @@ def test_the_missing_libraries_of_tensorrt_are_named(tmp_path: Path, env: dict[s
 def test_targets_of_two_distributions_get_into_one_wheel(
     tmp_path: Path, env: dict[str, str]
 ) -> None:
-    project = project_with(TWO, tmp_path / "project")
+    project = make_project(tmp_path / "project", TWO)
     together = build(project, env, fails=True)
     assert "onnxruntime and onnxruntime-gpu cannot be installed together" in together
     assert "HATCH_EPCONTEXT_FROM_CACHE=<names>" in together

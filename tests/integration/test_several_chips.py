@@ -9,24 +9,19 @@ from pathlib import Path
 
 from tests.conftest import needs_qnn
 from tests.integration.conftest import run
-from tests.models import network, save
-from tests.projects import PROJECT
+from tests.projects import make_project
 
 pytestmark = needs_qnn
 
 TOML = """
 provider = "qnn"
 provider-options = { soc_model = [60, 57] }
-models = [{ path = "models/net.onnx", dims = { batch = 1 } }]
+models = [{ name = "net", path = "models/a.onnx", dims = { batch = 1 } }]
 """
 
 
 def test_a_wheel_has_one_context_for_all_chips(tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    (project / "my_app").mkdir(parents=True)
-    (project / "my_app" / "__init__.py").touch()
-    (project / "pyproject.toml").write_text(PROJECT + TOML, encoding="utf-8")
-    save(network(), project / "models" / "net.onnx")
+    project = make_project(tmp_path / "project", TOML)
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(tmp_path / "cache")}
     wheels = []
     for ending in ("compiled in ", "from the cache"):

@@ -17,21 +17,12 @@ from onnx import helper
 
 from tests.conftest import needs_qnn
 from tests.integration.conftest import run
-from tests.models import network, save, value
+from tests.models import network, value
+from tests.projects import make_project
 
 pytestmark = [needs_qnn, pytest.mark.slow]
 
-PYPROJECT = """
-[build-system]
-requires = ["hatchling", "hatch-epcontext"]
-build-backend = "hatchling.build"
-
-[project]
-name = "shapes-app"
-version = "1.0"
-
-[tool.hatch.build.targets.wheel.hooks.epcontext]
-
+TOML = """
 [tool.epcontext.targets.npu]
 provider = "qnn"
 provider-options = { soc_model = 60, htp_arch = 73 }
@@ -41,7 +32,8 @@ recompile = true
 provider = "cpu"
 
 [[tool.epcontext.models]]
-path = "models/net.onnx"
+name = "net"
+path = "models/a.onnx"
 constants = { scale = 2.0 }
 shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
 fallback = "source"
@@ -50,7 +42,7 @@ fallback = "source"
 OPEN = """
 import json, sys
 import numpy as np
-from shapes_app.epcontext import LoadError, explain, load, models, shapes_of, target_of
+from my_app.epcontext import LoadError, explain, load, models, shapes_of, target_of
 
 batch, target, device, fallback = json.loads(sys.argv[1])
 shapes = None if batch is None else {"x": (batch, 1, 8, 8)}
@@ -90,11 +82,7 @@ def scaled() -> onnx.ModelProto:
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the unpacked wheel."""
-    root = tmp_path_factory.mktemp("shapes-app")
-    (root / "shapes_app").mkdir()
-    (root / "shapes_app" / "__init__.py").touch()
-    (root / "pyproject.toml").write_text(PYPROJECT, encoding="utf-8")
-    save(scaled(), root / "models" / "net.onnx")
+    root = make_project(tmp_path_factory.mktemp("shapes"), TOML, scaled())
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(root / "cache")}
     run(sys.executable, "-m", "build", "-w", "-n", root, cwd=root, env=env)
     (wheel,) = (root / "dist").glob("*.whl")
@@ -135,7 +123,7 @@ def test_a_frozen_input_is_taken_and_checked_on_every_target(app: Path, target: 
     answer = opened(app, 1, target=target)
     assert answer["inputs"] == ["x"]
     assert "'scale' was frozen to 2.0" in answer["refused"]
-    reference = onnxruntime.InferenceSession(app.parent / "models" / "net.onnx")
+    reference = onnxruntime.InferenceSession(app.parent / "models" / "a.onnx")
     x = np.linspace(0, 1, 64, dtype=np.float32).reshape(1, 1, 8, 8)
     (expected,) = reference.run(None, {"x": x, "scale": np.array(2, np.float32)})
     np.testing.assert_allclose(answer["y"], expected, rtol=2e-2, atol=2e-2)
@@ -148,7 +136,7 @@ def test_without_a_shape_that_is_large_enough_the_shapes_are_listed(app: Path) -
 
 def test_a_context_that_does_not_open_is_compiled_on_the_users_machine(app: Path) -> None:
     before = opened(app, 4, target="npu")
-    (sidecar,) = (app / "shapes_app" / "epcontext" / "net.4x1x8x8" / "npu").glob("*.bin")
+    (sidecar,) = (app / "my_app" / "epcontext" / "net.4x1x8x8" / "npu").glob("*.bin")
     shipped = sidecar.read_bytes()
     try:
         # Of the right size, so that the EP itself refuses it.
@@ -158,7 +146,7 @@ def test_a_context_that_does_not_open_is_compiled_on_the_users_machine(app: Path
             answer = opened(app, 4, target="npu", fallback="jit")
             assert (answer["target"], answer["size"]) == ("npu", 4)
             np.testing.assert_allclose(answer["y"], before["y"], rtol=1e-3, atol=1e-3)
-        compiled = list((app / "user" / "shapes_app" / "compiled").glob("*/*_ctx.onnx"))
+        compiled = list((app / "user" / "my_app" / "compiled").glob("*/*_ctx.onnx"))
         assert [file.name for file in compiled] == ["net.4x1x8x8_ctx.onnx"]
     finally:
         sidecar.write_bytes(shipped)

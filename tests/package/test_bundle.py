@@ -12,7 +12,8 @@ from hatch_epcontext.files import record_files
 from hatch_epcontext.package.bundle import Bundle, bundle, shipped_sources
 from hatch_epcontext.package.manifest import PackageMetadata, ours
 from tests.package.foreign import reading
-from tests.package.test_manifest import GROUP, SEVERAL, TWO, newer_python
+from tests.package.test_manifest import SEVERAL, TWO, newer_python
+from tests.projects import GROUP
 from tests.results import TOML, compiled, configured, resulting
 
 

@@ -32,6 +32,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.package.model_package import ModelPackage, Variant, write
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
+from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 
 newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
@@ -291,20 +292,6 @@ def test_the_build_machines_library_path_is_not_in_it(project: Path, artifact: A
     assert "/build/machine" not in write(package)
     _, about = only_variant(package, "cpu")
     assert about.plugin == dataclasses.replace(plugin, path="")
-
-
-GROUP = """
-[[models]]
-path = "models/a.onnx"
-share-weights = "both"
-[[models]]
-path = "models/b.onnx"
-share-weights = "both"
-[targets.npu]
-provider = "qnn"
-[targets.cpu]
-provider = "cpu"
-"""
 
 
 @newer_python
