@@ -59,7 +59,7 @@ def package(root: Path, staging: Path, targets: dict[str, Any], names: list[str]
         if model.name in names
     ]
     table = {"targets": targets, "models": tables}
-    cache = Cache(None, staging / "cache", print)
+    cache = Cache(None, print)
     result = build(plan(load_config(root, table, {}, {})), staging, cache, print)
     return bundle(result, staging).folder
 

@@ -47,7 +47,7 @@ def ours(paths: dict[str, Path], root: Path, staging: Path, provider: str = "qnn
         for model in MODELS
     ]
     table = {**TARGETS[provider], "models": tables}
-    cache = Cache(None, staging / "cache", print)
+    cache = Cache(None, print)
     return build(plan(load(root, table, {}, {})), staging, cache, print)
 
 
@@ -56,14 +56,12 @@ def table_of(result: Result) -> Table:
     table = Table()
     for column in ("model", "prepared with", "nodes", "contexts", "coverage", "compile"):
         table.add_column(column)
-    for column in ("load source", "load context", "ratio", "largest difference"):
+    for column in ("open", "largest difference"):
         table.add_column(column)
     for built in result.built:
         record = built.artifact.record
         (context,), (preparation,), times = record.contexts, record.preparations, record.times
         assert context.coverage is not None
-        assert times.load_source is not None
-        assert times.load_context is not None
         validation = built.validations[context.model]
         largest = max(agreement.max_abs for agreement in validation.agreements)
         table.add_row(
@@ -73,9 +71,7 @@ def table_of(result: Result) -> Table:
             str(context.coverage.partitions),
             f"{context.coverage.share:.0%}",
             f"{times.compile:.2f} s",
-            f"{times.load_source:.2f} s",
-            f"{times.load_context:.3f} s",
-            f"{times.load_source / times.load_context:.0f} x",
+            f"{built.loads[context.model]:.3f} s",
             f"{largest:.2g}"
             + (f", cosine {validation.cosine:.5f}" if validation.cosine is not None else ""),
         )

@@ -202,7 +202,7 @@ def compile_models(
     config = configure(named, provider, job_settings)
 
     def run(planned: Plan, staging: Path) -> Result:
-        return build(planned, staging, open_cache(config, staging, line), line)
+        return build(planned, staging, open_cache(config, line), line)
 
     def line(text: str) -> None:
         if log is not None:

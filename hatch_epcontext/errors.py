@@ -348,6 +348,12 @@ class Kind(Enum):
         "`HATCH_EPCONTEXT_FROM_CACHE` names a target that the cache does not have.",
         "Build the target where it can be built, with the same cache folder.",
     )
+    OUT_OF_MEMORY = (
+        "EPC312",
+        "Out of memory",
+        "A worker needs more memory than `build.memory-limit` allows.",
+        "Raise `build.memory-limit` or `HATCH_EPCONTEXT_MEMORY_LIMIT`.",
+    )
     OUTPUT_DIFFERS = (
         "EPC401",
         "Outputs differ",

@@ -70,9 +70,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.build.artifact import Result
-        from hatch_epcontext.build.plan import plan
+        from hatch_epcontext.build.index import Index
         from hatch_epcontext.build.requirements import INSPECTION, check_environment
-        from hatch_epcontext.build.run import check_models
+        from hatch_epcontext.build.run import open_cache
+        from hatch_epcontext.build.sources import read_sources
+        from hatch_epcontext.ipc.process import Workers
         from hatch_epcontext.package import editable
 
         if config.editable == "skip":
@@ -85,8 +87,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if config.editable == "compile":
             result = self._build(config, staging)
         else:
-            check_environment((), INSPECTION)
-            result = Result(check_models(plan(config), staging), ())
+            check_environment((), () if config.only_from_cache else INSPECTION)
+            index = Index(open_cache(config, self._warning).index_folder)
+            workers = Workers(config.build.timeout)
+            result = Result(read_sources(config, index, workers, staging / "check"), ())
         editable.write(result, folder)
         self._info(f"wrote {folder}")
         self._clean_up()
@@ -96,11 +100,14 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.run import IncompleteError, build, open_cache
         from hatch_epcontext.ipc.process import Workers
 
-        cache = open_cache(config, staging, self._warning)
+        cache = open_cache(config, self._warning)
         # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's whole log.
         verbosity = self.app.verbosity
         log = self._info if verbosity > 0 else None
-        workers = Workers(config.build.timeout, log, verbose=verbosity > 1)
+        settings = config.build
+        workers = Workers(
+            settings.timeout, log, verbosity > 1, settings.memory_limit, progress=self._info
+        )
         try:
             result = build(plan(config), staging, cache, self._info, workers)
         except IncompleteError as error:

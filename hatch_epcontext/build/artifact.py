@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -31,20 +31,10 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds; the times to load are None where they were not measured, with the reason."""
+    """Seconds that the models of a job took to prepare and to compile."""
 
     prepare: float
     compile: float
-    load_source: float | None = None
-    load_context: float | None = None
-    not_measured: str | None = None
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times faster the context opens than the source, if both were measured."""
-        if self.load_source and self.load_context:
-            return self.load_source / self.load_context
-        return None
 
 
 @dataclass(frozen=True)
@@ -113,6 +103,14 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class ValidationRun:
+    """A validation, and the seconds in which it opened a session on the context; None if it did not."""
+
+    validation: Validation
+    load: float | None = None
+
+
+@dataclass(frozen=True)
 class Artifact:
     """A job's result on disk."""
 
@@ -150,6 +148,7 @@ class Built:
     """A finished job: its artifact, and the validation of each of its models by name.
 
     ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip.
+    ``loads``: the seconds in which validation opened a session, for each model that it opened.
     """
 
     job: Job
@@ -157,6 +156,7 @@ class Built:
     validations: Mapping[str, Validation]
     cached: bool
     saved: int = 0
+    loads: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

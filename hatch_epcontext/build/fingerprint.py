@@ -5,25 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.files import file_sha256
 
-FORMAT = 5
+FORMAT = 6
 """Raised when workers compile or validate the same request in another way."""
-
-
-def model_sha256(path: Path, external_data: Iterable[str]) -> str:
-    """The hex sha256 of a model: of its file, or of its file and all files of its external data."""
-    names = sorted(external_data)
-    own = file_sha256(path)
-    if not names:
-        return own
-    return value_sha256({"model": own, "data": {n: file_sha256(path.parent / n) for n in names}})
 
 
 def fingerprint(job: Job, sha256: Mapping[str, str], versions: Mapping[str, str]) -> str:

@@ -90,7 +90,8 @@ class Plan:
 
 def plan(config: Config) -> Plan:
     """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
-    return Plan(config, _jobs(config), requirements(config.targets))
+    needed = () if config.only_from_cache else requirements(config.targets)
+    return Plan(config, _jobs(config), needed)
 
 
 def _jobs(config: Config) -> tuple[Job, ...]:

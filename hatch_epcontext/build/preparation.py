@@ -1,28 +1,97 @@
-"""Preparing a model with the strongest simplifier that works."""
+"""Preparing models with the strongest simplifier that works, once for all jobs that want the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.build.artifact import Preparation
+from hatch_epcontext.build.fingerprint import value_sha256
 from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import SIMPLIFIERS, PrepareReply, PrepareRequest, Simplifier
+from hatch_epcontext.serialize import to_plain
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A prepared model: its absolute path, how it was prepared, and the bounds of inputs that are
-    indices.
+    indices. ``reference``: the absolute path of the outputs of its source, if there is a file of them.
     """
 
     path: str
     preparation: Preparation
     bounds: Mapping[str, int]
+    reference: str | None = None
+
+
+class Preparations:
+    """The prepared models of a build, in a folder each below ``folder``; ``jobs`` are all its jobs."""
+
+    def __init__(self, workers: Workers, folder: Path, jobs: Iterable[Job]) -> None:
+        self._workers = workers
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._busy: dict[str, threading.Lock] = {}
+        self._prepared: dict[str, Prepared] = {}
+        self._wanted = Counter(
+            _key(each, model) for job in jobs for each in (job, *job.alone) for model in each.models
+        )
+
+    def get(self, job: Job, model: Model) -> Prepared:
+        """``model`` as ``job`` wants it prepared; raises BuildError when no simplifier works."""
+        key = _key(job, model)
+        with self._lock:
+            busy = self._busy.setdefault(key, threading.Lock())
+        with busy:
+            if key not in self._prepared:
+                # A failure is not kept: it has the job's own location.
+                scratch = self._folder / key[:16]
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+                self._prepared[key] = prepare(job, model, scratch, self._workers)
+            return self._prepared[key]
+
+    def reference(self, job: Job, model: Model) -> str | None:
+        """The file with the outputs of the source model, if ``model`` was prepared and it has one."""
+        prepared = self._prepared.get(_key(job, model))
+        return prepared.reference if prepared else None
+
+    def release(self, job: Job) -> None:
+        """Remove what was prepared for ``job`` and no other job wants."""
+        for model in job.models:
+            key = _key(job, model)
+            with self._lock:
+                self._wanted[key] -= 1
+                unwanted = self._wanted[key] <= 0
+            if unwanted:
+                self._prepared.pop(key, None)
+                shutil.rmtree(self._folder / key[:16], ignore_errors=True)
+
+
+def _key(job: Job, model: Model) -> str:
+    """What identifies how ``job`` wants ``model`` prepared."""
+    spec = to_plain(model_spec_for(model, job.target))
+    return value_sha256([spec, _simplifiers(job), _compare(model), _avoids_control_flow(job)])
+
+
+def _simplifiers(job: Job) -> tuple[Simplifier, ...]:
+    return SIMPLIFIERS if job.target.settings.optimization != "none" else SIMPLIFIERS[-1:]
+
+
+def _compare(model: Model) -> bool:
+    return model.validate.tolerance is not False
+
+
+def _avoids_control_flow(job: Job) -> bool:
+    # EPs for fixed shapes compile none.
+    return job.target.provider.static_shapes
 
 
 def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared:
@@ -33,8 +102,7 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
     """
     best: tuple[Simplifier, PrepareReply] | None = None
     failures: list[tuple[Simplifier, BuildError]] = []
-    simplifiers = SIMPLIFIERS if job.target.settings.optimization != "none" else SIMPLIFIERS[-1:]
-    for simplifier in simplifiers:
+    for simplifier in _simplifiers(job):
         if best is not None and simplifier == "none":
             break
         try:
@@ -46,7 +114,7 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
             continue
         if best is None or len(reply.control_flow) < len(best[1].control_flow):
             best = simplifier, reply
-        if not (best[1].control_flow and job.target.provider.static_shapes):
+        if not (best[1].control_flow and _avoids_control_flow(job)):
             break
     if best is None:
         raise failures[-1][1]
@@ -55,7 +123,7 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
     preparation = Preparation(
         simplifier, reply.nodes_before, reply.nodes, reply.control_flow, failed
     )
-    return Prepared(reply.path, preparation, reply.bounds)
+    return Prepared(reply.path, preparation, reply.bounds, reply.reference)
 
 
 def _simplify(
@@ -63,9 +131,8 @@ def _simplify(
 ) -> PrepareReply:
     folder = scratch / f"prepared-{model.name}-{simplifier}"
     folder.mkdir()
-    compare = model.validate.tolerance is not False
     return workers.call(
-        PrepareRequest(model_spec_for(model, job.target), simplifier, str(folder), compare),
+        PrepareRequest(model_spec_for(model, job.target), simplifier, str(folder), _compare(model)),
         scratch / f"prepare-{model.name}-{simplifier}",
         location=f"{job.location}: preparation",
     )

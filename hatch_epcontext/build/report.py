@@ -30,7 +30,9 @@ _MOST_CHARACTERS = 90
 
 @dataclass(frozen=True)
 class ModelReport:
-    """One model of a job. ``source_size``: bytes of the source and its external data."""
+    """One model of a job. ``source_size``: bytes of the source and its external data; ``load``: seconds in
+    which validation opened a session on the compiled model, None where it did not.
+    """
 
     model: str
     source_sha256: str
@@ -38,6 +40,7 @@ class ModelReport:
     preparation: Preparation
     coverage: Coverage | None
     validation: Validation
+    load: float | None
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,17 @@ class JobReport:
     cached: bool
     models: tuple[ModelReport, ...]
     times: Times
-    speedup: float | None
     size: int
     group: str | None
     saved: int
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
+
+    @property
+    def load(self) -> float | None:
+        """Seconds to open sessions on all its models; None if one was not opened."""
+        loads = [model.load for model in self.models if model.load is not None]
+        return sum(loads) if len(loads) == len(self.models) else None
 
 
 @dataclass(frozen=True)
@@ -112,11 +120,11 @@ def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
                 preparation,
                 context.coverage,
                 built.validations[model.name],
+                built.loads.get(model.name),
             )
             for model, preparation, context in models
         ),
         times=record.times,
-        speedup=record.times.speedup,
         size=built.artifact.size,
         group=built.job.group,
         saved=built.saved,
@@ -136,6 +144,8 @@ def summarize(built: Built) -> str:
     if built.saved > 0:
         way = "sharing" if built.job.group else "one context for all chips"
         parts.append(f"{show_size(built.saved)} saved by {way}")
+    if built.loads:
+        parts.append(f"opens in {sum(built.loads.values()):.3f} s")
     parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
     return f"{built.job.location} ({built.job.target.provider.name}): {', '.join(parts)}"
 

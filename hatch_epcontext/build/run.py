@@ -2,70 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.build.artifact import Failure, Result, Source
+from hatch_epcontext.build.artifact import Built, Failure, Result
 from hatch_epcontext.build.cache import Cache, default_root
-from hatch_epcontext.build.fingerprint import model_sha256
+from hatch_epcontext.build.executors.local import LocalExecutor
+from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.job import JobRunner
-from hatch_epcontext.build.plan import Job, Plan, source_spec
+from hatch_epcontext.build.machine import jobs_at_once
+from hatch_epcontext.build.plan import Job, Plan
 from hatch_epcontext.build.report import summarize
 from hatch_epcontext.build.requirements import check_environment
-from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.build.sources import read_sources
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
+from hatch_epcontext.text import count
 
 
 class IncompleteError(BuildError):
-    """Some jobs failed; ``result`` has all jobs."""
+    """Some jobs failed; ``result`` has all jobs that were run."""
 
     def __init__(self, result: Result) -> None:
         super().__init__(*(each for failure in result.failures for each in failure.problems))
         self.result = result
 
 
-def open_cache(config: Config, staging: Path, warn: Callable[[str], None]) -> Cache:
-    """The cache for ``config``, with a folder in ``staging`` for artifacts that it cannot store."""
-    root = (config.cache_dir or default_root()) if config.use_cache else None
-    return Cache(root, staging / "cache", warn)
-
-
-def check_models(plan: Plan, staging: Path, workers: Workers | None = None) -> tuple[Source, ...]:
-    """Read all models of the plan; raises BuildError with all problems of all models."""
-    static: dict[str, str] = {}
-    left_open: dict[str, str] = {}
-    for model, target in _pairs(plan.config):
-        if target.provider.static_shapes:
-            names = static if target.settings.static_shapes else left_open
-            names[model.name] = target.provider.ep
-    profiles = tuple(
-        ModelProfiles(
-            model.name, target.key / "profiles", target.profiles, target.settings.static_shapes
-        )
-        for model, target in _pairs(plan.config)
-        if target.profiles
-    )
-    models = plan.config.models
-    request = CheckRequest(tuple(map(source_spec, models)), static, profiles, left_open)
-    workers = workers or Workers(plan.config.build.timeout)
-    reply = workers.call(request, staging / "check", location="reading the models")
-    # Models with several shapes have one file.
-    sha256: dict[Path, str] = {}
-    for model, facts in zip(models, reply.models, strict=True):
-        if model.path not in sha256:
-            sha256[model.path] = model_sha256(model.path, facts.external_data)
-    return tuple(
-        Source(model, facts, sha256[model.path])
-        for model, facts in zip(models, reply.models, strict=True)
-    )
-
-
-def _pairs(config: Config) -> Iterator[tuple[Model, Target]]:
-    return ((model, target) for model in config.models for target in model.targets)
+def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
+    """The cache for ``config``; ``warn`` gets what is wrong with it."""
+    return Cache((config.cache_dir or default_root()) if config.use_cache else None, warn)
 
 
 @dataclass(frozen=True)
@@ -92,9 +60,19 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     Raises RequirementError when the environment cannot build the plan, and BuildError when a model is
     invalid.
     """
-    versions = check_environment(plan.config.targets, plan.requirements)
-    sources = {source.model.name: source for source in check_models(plan, staging, workers)}
-    return JobRunner(sources, versions, cache, staging, workers)
+    config = plan.config
+    installed = check_environment(config.targets, plan.requirements)
+    index = Index(cache.index_folder)
+    read = read_sources(config, index, workers, staging / "check")
+    largest = max((source.size for source in read), default=0)
+    at_once = jobs_at_once(config.build.jobs, largest)
+    executor = LocalExecutor.make(workers, staging, at_once, installed, plan.jobs)
+    sources = {source.model.name: source for source in read}
+    return JobRunner(sources, cache, index, executor, staging, workers.progress or _ignore)
+
+
+def _ignore(line: str) -> None:
+    pass
 
 
 def build(
@@ -106,31 +84,60 @@ def build(
 ) -> Result:
     """Compile and validate every job of the plan, except for those in the cache.
 
-    ``staging`` is a folder of this build; ``log`` gets one line for each finished job; ``workers``
-    have the plan's timeout by default. Raises RequirementError when the environment cannot build the
-    plan, BuildError when a model cannot be read, and IncompleteError when jobs failed, after all
-    others are finished and stored.
+    ``staging`` is a folder of this build, which has the files of the result; ``log`` gets one line for each
+    finished job, in the plan's order; ``workers`` have the plan's limits by default. Raises
+    RequirementError when the environment cannot build the plan, BuildError when a model cannot be read,
+    and IncompleteError when jobs failed, after all others are finished and stored.
     """
-    workers = workers or Workers(plan.config.build.timeout)
-    runner = job_runner(plan, staging, cache, workers)
-    built, failures = [], []
-    with ThreadPoolExecutor(plan.config.build.jobs) as pool:
+    settings = plan.config.build
+    with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
+        runner = job_runner(plan, staging, cache, started)
+        built, failures = _run(runner, plan, log)
+    result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
+    if failures:
+        raise IncompleteError(result)
+    return result
+
+
+def _run(
+    runner: JobRunner, plan: Plan, log: Callable[[str], None]
+) -> tuple[list[Built], list[Failure]]:
+    """Run all jobs; with ``fail-fast`` only up to the first that fails."""
+    fail_fast = plan.config.build.fail_fast
+    built: list[Built] = []
+    failures: list[Failure] = []
+    # Its threads only wait for workers.
+    with ThreadPoolExecutor(runner.executor.at_once) as pool:
+
+        def stop() -> None:
+            # No waiting job starts any more, and the running ones end.
+            pool.shutdown(wait=False, cancel_futures=True)
+            runner.executor.stop()
+
+        def stop_if_failed(future: Future[Built]) -> None:
+            if not future.cancelled() and future.exception() is not None:
+                stop()
+
         try:
-            for job, future in [(job, pool.submit(runner.run, job)) for job in plan.jobs]:
+            running = [(job, pool.submit(runner.run, job)) for job in plan.jobs]
+            for _, future in running if fail_fast else ():
+                future.add_done_callback(stop_if_failed)
+            for job, future in running:
                 try:
                     finished = future.result()
+                except CancelledError:
+                    continue
                 except BuildError as error:
+                    if fail_fast and all(p.kind is Kind.INTERRUPTED for p in error.problems):
+                        continue
                     failures.append(Failure(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)
                     log(summarize(finished))
         except BaseException:
-            # An interrupted build starts no waiting jobs, and stops the running ones.
-            pool.shutdown(wait=False, cancel_futures=True)
-            workers.stop()
+            stop()
             raise
-    result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
-    if failures:
-        raise IncompleteError(result)
-    return result
+    if (not_run := len(plan.jobs) - len(built) - len(failures)) > 0:
+        runner.log(f"{count(not_run, 'job')} did not run to the end, because fail-fast is set")
+    return built, failures

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext.build.artifact import Artifact, Record, Validation, ValidationStatus
 from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job
 from hatch_epcontext.config.settings import CompileSettings, Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.files import file_sha256, record_files
 from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
 from hatch_epcontext.providers import Provider
 
@@ -38,37 +38,42 @@ def describe_validation(validation: Validation) -> str:
     return f"{ran} and agrees with the CPU ({cosine}largest difference {largest:.2g})"
 
 
-def validation_key(job: Job, model: Model) -> str:
-    """What identifies the validation of a model, besides its artifact: inputs, tolerance, options."""
+def validation_key(job: Job, model: Model, record: Record, index: Index) -> str:
+    """What identifies the validation of a model: the artifact's files, inputs, tolerance and options."""
     tolerance = model.tolerance_for(job.target.provider)
     return value_sha256(
         {
             "format": FORMAT,
             "model": model.name,
-            "inputs": _inputs_digest(model.validate.inputs),
+            "files": {name: file.sha256 for name, file in record.files.items()},
+            "inputs": inputs_digest(model.validate.inputs, index),
             "tolerance": asdict(tolerance) if tolerance else None,
             "load_options": job.target.load_options,
         }
     )
 
 
-def _inputs_digest(inputs: str) -> str:
+def inputs_digest(inputs: str, index: Index) -> str:
+    """What identifies the dummy inputs of a model: the contents of their files, or their name."""
     path = Path(inputs)
     if path.is_file():
-        return file_sha256(path)
+        return index.sha256(path)
     if path.is_dir():
-        return value_sha256({name: file.sha256 for name, file in record_files(path).items()})
+        files = (each for each in sorted(path.rglob("*")) if each.is_file())
+        return value_sha256(
+            {each.relative_to(path).as_posix(): index.sha256(each) for each in files}
+        )
     return inputs
 
 
-def validation_without_run(job: Job, model: Model) -> Validation | None:
-    """The validation of a model that shall not be run, or cannot be run on this machine; else None."""
+def validation_without_run(job: Job, model: Model, reason: str | None) -> Validation | None:
+    """The validation of a model that shall not be run, or cannot be run for ``reason``; else None."""
     mode = model.validate.mode
     if mode is False:
         return Validation(ValidationStatus.NOT_VALIDATED)
     if mode == "structure":
         return Validation(ValidationStatus.STRUCTURE, reason='validate = "structure"')
-    if not (reason := reason_not_to_run(job)):
+    if reason is None:
         return None
     if mode == "require" and not job.target.from_cache:
         raise not_run_error(job, model, reason)

@@ -66,9 +66,13 @@ class Verbosity:
 
             yield advance
 
-    def workers(self, timeout: float) -> Workers:
-        """Workers with this ``timeout`` in seconds, whose log is printed if the command is verbose."""
-        return Workers(timeout, self._print if self.verbose else None, verbose=self.verbose > 1)
+    def workers(self, timeout: float, memory_limit: int | None = None) -> Workers:
+        """Workers with these limits, in seconds and bytes.
+
+        It is printed what runs for long, and the workers' log if the command is verbose.
+        """
+        log = self._print if self.verbose else None
+        return Workers(timeout, log, self.verbose > 1, memory_limit, progress=self._print)
 
     def _print(self, line: str) -> None:
         if not self.quiet:
@@ -128,8 +132,8 @@ def run_plan(
     path for it.
     """
     config = planned.config
-    cache = open_cache(config, staging, warn)
-    workers = verbosity.workers(config.build.timeout)
+    cache = open_cache(config, warn)
+    workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
     try:
         with verbosity.progress("building", len(planned.jobs)) as log:
             result = build(planned, staging, cache, log, workers)

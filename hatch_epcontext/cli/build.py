@@ -72,7 +72,7 @@ def build(
 
 
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
-    runs = dry_run(planned, staging, open_cache(planned.config, staging, warn))
+    runs = dry_run(planned, staging, open_cache(planned.config, warn))
     if as_json:
         jobs = tuple(
             _PlannedJob(

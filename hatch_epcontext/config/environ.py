@@ -16,6 +16,9 @@ from hatch_epcontext.text import show, suggestion, toml_key
 
 PREFIX = "HATCH_EPCONTEXT_"
 
+ALL = "all"
+"""All targets, in ``HATCH_EPCONTEXT_FROM_CACHE``; no target can have this name."""
+
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -131,7 +134,7 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
 
 def _reader(type_: Any, check: Callable[[Any], str | None] | None) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        value = from_text(text, type_)
+        value = _switch(text) if type_ is bool else from_text(text, type_)
         if check is not None and (allowed := check(value)):
             raise ValueError(allowed)
         return value
@@ -145,7 +148,7 @@ VARIABLES: Mapping[str, Variable] = {
     "FROM_CACHE": Variable(
         "a,b",
         "Takes these targets from the cache, whatever is installed: see "
-        "[several ONNX Runtimes](several-onnx-runtimes.md).",
+        "[several ONNX Runtimes](several-onnx-runtimes.md). With `all` the build needs no packages at all.",
         _names,
     ),
     "CACHE_DIR": Variable(

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.checks.root import check_hook
-from hatch_epcontext.config.environ import PREFIX, Environment, read_environment
+from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
 from hatch_epcontext.config.resolve import Resolver
 from hatch_epcontext.config.settings import (
     BuildSettings,
@@ -22,9 +22,6 @@ from hatch_epcontext.config.tables import RootTable
 from hatch_epcontext.errors import ROOT, Checked, ConfigError, Key, Kind, Problem, collect
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size
-
-_MOST_JOBS = 4
-"""The default number of workers at once is at most this: each needs the memory of a compiler."""
 
 
 def load(
@@ -107,23 +104,26 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
         output=PurePosixPath(table.output) if table.output is not None else None,
         editable=environment.editable or table.editable,
         build=BuildSettings(
-            min(os.cpu_count() or 1, _MOST_JOBS) if build.jobs == "auto" else build.jobs,
+            None if build.jobs == "auto" else build.jobs,
             build.timeout,
+            _size(build.memory_limit),
+            build.fail_fast,
         ),
-        wheel=WheelSettings(wheel.tag, None if wheel.max_size is None else _size(wheel.max_size)),
+        wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify),
         cache_dir=environment.cache_dir,
         use_cache=not environment.no_cache,
+        only_from_cache=ALL in (environment.from_cache or ()),
         report=environment.report,
         overrides=environment.overrides,
     )
 
 
-def _size(size: int | str) -> int:
+def _size(size: int | str | None) -> int | None:
     try:
-        return parse_size(size)
+        return None if size is None else parse_size(size)
     except ValueError:
         # An invalid size is a problem already, and then nobody gets this configuration.
-        return 0
+        return None
 
 
 def _with_mode(model: Model, mode: ValidationMode | None) -> Model:

@@ -18,7 +18,7 @@ from hatch_epcontext.config.checks.model import (
 from hatch_epcontext.config.checks.options import render_options
 from hatch_epcontext.config.checks.root import check_root
 from hatch_epcontext.config.checks.target import check_target
-from hatch_epcontext.config.environ import PREFIX, Environment
+from hatch_epcontext.config.environ import ALL, PREFIX, Environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
@@ -67,7 +67,7 @@ class Resolver:
         for names, location in (
             (self._table.default_targets, defaults),
             (self._environment.targets, f"{PREFIX}TARGETS"),
-            (self._environment.from_cache, f"{PREFIX}FROM_CACHE"),
+            (_without_all(self._environment.from_cache), f"{PREFIX}FROM_CACHE"),
         ):
             yield from self._check_names(names, location)
         found: list[tuple[Model, tuple[Form, ...]]] = []
@@ -216,7 +216,7 @@ class Resolver:
             platforms=merged.platforms,
             requirements=merged.requirements,
             min_coverage=merged.min_coverage,
-            from_cache=cached is not None and named.name in cached,
+            from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
         )
 
     def _library_sha256(self, provider: Provider) -> str | None:
@@ -225,6 +225,10 @@ class Resolver:
             # Libraries are large, and all models of a target have the same one.
             self._hashes[path] = _sha256_if_readable(Path(path))
         return self._hashes.get(path)
+
+
+def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
+    return tuple(name for name in names or () if name != ALL)
 
 
 def _check_model_names(models: Sequence[Model]) -> Checked[None]:

@@ -24,6 +24,7 @@ Policy = Literal[
 Fallback = Literal["auto", "source", "none"]
 Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]
+Verification = Literal["record", "full"]
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Dummy inputs that are generated, and need no file."""
@@ -160,25 +161,33 @@ class Model:
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How a build runs: workers at once, and seconds for each."""
+    """How a build runs.
 
-    jobs: int
+    ``jobs``: jobs at once, None for as many as the machine can do. ``timeout``: seconds for each worker;
+    ``memory_limit``: its bytes of memory. With ``fail_fast`` the first failed job ends the build.
+    """
+
+    jobs: int | None
     timeout: float
+    memory_limit: int | None = None
+    fail_fast: bool = False
 
 
 @dataclass(frozen=True)
 class WheelSettings:
-    """The wheel's tag (``"auto"``, ``"any"`` or a tag), and its largest size in bytes."""
+    """The wheel's tag (``"auto"``, ``"any"`` or a tag), its largest size in bytes, and its verification."""
 
     tag: str
     max_size: int | None
+    verify: Verification = "record"
 
 
 @dataclass(frozen=True)
 class Config:
     """A checked configuration.
 
-    ``output`` is None for ``<import package>/epcontext``. ``report`` is the path of the HTML report.
+    ``output`` is None for ``<import package>/epcontext``. With ``only_from_cache`` the build compiles nothing
+    and needs no packages. ``report`` is the path of the HTML report.
     ``overrides`` are the environment variables that won over TOML.
     """
 
@@ -190,6 +199,7 @@ class Config:
     wheel: WheelSettings
     cache_dir: Path | None
     use_cache: bool
+    only_from_cache: bool
     report: Path | None
     overrides: tuple[str, ...]
 

@@ -15,6 +15,7 @@ from hatch_epcontext.config.settings import (
     Optimization,
     Policy,
     ValidationMode,
+    Verification,
 )
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
@@ -297,11 +298,17 @@ class BuildTable:
     """``[tool.epcontext.build]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
     jobs: int | Literal["auto"] = _key(
-        "Worker processes at once; `auto` is one for each core, at most 4.",
+        "Jobs at once; `auto` is as many as cores and free memory allow.",
         "auto",
         check=_positive_count,
     )
     timeout: float = _key("Seconds for one worker.", 1800.0, check=_positive_seconds)
+    memory_limit: int | str | None = _key(
+        'Memory for one worker: bytes, or a size such as `"8 GB"`. Linux only.',
+        when_missing="no limit",
+        check=_size,
+    )
+    fail_fast: bool = _key("End the build at the first job that fails.", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +326,11 @@ class WheelTable:
         "beyond 100 MB, which indexes refuse by default, is a warning that lists its largest "
         "files.",
         check=_size,
+    )
+    verify: Verification = _key(
+        "How the finished wheel is compared with the manifest: `record` by the hashes that it has itself, "
+        "`full` by reading every file again.",
+        "record",
     )
 
 

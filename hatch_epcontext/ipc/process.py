@@ -1,30 +1,31 @@
-"""Starts workers in processes of their own, because a vendor's compiler may crash, hang or print."""
+"""Calls workers in processes of their own, because a vendor's compiler may crash, hang or print."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.ipc.protocol import (
     DONE,
     FAILED,
+    MEMORY_LIMIT,
     REFUSED,
     VERBOSE,
     Refusal,
     ReplyT,
     Request,
 )
+from hatch_epcontext.ipc.running import Interpreter, Order, Running
 from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.text import show_size
 
 _TAIL = 40
 """The number of lines of a worker's log that an error shows."""
@@ -32,8 +33,16 @@ _TAIL = 40
 _POLL_SECONDS = 0.2
 """Seconds between two reads of the log of a worker that is followed."""
 
+_FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
+"""Seconds after which a running worker is reported first, and then again."""
+
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
+
+_NO_MEMORY = re.compile(
+    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory",
+    re.IGNORECASE,
+)
+"""How Python, C++ and ONNX Runtime say that memory is short."""
 
 _WINDOWS_CRASHES = {
     0xC0000005: "access violation",
@@ -45,27 +54,45 @@ _WINDOWS_CRASHES = {
 
 
 class _Processes:
-    """The running processes of all threads."""
+    """The running processes of all threads, and the server that forks them, if there is one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[Running] = set()
+        self._server: ForkServer | None = None
+        self._forks = False
         self.stopped = False
 
-    def start(
-        self, start_process: Callable[[], subprocess.Popen[bytes]]
-    ) -> subprocess.Popen[bytes] | None:
-        """The process that ``start_process`` starts, or None after `stop`."""
+    def enter(self) -> None:
+        """From now on workers are forks, where the system has them."""
+        self._forks = is_supported()
+
+    def exit(self) -> None:
+        with self._lock:
+            self._forks = False
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    @contextlib.contextmanager
+    def run(self, order: Order, location: str) -> Iterator[Running]:
+        """A started process, which has ended when the context ends; raises BuildError after `stop`."""
         with self._lock:
             if self.stopped:
-                return None
-            process = start_process()
+                raise _interrupted(location)
+            process = self._start(order)
             self._running.add(process)
-            return process
+        try:
+            yield process
+        finally:
+            # After any error, such as an interruption, nobody waits for it.
+            process.close()
+            with self._lock:
+                self._running.discard(process)
 
-    def remove(self, process: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            self._running.discard(process)
+    def without_server(self) -> None:
+        """From now on workers are fresh interpreters."""
+        self.exit()
 
     def stop(self) -> None:
         with self._lock:
@@ -73,19 +100,39 @@ class _Processes:
             for process in self._running:
                 process.kill()
 
+    def _start(self, order: Order) -> Running:
+        if self._forks:
+            if self._server is None:
+                self._server = ForkServer()
+            return self._server.start(order)
+        return Interpreter(order)
+
 
 @dataclass(frozen=True)
 class Workers:
     """How workers run.
 
     ``timeout``: seconds for each. ``log``, if given, gets each request and every line that a worker
-    prints while it runs. With ``verbose`` ONNX Runtime prints more than its warnings.
+    prints while it runs; ``progress`` gets a line from time to time while a worker runs. With ``verbose``
+    ONNX Runtime prints more than its warnings. ``memory_limit``: bytes of memory for each (Linux only).
+
+    As a context manager it starts a process once that has imported what workers need, where the system
+    can fork it; otherwise each worker is a fresh interpreter.
     """
 
     timeout: float
     log: Callable[[str], None] | None = None
     verbose: bool = False
+    memory_limit: int | None = None
+    progress: Callable[[str], None] | None = None
     _processes: _Processes = field(default_factory=_Processes)
+
+    def __enter__(self) -> Workers:
+        self._processes.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.exit()
 
     def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
         """The worker's reply to ``request``.
@@ -95,21 +142,22 @@ class Workers:
         fails, crashes or takes too long.
         """
         folder.mkdir(parents=True)
-        request_path, reply_path = folder / "request.json", folder / "reply.json"
-        log_path = folder / "worker.log"
-        request_path.write_text(to_json(request), encoding="utf-8")
-        command: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "hatch_epcontext.worker",
+        order = Order(
             request.action,
-            request_path,
-            reply_path,
-            *([VERBOSE] if self.verbose else []),
-        ]
-        with self._followed(log_path, location, request.action):
-            exit_code = self._run(command, folder, log_path, location)
-        tail = _tail(log_path)
+            folder,
+            folder / "request.json",
+            folder / "reply.json",
+            folder / "worker.log",
+            (
+                *([VERBOSE] if self.verbose else []),
+                *([f"{MEMORY_LIMIT}{self.memory_limit}"] if self.memory_limit else []),
+            ),
+        )
+        order.request_path.write_text(to_json(request), encoding="utf-8")
+        order.log_path.touch()
+        with self._followed(order.log_path, location, request.action):
+            exit_code = self._run(order, location)
+        tail = _tail(order.log_path)
         if self._processes.stopped:
             raise _interrupted(location)
         if exit_code is None:
@@ -122,56 +170,69 @@ class Workers:
                     log=tail,
                 )
             )
-        if exit_code not in (DONE, REFUSED, FAILED) or not reply_path.is_file():
+        if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
             message = f"the worker {_describe_exit(exit_code)}."
-            raise BuildError(
-                Problem(Kind.WORKER_CRASHED, location, message, _crash_hint(exit_code), log=tail)
+            problem = Problem(
+                Kind.WORKER_CRASHED, location, message, _crash_hint(exit_code), log=tail
             )
-        text = reply_path.read_text(encoding="utf-8")
+            raise BuildError(self._explained(problem))
+        text = order.reply_path.read_text(encoding="utf-8")
         if exit_code == DONE:
             reply: ReplyT = from_json(text, request.reply_type)
             return reply
-        raise (ModelError if exit_code == REFUSED else BuildError)(
-            *(
-                replace(
-                    problem,
-                    location=problem.location or location,
-                    log=tail if exit_code == FAILED else None,
-                )
-                for problem in from_json(text, Refusal).problems
-            )
-        )
+        problems = [
+            replace(each, location=each.location or location)
+            for each in from_json(text, Refusal).problems
+        ]
+        if exit_code == REFUSED:
+            raise ModelError(*problems)
+        raise BuildError(*(self._explained(replace(each, log=tail)) for each in problems))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._processes.stopped
 
     def stop(self) -> None:
         """Kill all running workers, and start no more: each call then raises BuildError."""
         self._processes.stop()
 
-    def _run(
-        self, command: Sequence[str | Path], folder: Path, log_path: Path, location: str
-    ) -> int | None:
-        """The exit code of ``command``, or None after the timeout."""
-        with log_path.open("wb") as log:
-            process = self._processes.start(
-                lambda: subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **_ENVIRONMENT},
-                )
-            )
-            if process is None:
-                raise _interrupted(location)
+    def _run(self, order: Order, location: str) -> int | None:
+        """The exit code of the worker, or None after the timeout."""
+        while True:
             try:
-                return process.wait(self.timeout)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                # After any error, such as an interruption, nobody waits for it.
-                process.kill()
-                process.wait()
-                self._processes.remove(process)
+                with self._processes.run(order, location) as process:
+                    return self._wait(process, order, location)
+            except ServerGoneError:
+                # What every worker imports crashes, for example: the worker's own log then has more.
+                self._processes.without_server()
+
+    def _wait(self, process: Running, order: Order, location: str) -> int | None:
+        start = time.monotonic()
+        beat = start + _FIRST_BEAT
+        while (now := time.monotonic()) < start + self.timeout:
+            code = process.wait(min(start + self.timeout, beat) - now)
+            if code is not None:
+                return code
+            if (now := time.monotonic()) >= beat:
+                beat = now + _NEXT_BEATS
+                if self.progress is not None:
+                    self.progress(f"{location}: {order.action} runs for {now - start:.0f} s")
+        return None
+
+    def _explained(self, problem: Problem) -> Problem:
+        """``problem``, or that the worker had too little memory if a limit is the reason."""
+        if self.memory_limit is None or not _NO_MEMORY.search(f"{problem.message}\n{problem.log}"):
+            return problem
+        key = Key() / "build" / "memory-limit"
+        return replace(
+            problem,
+            kind=Kind.OUT_OF_MEMORY,
+            message=f"the worker needs more memory than {key} allows "
+            f"({show_size(self.memory_limit)}): {problem.message}",
+            hint="Raise the limit, or remove it.",
+            settings=(Setting(key, f"{-(-2 * self.memory_limit // 10**6)} MB"),),
+        )
 
     @contextlib.contextmanager
     def _followed(self, log_path: Path, location: str, action: str) -> Iterator[None]:

@@ -216,7 +216,8 @@ class PrepareReply:
     """The absolute path of the prepared model, its nodes, and those of the source with its shapes.
 
     ``control_flow``: operators of the prepared model that choose or repeat other graphs.
-    ``bounds``: for inputs that are indices, the number of things that they choose from.
+    ``bounds``: for inputs that are indices, the number of things that they choose from. ``reference``: the
+    absolute path of the outputs of the source model on the CPU, if they were compared and fit into a file.
     """
 
     path: str
@@ -224,6 +225,7 @@ class PrepareReply:
     nodes: int
     control_flow: tuple[str, ...]
     bounds: Mapping[str, int] = field(default_factory=dict)
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,8 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ValidateReply:
-    """``agreements`` is empty where nothing was compared.
+    """``agreements`` is empty where nothing was compared; ``load``: seconds to open the context's file,
+    when the EP's libraries are loaded already.
 
     ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
     where the target's EP ran the artifact.
@@ -301,6 +304,7 @@ class ValidateReply:
 
     agreements: tuple[Agreement, ...]
     unavailable: str | None = None
+    load: float | None = None
 
 
 @dataclass(frozen=True)
@@ -310,6 +314,7 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
 
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
     ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
+    ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
     """
 
     model: ModelSpec
@@ -320,25 +325,7 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
     tolerance: Tolerance | None
     sharing: tuple[Context, ...] = ()
     has_source: bool = True
-
-
-@dataclass(frozen=True)
-class MeasureReply:
-    """Seconds to open a session on the target, one after the other in one process."""
-
-    load_source: float
-    load_context: float
-
-
-@dataclass(frozen=True)
-class MeasureRequest(Request[MeasureReply], action="measure"):
-    """Open the prepared model and ``context`` (in ``folder``) on the target."""
-
-    prepared: str
-    target: TargetSpec
-    product: Product
-    context: Context
-    folder: str
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -439,4 +426,6 @@ REFUSED = 3
 FAILED = 4
 """The worker's exit code when ONNX Runtime or the EP failed: its log may have more."""
 VERBOSE = "--verbose"
-"""The worker's last argument when ONNX Runtime prints its whole log."""
+"""The worker's argument when ONNX Runtime prints its whole log."""
+MEMORY_LIMIT = "--memory-limit="
+"""The beginning of the worker's argument with the bytes of memory that it may use."""

@@ -194,6 +194,13 @@ class Provider:
     exclusive: tuple[frozenset[str], ...] = ()
     """Sets of options that exclude each other."""
 
+    simulates: bool = False
+    """Whether a build machine runs its contexts on a simulator, which uses all cores by itself."""
+
+    one_user: bool = False
+    """Whether two steps at once disturb each other on its device: they measure kernels to choose the
+    fastest, or need its whole memory."""
+
     shares_weights: bool = False
     """Whether models that are compiled in one process can share a sidecar."""
 

@@ -121,7 +121,7 @@ def bench(
     versions: dict[str, str] = {}
     for embedded, plan in plans.items():
         folder = staging / str(embedded)
-        runner = job_runner(plan, folder, Cache(None, folder / "cache", log), workers)
+        runner = job_runner(plan, folder, Cache(None, log), workers)
         for job in plan.jobs:
             if reason := reason_not_to_open(job):
                 hint = "Measure the chips one at a time."

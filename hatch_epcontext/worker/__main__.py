@@ -1,4 +1,4 @@
-"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY [--verbose]``: answer one request and exit."""
+"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY [FLAGS]``: answer one request and exit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
-from hatch_epcontext.ipc.protocol import DONE, FAILED, REFUSED, REQUESTS, VERBOSE, Refusal
+from hatch_epcontext.ipc.protocol import (
+    DONE,
+    FAILED,
+    MEMORY_LIMIT,
+    REFUSED,
+    REQUESTS,
+    VERBOSE,
+    Refusal,
+)
 from hatch_epcontext.serialize import from_json, to_json
 
 _INFO = 1
@@ -24,11 +32,22 @@ def _answer(action: str, request: Any, *, verbose: bool) -> Any:
     return handler.handle(request)
 
 
+def _limit_memory(size: int) -> None:
+    if sys.platform == "linux":
+        import resource
+
+        # Not the address space, of which the libraries of EPs reserve much and use little.
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
 def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
     """Answer the request in the file ``request_path`` with the file ``reply_path``.
 
     Returns the exit code.
     """
+    for flag in flags:
+        if flag.startswith(MEMORY_LIMIT):
+            _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))
     request = from_json(Path(request_path).read_bytes(), REQUESTS[action])
     try:
         reply, code = _answer(action, request, verbose=VERBOSE in flags), DONE

@@ -20,7 +20,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.reference import check_outputs, reference
+from hatch_epcontext.worker.reference import check_outputs, reference, write_reference
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
 
@@ -42,6 +42,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     feeds = feeds_for(model, spec)
     # Before the simplifier, which is not to blame for a source that cannot be run.
     expected = reference(spec, feeds) if request.compare else {}
+    outputs_path = write_reference(expected, folder / "reference.npz") if expected else None
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
     result = _simplify(fixed, own / f"{spec.name}.onnx", request.simplifier)
@@ -50,7 +51,9 @@ def handle(request: PrepareRequest) -> PrepareReply:
         check_outputs(outputs, expected, _SIMPLIFIED, spec, "the source model's")
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
-    return PrepareReply(str(result), nodes_before, nodes, graph.control_flow(model.graph), bounds)
+    return PrepareReply(
+        str(result), nodes_before, nodes, graph.control_flow(model.graph), bounds, outputs_path
+    )
 
 
 def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> Path:

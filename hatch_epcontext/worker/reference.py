@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
@@ -39,6 +40,22 @@ def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
                 Setting(spec.key / "validate" / "tolerance", False),
             )
         ) from error
+
+
+def write_reference(outputs: Arrays, path: Path) -> str | None:
+    """Write ``outputs`` to ``path``; returns it, or None for dtypes that NumPy's format does not have."""
+    if not all(
+        array.dtype.isbuiltin == 1 and array.dtype.kind != "O" for array in outputs.values()
+    ):
+        return None
+    np.savez(path, allow_pickle=False, **{f"_{name}": array for name, array in outputs.items()})
+    return str(path)
+
+
+def read_reference(path: str) -> dict[str, Array]:
+    """Return the outputs that `write_reference` wrote."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name.removeprefix("_"): arrays[name] for name in arrays.files}
 
 
 def check_outputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
-from hatch_epcontext.worker.reference import check_outputs, reference
+from hatch_epcontext.worker.reference import check_outputs, read_reference, reference
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
@@ -21,7 +22,7 @@ from hatch_epcontext.worker.session import (
     provider_of,
     set_model_path,
 )
-from hatch_epcontext.worker.tensors import Array, refuse_not_finite, run
+from hatch_epcontext.worker.tensors import Array, Arrays, refuse_not_finite, run
 
 
 def handle(request: ValidateRequest) -> ValidateReply:
@@ -32,7 +33,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     """
     spec = request.model
     feeds = _feeds(request)
-    expected = {} if request.tolerance is None else reference(spec, feeds)
+    expected = {} if request.tolerance is None else _reference(request, feeds)
     # The sessions of a group that are opened first must outlive the later ones.
     _others = [
         open_session(Path(request.folder) / other.model_file, _options(request))
@@ -43,18 +44,27 @@ def handle(request: ValidateRequest) -> ValidateReply:
     make_options = cpu_options if unavailable else partial(_options, request)
     # Opened and not run: the session from disk runs the same, and simulators are slow.
     from_memory = _open_from_memory(request, make_options())
-    session = open_session(_file(request), make_options())
+    session_options = make_options()
+    start = time.perf_counter()
+    session = open_session(_file(request), session_options)
+    load = time.perf_counter() - start
     if unavailable is None:
         _check_assignment(request, from_memory, "memory")
         _check_assignment(request, session, "disk")
     outputs = run(session, feeds)
     if request.tolerance is None:
         refuse_not_finite(outputs, {})
-        return ValidateReply((), unavailable)
+        return ValidateReply((), unavailable, load)
     if recorded := expected_outputs(request.context.outputs, spec):
         check_outputs(outputs, recorded, request.tolerance, spec, "the recorded output")
     agreements = check_outputs(outputs, expected, request.tolerance, spec, "the CPU's")
-    return ValidateReply(agreements, unavailable)
+    return ValidateReply(agreements, unavailable, load)
+
+
+def _reference(request: ValidateRequest, feeds: Arrays) -> dict[str, Array]:
+    if request.reference is not None:
+        return read_reference(request.reference)
+    return reference(request.model, feeds)
 
 
 def _feeds(request: ValidateRequest) -> dict[str, Array]:

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import os
 import shutil
+import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext import files as files_module
+from hatch_epcontext.build import cache as cache_module
+from hatch_epcontext.build.artifact import Artifact, Validation, ValidationRun, ValidationStatus
 from hatch_epcontext.build.cache import Cache, default_root
-from hatch_epcontext.files import record_files
+from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.ipc.protocol import Agreement
 from tests.conftest import make_record
 
@@ -22,106 +27,183 @@ def warnings() -> list[str]:
 
 @pytest.fixture
 def cache(tmp_path: Path, warnings: list[str]) -> Cache:
-    return Cache(tmp_path / "cache", tmp_path / "overflow", warnings.append)
+    return Cache(tmp_path / "cache", warnings.append)
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Path:
+    """The folder of the artifact of `KEY`."""
+    return tmp_path / "cache" / "v3" / KEY[:2] / KEY
 
 
 def test_a_stored_artifact_is_found_again(
-    cache: Cache, artifact: Artifact, warnings: list[str]
+    cache: Cache, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    assert cache.get(KEY) is None
-    stored = cache.store(KEY, artifact.folder, artifact.record)
+    assert not cache.has(KEY)
+    assert cache.take(KEY, tmp_path / "none") is None
+    cache.store(KEY, artifact.folder, artifact.record)
     shutil.rmtree(artifact.folder)
-    assert cache.get(KEY) == stored
-    assert record_files(stored.folder) == artifact.record.files
+    assert cache.has(KEY)
+    taken = cache.take(KEY, tmp_path / "taken")
+    assert taken == Artifact(tmp_path / "taken", artifact.record)
+    assert record_files(taken.folder) == artifact.record.files
     assert not warnings
 
 
-def test_storing_leaves_nothing_else_behind(
+def test_what_was_taken_survives_the_cache(
     cache: Cache, artifact: Artifact, tmp_path: Path
 ) -> None:
-    stored = cache.store(KEY, artifact.folder, artifact.record)
-    shelf = stored.folder.parents[1]
-    assert [path.name for path in shelf.iterdir()] == [KEY]
-    assert shelf == tmp_path / "cache" / "v2" / KEY[:2]
+    cache.store(KEY, artifact.folder, artifact.record)
+    taken = cache.take(KEY, tmp_path / "taken")
+    assert taken is not None
+    shutil.rmtree(tmp_path / "cache")
+    assert record_files(taken.folder) == artifact.record.files
+    assert not cache.has(KEY)
+    cache.store(KEY, artifact.folder, artifact.record)
+    assert cache.has(KEY)
 
 
-@pytest.mark.parametrize("harm", ["change", "remove", "record"])
+def test_storing_leaves_nothing_else_behind(cache: Cache, artifact: Artifact, entry: Path) -> None:
+    cache.store(KEY, artifact.folder, artifact.record)
+    assert [path.name for path in entry.parent.iterdir()] == [KEY]
+
+
+@pytest.mark.parametrize("harm", ["change", "size", "remove", "record", "other"])
 def test_a_damaged_artifact_is_a_miss_and_can_be_replaced(
-    cache: Cache, artifact: Artifact, warnings: list[str], harm: str
+    cache: Cache, artifact: Artifact, warnings: list[str], entry: Path, harm: str
 ) -> None:
-    stored = cache.store(KEY, artifact.folder, artifact.record)
-    blob = stored.folder / "a_ctx_qnn.bin"
-    blob.unlink()
+    cache.store(KEY, artifact.folder, artifact.record)
+    blob = entry / "files" / "a_ctx_qnn.bin"
+    if harm in ("change", "size", "remove"):
+        blob.unlink()
     if harm == "change":
         blob.write_bytes(b"blub" * 100)
+    if harm == "size":
+        blob.write_bytes(b"blob")
     if harm == "record":
-        (stored.folder.parent / "record.json").write_text("{", encoding="utf-8")
+        (entry / "record.json").write_text("{", encoding="utf-8")
+    if harm == "other":
+        text = (entry / "record.json").read_text(encoding="utf-8").replace(KEY, "cd" * 32)
+        (entry / "record.json").write_text(text, encoding="utf-8")
+    (artifact.folder / "a_ctx_qnn.bin").unlink()
     (artifact.folder / "a_ctx_qnn.bin").write_bytes(b"blob" * 100)
-    assert cache.get(KEY) is None
+    assert not cache.has(KEY)
     assert "is damaged; compiling again" in warnings[0]
-    again = cache.store(KEY, artifact.folder, artifact.record)
-    assert cache.get(KEY) == again
-    assert [path.name for path in again.folder.parents[1].iterdir()] == [KEY]
+    cache.store(KEY, artifact.folder, artifact.record)
+    assert cache.has(KEY)
+    assert [path.name for path in entry.parent.iterdir()] == [KEY]
+
+
+def test_unchanged_files_are_not_read_again(
+    cache: Cache, artifact: Artifact, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.store(KEY, artifact.folder, artifact.record)
+    for file in (entry / "files").rglob("*"):
+        os.utime(file, (1, 1))
+    read: list[str] = []
+
+    def is_intact(folder: Path, files: Mapping[str, FileRecord]) -> bool:
+        read.extend(files)
+        return files_module.is_intact(folder, files)
+
+    monkeypatch.setattr(cache_module, "is_intact", is_intact)
+    # Their status is another one, and their contents are the same.
+    assert cache.has(KEY)
+    assert sorted(read) == sorted(artifact.record.files)
+    assert cache.has(KEY)
+    assert len(read) == len(artifact.record.files)
 
 
 def test_the_first_of_two_builds_wins(cache: Cache, artifact: Artifact, tmp_path: Path) -> None:
-    first = cache.store(KEY, artifact.folder, artifact.record)
+    cache.store(KEY, artifact.folder, artifact.record)
     other = tmp_path / "other"
     other.mkdir()
     (other / "a_ctx.onnx").write_bytes(b"compiled by another build")
-    second = cache.store(KEY, other, make_record(record_files(other)))
-    assert second == first
+    cache.store(KEY, other, make_record(record_files(other)))
+    taken = cache.take(KEY, tmp_path / "taken")
+    assert taken is not None
+    assert taken.record == artifact.record
 
 
 def test_many_builds_at_once(cache: Cache, artifact: Artifact, warnings: list[str]) -> None:
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(cache.store, KEY, artifact.folder, artifact.record) for _ in range(32)]
-        assert len({job.result().folder for job in jobs}) == 1
-    assert cache.get(KEY) is not None
+        for job in jobs:
+            job.result()
+    assert cache.has(KEY)
     assert not warnings
+
+
+def test_a_lock_is_held_by_one_build_at_a_time(cache: Cache, tmp_path: Path) -> None:
+    order: list[str] = []
+    waiting = threading.Event()
+
+    def second() -> None:
+        with Cache(tmp_path / "cache", print).lock(KEY, waiting.set):
+            order.append("second")
+
+    with ThreadPoolExecutor(1) as pool:
+        with cache.lock(KEY, lambda: None):
+            other = pool.submit(second)
+            assert waiting.wait(60)
+            order.append("first")
+        other.result(60)
+    assert order == ["first", "second"]
+
+
+def test_another_artifact_is_not_locked(cache: Cache) -> None:
+    with cache.lock(KEY, lambda: None), cache.lock("cd" * 32, lambda: pytest.fail("waits")):
+        pass
+
+
+def test_what_waiting_raises_ends_it(cache: Cache, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    other = Cache(tmp_path / "cache", print)
+    with cache.lock(KEY, interrupt), pytest.raises(KeyboardInterrupt), other.lock(KEY, interrupt):
+        pytest.fail("the lock is not held twice")
 
 
 def test_a_cache_that_cannot_be_written_is_one_warning(
     tmp_path: Path, artifact: Artifact, warnings: list[str]
 ) -> None:
     (tmp_path / "file").touch()
-    cache = Cache(tmp_path / "file" / "cache", tmp_path / "overflow", warnings.append)
-    stored = cache.store(KEY, artifact.folder, artifact.record)
-    cache.store("cd" * 32, artifact.folder, artifact.record)
-    assert stored.folder.is_relative_to(tmp_path / "overflow")
-    assert record_files(stored.folder) == artifact.record.files
+    cache = Cache(tmp_path / "file" / "cache", warnings.append)
+    with cache.lock(KEY, lambda: None):
+        cache.store(KEY, artifact.folder, artifact.record)
+        cache.store("cd" * 32, artifact.folder, artifact.record)
+    assert not cache.has(KEY)
     assert len(warnings) == 1
     assert "cannot be written" in warnings[0]
 
 
-def test_without_a_cache_nothing_is_found_again(
-    tmp_path: Path, artifact: Artifact, warnings: list[str]
-) -> None:
-    cache = Cache(None, tmp_path / "overflow", warnings.append)
-    stored = cache.store(KEY, artifact.folder, artifact.record)
-    assert stored.folder.is_relative_to(tmp_path / "overflow")
-    assert cache.get(KEY) is None
+def test_without_a_cache_nothing_is_found_again(artifact: Artifact, warnings: list[str]) -> None:
+    cache = Cache(None, warnings.append)
+    with cache.lock(KEY, lambda: None):
+        cache.store(KEY, artifact.folder, artifact.record)
+    assert not cache.has(KEY)
+    assert cache.index_folder is None
     assert not warnings
 
 
 def test_validations_are_stored_by_their_key(cache: Cache, artifact: Artifact) -> None:
-    stored = cache.store(KEY, artifact.folder, artifact.record)
-    validation = Validation(
-        ValidationStatus.RAN, (Agreement("y", 0.001, 0.999), Agreement("z", 0.1, 0.99))
-    )
-    cache.store_validation(stored, "random", validation)
-    assert cache.validation(stored, "random") == validation
-    assert cache.validation(stored, "ones") is None
-    assert validation.cosine == 0.99
-    assert cache.get(KEY) == stored
+    cache.store(KEY, artifact.folder, artifact.record)
+    agreements = (Agreement("y", 0.001, 0.999), Agreement("z", 0.1, 0.99))
+    run = ValidationRun(Validation(ValidationStatus.RAN, agreements), 0.25)
+    cache.store_validation(KEY, "random", run)
+    assert cache.validation(KEY, "random") == run
+    assert cache.validation(KEY, "ones") is None
+    assert run.validation.cosine == 0.99
+    assert cache.has(KEY)
 
 
-def test_a_damaged_validation_is_a_miss(cache: Cache, artifact: Artifact) -> None:
-    stored = cache.store(KEY, artifact.folder, artifact.record)
-    cache.store_validation(stored, "random", Validation(ValidationStatus.RAN))
-    (file,) = stored.folder.parent.glob("validation-*.json")
-    file.write_text('{"status": 3}', encoding="utf-8")
-    assert cache.validation(stored, "random") is None
+def test_a_damaged_validation_is_a_miss(cache: Cache, artifact: Artifact, entry: Path) -> None:
+    cache.store(KEY, artifact.folder, artifact.record)
+    cache.store_validation(KEY, "random", ValidationRun(Validation(ValidationStatus.RAN)))
+    (file,) = entry.glob("validation-*.json")
+    file.write_text('{"validation": 3}', encoding="utf-8")
+    assert cache.validation(KEY, "random") is None
 
 
 def test_the_users_cache_folder_is_named_after_the_package() -> None:
@@ -133,15 +215,20 @@ def test_the_latest_artifact_with_the_same_settings_is_found(
 ) -> None:
     settings_key, newer = "ee" * 32, "cd" * 32
     assert cache.latest(settings_key) is None
-    cache.store(KEY, artifact.folder, artifact.record)
     cache.set_latest(settings_key, KEY)
-    assert cache.latest(settings_key) == cache.get(KEY)
-    cache.store(newer, artifact.folder, artifact.record)
+    assert cache.latest(settings_key) == KEY
     cache.set_latest(settings_key, newer)
-    assert cache.latest(settings_key) == cache.get(newer)
+    assert cache.latest(settings_key) == newer
 
 
-def test_without_a_cache_there_is_no_latest(tmp_path: Path, artifact: Artifact) -> None:
-    none = Cache(None, tmp_path / "overflow", print)
+@pytest.mark.parametrize("text", ["", "../../evil", "zz" * 32])
+def test_only_a_fingerprint_is_taken_as_the_latest(cache: Cache, tmp_path: Path, text: str) -> None:
+    cache.set_latest("ee" * 32, KEY)
+    (tmp_path / "cache" / "v3" / "latest" / ("ee" * 32)).write_text(text, encoding="utf-8")
+    assert cache.latest("ee" * 32) is None
+
+
+def test_without_a_cache_there_is_no_latest() -> None:
+    none = Cache(None, print)
     none.set_latest("ee" * 32, KEY)
     assert none.latest("ee" * 32) is None

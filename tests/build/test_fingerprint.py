@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.fingerprint import fingerprint, model_sha256
+from hatch_epcontext.build.fingerprint import fingerprint
 from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.config.settings import CompileSettings, ValidateSettings
 from tests.results import configured
@@ -48,18 +48,6 @@ def with_settings(job: Job, settings: CompileSettings) -> Job:
 def with_model(job: Job, **changes: Any) -> Job:
     (model,) = job.models
     return dataclasses.replace(job, models=(dataclasses.replace(model, **changes),))
-
-
-def test_external_data_counts_and_its_place_does_not(tmp_path: Path) -> None:
-    hashes = []
-    for folder, data in (("one", b"1"), ("two", b"1"), ("three", b"2")):
-        path = tmp_path / folder / f"{folder}.onnx"
-        (path.parent / "sub").mkdir(parents=True)
-        path.write_bytes(b"model")
-        (path.parent / "sub" / "data").write_bytes(data)
-        hashes.append(model_sha256(path, ["sub/data"]))
-    assert hashes[0] == hashes[1] != hashes[2]
-    assert hashes[0] != model_sha256(path, [])
 
 
 def test_a_fingerprint_does_not_depend_on_order(job: Job) -> None:

@@ -15,7 +15,7 @@ def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifa
     made = make_report(result)
     (job,) = made.jobs
     assert (job.target, job.provider, job.cached) == ("cpu", "cpu", False)
-    assert (job.times.compile, job.speedup) == (0.5, 4.0)
+    assert (job.times.compile, job.load) == (0.5, 0.2)
     assert job.size == 407
     (model,) = job.models
     assert (model.model, model.source_size) == ("a", 7)
@@ -26,7 +26,8 @@ def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifa
 def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
     (built,) = resulting(configured(project), artifact).built
     assert summarize(built) == (
-        "a -> cpu (cpu): optimized graph, structure checked, NOT run, 407 bytes, compiled in 0.5 s"
+        "a -> cpu (cpu): optimized graph, structure checked, NOT run, 407 bytes, opens in 0.200 s, "
+        "compiled in 0.5 s"
     )
     validation = Validation(
         ValidationStatus.RAN, (Agreement("y", 0.0125, 0.99876), Agreement("z", 0.001, None))
@@ -41,7 +42,7 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
     assert summarize(cached) == (
         "a -> cpu (cpu): 10/12 nodes in 2 contexts, "
         "ran and agrees with the CPU (cosine 0.99876, largest difference 0.013), "
-        "407 bytes, from the cache"
+        "407 bytes, opens in 0.200 s, from the cache"
     )
 
 

@@ -15,6 +15,7 @@ from hatch_epcontext.build import requirements
 from hatch_epcontext.build import validation as validation_module
 from hatch_epcontext.build.artifact import Result, ValidationStatus
 from hatch_epcontext.build.cache import Cache
+from hatch_epcontext.build.executors import local
 from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.build.run import build
 from hatch_epcontext.config.load import load
@@ -51,7 +52,7 @@ def run(project: Path, tmp_path: Path, log: list[str]) -> Run:
     def built(toml: str, environ: Mapping[str, str] | None = None) -> Result:
         staging = tmp_path / f"staging-{next(count)}"
         staging.mkdir()
-        cache = Cache(tmp_path / "cache", staging / "cache", log.append)
+        cache = Cache(tmp_path / "cache", log.append)
         return build(
             plan(load(project, parse(toml), {}, environ or {})), staging, cache, log.append
         )
@@ -63,7 +64,7 @@ def run(project: Path, tmp_path: Path, log: list[str]) -> Run:
 def test_a_context_is_compiled_and_validated_once(run: Run, log: list[str]) -> None:
     first, second = run(QNN), run(QNN)
     assert (first.built[0].cached, second.built[0].cached) == (False, True)
-    assert first.built[0].artifact == second.built[0].artifact
+    assert first.built[0].artifact.record == second.built[0].artifact.record
     assert first.built[0].validations == second.built[0].validations
     validation = first.built[0].validations["a"]
     assert validation.status is ValidationStatus.RAN
@@ -84,7 +85,7 @@ def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -
 
     planned = plan(load(project, parse(CPU), {}, {}))
     with pytest.raises(KeyboardInterrupt):
-        build(planned, tmp_path, Cache(None, tmp_path / "cache", print), interrupt, workers)
+        build(planned, tmp_path, Cache(None, print), interrupt, workers)
     request = CheckRequest((), {})
     with pytest.raises(BuildError, match=r"b -> cpu: EPC310\n    the build was interrupted"):
         workers.call(request, tmp_path / "another", location="b -> cpu")
@@ -171,8 +172,7 @@ def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         target = dataclasses.replace(job.target, provider=provider)
         return find(dataclasses.replace(job, target=target))
 
-    monkeypatch.setattr(validation_module, "reason_not_to_run", reason)
-    monkeypatch.setattr(job_module, "reason_not_to_run", reason)
+    monkeypatch.setattr(local, "reason_not_to_run", reason)
 
 
 @pytest.mark.skipif(
@@ -203,10 +203,10 @@ def test_a_target_is_taken_from_the_cache_whatever_is_installed(
 ) -> None:
     first = run(CPU)
     monkeypatch.setattr(requirements, "installed", lambda name: "99.0" if name in ONNX else None)
-    monkeypatch.setattr(job_module.JobRunner, "_compile", None)
+    monkeypatch.setattr(local.LocalExecutor, "compile", None)
     (built,) = run(CPU, FROM_CACHE).built
     assert built.cached
-    assert built.artifact == first.built[0].artifact
+    assert built.artifact.record == first.built[0].artifact.record
     assert built.validations == first.built[0].validations
     # The versions that compiled it, and not the installed ones.
     assert built.artifact.record.versions["onnxruntime"] != "99.0"
@@ -386,7 +386,8 @@ def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log:
     validation = first.validations["a"]
     assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
     reason = "QNNExecutionProvider cannot open contexts for several chips on this machine"
-    assert validation.reason == first.artifact.record.times.not_measured == reason
+    assert validation.reason == reason
+    assert not first.loads
     assert f"for soc_model 60,57, htp_arch 73,75, structure checked ({reason})" in log[0]
     assert "compiled separately, it ran and agrees with the CPU" in log[0]
     assert "saved by one context for all chips" in log[0]

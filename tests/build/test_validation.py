@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext.build.artifact import Artifact, Record, Validation, ValidationStatus
+from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.build.validation import (
     describe_validation,
@@ -21,6 +22,7 @@ from hatch_epcontext.build.validation import (
 )
 from hatch_epcontext.config.settings import ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
 from hatch_epcontext.providers import PROVIDERS
 from tests.results import configured
@@ -92,21 +94,21 @@ def test_the_mode_decides_whether_a_model_is_run(
     job: Job, mode: Any, status: ValidationStatus | None
 ) -> None:
     job = with_validate(job, mode=mode)
-    found = validation_without_run(job, job.models[0])
+    found = validation_without_run(job, job.models[0], None)
     assert (found.status if found else None) is status
 
 
 def test_a_machine_that_cannot_run_the_artifact_is_the_reason(job: Job) -> None:
     assert reason_not_to_run(job) is None
     job = elsewhere(job)
-    found = validation_without_run(job, job.models[0])
+    found = validation_without_run(job, job.models[0], reason_not_to_run(job))
     assert found is not None
     assert found.status is ValidationStatus.STRUCTURE
     assert found.reason is not None
     assert "cannot run its contexts on this machine" in found.reason
     required = with_validate(job, mode="require")
     with pytest.raises(BuildError, match="cannot run its contexts on this machine"):
-        validation_without_run(required, required.models[0])
+        validation_without_run(required, required.models[0], reason_not_to_run(required))
 
 
 def test_a_virtual_device_is_a_reason_not_to_run(job: Job) -> None:
@@ -198,7 +200,12 @@ def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
     )
 
 
-def test_inputs_tolerance_and_load_options_are_in_the_key(job: Job, tmp_path: Path) -> None:
+def test_files_inputs_tolerance_and_load_options_are_in_the_key(
+    job: Job, artifact: Artifact, tmp_path: Path
+) -> None:
+    def key_of(job: Job, record: Record = artifact.record) -> str:
+        return validation_key(job, job.models[0], record, Index())
+
     file = tmp_path / "x.npz"
     np.savez(file, x=np.ones(1))
     folder = tmp_path / "data"
@@ -213,13 +220,14 @@ def test_inputs_tolerance_and_load_options_are_in_the_key(job: Job, tmp_path: Pa
         with_validate(job, tolerance=False),
         dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
     ]
-    keys = [validation_key(each, each.models[0]) for each in jobs]
+    keys = [key_of(each) for each in jobs]
     assert len(set(keys)) == len(keys)
     np.savez(file, x=np.zeros(1))
-    assert validation_key(jobs[2], jobs[2].models[0]) != keys[2]
+    assert key_of(jobs[2]) != keys[2]
     (folder / "input_0.pb").write_bytes(b"2")
-    assert validation_key(jobs[3], jobs[3].models[0]) != keys[3]
+    assert key_of(jobs[3]) != keys[3]
     # The mode does not change the result of a validation.
-    required = with_validate(job, mode="require")
-    assert validation_key(required, required.models[0]) == keys[0]
+    assert key_of(with_validate(job, mode="require")) == keys[0]
+    other = {**artifact.record.files, "a_ctx.onnx": FileRecord(1, "00" * 32)}
+    assert key_of(job, dataclasses.replace(artifact.record, files=other)) != keys[0]
     assert job.models[0].validate == ValidateSettings()

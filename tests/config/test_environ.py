@@ -38,6 +38,9 @@ def test_all_variables(tmp_path: Path) -> None:
         NO_CACHE="1",
         JOBS="3",
         TIMEOUT="2.5",
+        MEMORY_LIMIT="8 GB",
+        FAIL_FAST="on",
+        VERIFY="full",
         TAG="any",
         MAX_SIZE="250 MB",
         EDITABLE="compile",
@@ -49,8 +52,13 @@ def test_all_variables(tmp_path: Path) -> None:
     assert settings.cache_dir == tmp_path
     assert settings.report == tmp_path / "r.html"
     assert settings.no_cache
-    assert settings.build == {"jobs": 3, "timeout": 2.5}
-    assert settings.wheel == {"tag": "any", "max_size": "250 MB"}
+    assert settings.build == {
+        "jobs": 3,
+        "timeout": 2.5,
+        "memory_limit": "8 GB",
+        "fail_fast": True,
+    }
+    assert settings.wheel == {"tag": "any", "max_size": "250 MB", "verify": "full"}
     assert (settings.editable, settings.validate) == ("compile", "require")
     assert "HATCH_EPCONTEXT_JOBS=3" in settings.overrides
     assert len(settings.overrides) == len(VARIABLES)
@@ -102,6 +110,9 @@ def test_an_invalid_variable_is_a_problem(name: str, value: str, message: str) -
 SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "jobs"): ("7", "3", 3, "0"),
     ("build", "timeout"): ("7", "2.5", 2.5, "-1"),
+    ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
+    ("build", "fail_fast"): ("false", "1", True, "maybe"),
+    ("wheel", "verify"): ('"record"', "full", "full", "half"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
     ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),
 }

@@ -54,7 +54,7 @@ def file(project: Path, tmp_path: Path) -> Path:
     staging = tmp_path / "staging"
     staging.mkdir()
     with pytest.raises(IncompleteError) as raised:
-        build(plan(config), staging, open_cache(config, staging, print), print)
+        build(plan(config), staging, open_cache(config, print), print)
     path = tmp_path / "report.html"
     html_report.write(make_report(raised.value.result), "my-app 1.0", path)
     return path

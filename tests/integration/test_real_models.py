@@ -26,9 +26,7 @@ def test_a_real_model_becomes_one_context(result: Result, name: str) -> None:
     assert context.coverage is not None
     assert (context.coverage.partitions, context.coverage.uncovered) == (1, ())
     assert built.validations[name].status is ValidationStatus.RAN
-    times = built.artifact.record.times
-    assert times.load_source is not None
-    assert times.load_context is not None
+    assert built.loads[name] > 0
 
 
 def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_summary_says_so(result: Result) -> None:

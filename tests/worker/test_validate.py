@@ -11,10 +11,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError
-from hatch_epcontext.ipc.protocol import MeasureRequest, ModelSpec, ValidateRequest
+from hatch_epcontext.ipc.protocol import ModelSpec, ValidateRequest
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import compile as compile_worker
-from hatch_epcontext.worker import measure as measure_worker
+from hatch_epcontext.worker.reference import read_reference, write_reference
 from hatch_epcontext.worker.session import context_options
 from hatch_epcontext.worker.validate import handle
 from tests.conftest import needs_qnn
@@ -192,16 +192,27 @@ def test_a_source_that_cannot_be_run_is_a_model_error(tmp_path: Path) -> None:
 
 
 @needs_qnn
-def test_loading_the_source_and_the_context_is_measured(tmp_path: Path) -> None:
+def test_the_time_to_open_the_context_is_measured(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
-    (prepared,) = (tmp_path / "prepared").glob("simplified-*/a.onnx")
-    times = measure_worker.handle(
-        MeasureRequest(
-            str(prepared), request.target, request.product, request.context, request.folder
-        )
-    )
-    assert times.load_source > 0
-    assert times.load_context > 0
+    load = handle(request).load
+    assert load is not None
+    assert load > 0
+
+
+@needs_qnn
+def test_the_outputs_of_the_source_are_taken_from_its_preparation(tmp_path: Path) -> None:
+    request = built(network(), "qnn", tmp_path)
+    recorded = handle(dataclasses.replace(request, reference=reference_of(tmp_path)))
+    assert recorded.agreements == handle(request).agreements
+    # Other outputs are noticed: the file is what is compared.
+    wrong = {name: array + 1 for name, array in read_reference(reference_of(tmp_path)).items()}
+    path = write_reference(wrong, tmp_path / "wrong.npz")
+    with pytest.raises(BuildError, match="differs from the CPU's"):
+        handle(dataclasses.replace(request, reference=path))
+
+
+def reference_of(folder: Path) -> str:
+    return str(folder / "prepared" / "reference.npz")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from hatch_epcontext.config.checks.common import check_name, check_values
 from hatch_epcontext.config.checks.options import check_options, check_session_options
+from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Problem
@@ -23,6 +24,9 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
     yield from check_name(key, target.name)
     if target.name == SOURCE:
         message = f'"{SOURCE}" is reserved for the source model.'
+        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
+    if target.name == ALL:
+        message = f'"{ALL}" is reserved: HATCH_EPCONTEXT_FROM_CACHE={ALL} means all targets.'
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
     if provider is None:
         hint = suggestion(table.provider, PROVIDERS)

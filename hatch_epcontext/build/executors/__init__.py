@@ -1,0 +1,1 @@
+"""Where jobs run: in local workers, or on other machines."""

@@ -1,0 +1,162 @@
+"""Jobs in workers on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hatch_epcontext.build.artifact import (
+    Artifact,
+    Preparation,
+    Record,
+    Times,
+    ValidationRun,
+)
+from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
+from hatch_epcontext.build.preparation import Preparations
+from hatch_epcontext.build.requirements import versions_of
+from hatch_epcontext.build.validation import reason_not_to_run, validation_from_reply
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import CompileRequest, Context, ValidateRequest
+
+_SMALL = 1 << 20
+"""Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Jobs in ``workers``, ``at_once`` of them at the same time, below ``staging``.
+
+    ``installed``: the versions of all that is installed for the build. ``jobs`` are all jobs of the build.
+    """
+
+    workers: Workers
+    staging: Path
+    at_once: int
+    installed: Mapping[str, str]
+    preparations: Preparations
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+
+    @staticmethod
+    def make(
+        workers: Workers,
+        staging: Path,
+        at_once: int,
+        installed: Mapping[str, str],
+        jobs: Iterable[Job],
+    ) -> LocalExecutor:
+        """An executor for ``jobs``, which prepares a model once for all that want it prepared alike."""
+        preparations = Preparations(workers, staging / "prepared", jobs)
+        return LocalExecutor(workers, staging, at_once, installed, preparations)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self.workers.stopped
+
+    def versions(self, target: Target) -> Mapping[str, str]:
+        """The versions of everything installed that can change what is compiled for ``target``."""
+        return versions_of(target, self.installed)
+
+    def reason_not_to_run(self, job: Job) -> str | None:
+        """Why the job's result cannot be run on this machine, if that is known without the EP."""
+        return reason_not_to_run(job)
+
+    def compile(self, job: Job, key: str, folder: Path) -> Record:
+        """Prepare and compile ``job`` into ``folder``, which it makes."""
+        start = time.monotonic()
+        prepared = [self.preparations.get(job, model) for model in job.models]
+        prepare_seconds = time.monotonic() - start
+        folder.mkdir(parents=True)
+        request = CompileRequest(
+            models=tuple(model_spec_for(model, job.target) for model in job.models),
+            prepared=tuple(each.path for each in prepared),
+            target=target_spec(job.target),
+            folder=str(folder),
+        )
+        try:
+            with self._device(job.target):
+                reply = self.workers.call(request, self._scratch("compile"), location=job.location)
+        except BuildError as error:
+            raise _with_preparations(error, [each.preparation for each in prepared]) from None
+        return Record(
+            reply.product,
+            tuple(each.preparation for each in prepared),
+            reply.contexts,
+            # Hashed before any other process opens them.
+            record_files(folder),
+            self.versions(job.target),
+            Times(prepare_seconds, reply.seconds),
+        )
+
+    def validate(
+        self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
+    ) -> ValidationRun:
+        """Run a moved copy of the artifact in a process that has compiled nothing."""
+        scratch = self._scratch("validate")
+        moved = scratch.with_name(f"{scratch.name}-moved")
+        shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
+        spec = model_spec_to_run(model, job.target)
+        request = ValidateRequest(
+            spec,
+            target_spec(job.target),
+            artifact.record.product,
+            context,
+            str(moved),
+            model.tolerance_for(job.target.provider),
+            artifact.record.contexts if job.group else (),
+            # Other inputs have other outputs.
+            reference=self.preparations.reference(job, model)
+            if spec == model_spec_for(model, job.target)
+            else None,
+        )
+        with self._device(job.target), self._cores(job.target, artifact):
+            reply = self.workers.call(request, scratch, location=f"{job.location}: validation")
+        shutil.rmtree(moved)
+        return ValidationRun(validation_from_reply(artifact, reply), reply.load)
+
+    def finished(self, job: Job) -> None:
+        """Remove prepared models that no other job wants: copies of whole models."""
+        self.preparations.release(job)
+
+    def stop(self) -> None:
+        """Kill all workers, and start no more."""
+        self.workers.stop()
+
+    def _scratch(self, step: str) -> Path:
+        return self.staging / "steps" / f"{next(self._numbers)}-{step}"
+
+    def _device(self, target: Target) -> AbstractContextManager[object]:
+        """What a step holds that uses the target's EP: others wait if its device takes one user."""
+        if not target.provider.one_user:
+            return contextlib.nullcontext()
+        return self._locks.setdefault(f"{target.provider.ep}: device", threading.Lock())
+
+    def _cores(self, target: Target, artifact: Artifact) -> AbstractContextManager[object]:
+        """What a step holds that runs ``artifact``, if that uses all cores by itself."""
+        if not target.provider.simulates or artifact.size < _SMALL:
+            return contextlib.nullcontext()
+        return self._locks.setdefault(f"{target.provider.ep}: cores", threading.Lock())
+
+
+def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
+    """``error`` with the failed preparations before it, which may be the cause."""
+    failures = "".join(
+        f"\nThe model was prepared with {preparation.simplifier}, because of:\n{failure}"
+        for preparation in preparations
+        for failure in preparation.failed
+    )
+    return BuildError(
+        *(replace(problem, message=problem.message + failures) for problem in error.problems)
+    )

@@ -1,0 +1,89 @@
+"""An index of files: from a file's status to its sha256, and from that to the facts of a model.
+
+So a build reads no file that did not change, and needs no worker for a model that it knows. An index is a
+folder of small files, which are written whole or not at all, and which any number of builds may use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from hatch_epcontext.files import file_sha256, write_atomically
+from hatch_epcontext.serialize import from_json, to_json
+
+T = TypeVar("T")
+
+_SETTLED_NS = 2 * 10**9
+"""Nanoseconds after which a changed file must have another status: the coarsest file systems count in
+two seconds."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index in ``folder``; with None it only remembers what it read itself."""
+
+    folder: Path | None = None
+    _known: dict[str, str] = field(default_factory=dict)
+
+    def sha256(self, path: Path) -> str:
+        """The hex sha256 of the file ``path``, from the index if its status is known there."""
+        status = path.stat()
+        key = _digest_of(status)
+        found = self._known.get(key) or self._read(key)
+        if found is None:
+            found = file_sha256(path)
+            # A file that was written at this moment may be written again without another status.
+            if _is_settled(status) and _digest_of(path.stat()) == key:
+                self._write(key, found)
+        self._known[key] = found
+        return found
+
+    def facts(self, key: str, type_: type[T]) -> T | None:
+        """The facts that were stored under ``key``, a hex sha256."""
+        if self.folder is None:
+            return None
+        try:
+            return from_json((self.folder / key).read_bytes(), type_)
+        except (OSError, ValueError):
+            return None
+
+    def store_facts(self, key: str, facts: object) -> None:
+        """Store ``facts`` under ``key``, a hex sha256, if the folder can be written."""
+        self._write(key, to_json(facts))
+
+    def _read(self, key: str) -> str | None:
+        if self.folder is None:
+            return None
+        try:
+            text = (self.folder / key).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return None
+        return text if len(text) == hashlib.sha256().digest_size * 2 else None
+
+    def _write(self, key: str, text: str) -> None:
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                write_atomically(self.folder / key, text)
+
+
+def _digest_of(status: os.stat_result) -> str:
+    parts: Iterable[int] = (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
+    return hashlib.sha256(":".join(map(str, parts)).encode()).hexdigest()
+
+
+def _is_settled(status: os.stat_result) -> bool:
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    return changed < time.time_ns() - _SETTLED_NS

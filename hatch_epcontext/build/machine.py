@@ -1,0 +1,67 @@
+"""How much this machine can do at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+_JOB_MEMORY = 1 << 30
+"""Bytes that a job needs besides its model: ONNX Runtime, the EP's compiler, and what it prints."""
+
+_MODEL_COPIES = 4
+"""How many times a job has its model in memory, at most: as it is read, simplified and compiled."""
+
+
+def jobs_at_once(wanted: int | None, largest_model: int) -> int:
+    """How many jobs to run at once; ``wanted`` is the configured number, None for as many as fit.
+
+    ``largest_model``: bytes of the largest source model.
+    """
+    if wanted is not None:
+        return wanted
+    memory = free_memory()
+    fits = cores() if memory is None else memory // (_JOB_MEMORY + _MODEL_COPIES * largest_model)
+    return max(1, min(cores(), fits))
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory() -> int | None:
+    """Bytes of memory that are free, also for this process's control groups; None where that is unknown."""
+    if sys.platform != "linux":
+        return None
+    known = [*_system_memory(), *_group_memory()]
+    return min(known) if known else None
+
+
+def _system_memory() -> list[int]:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return [int(line.split()[1]) * 1024]
+    return []
+
+
+def _group_memory() -> list[int]:
+    """What the limits of this process's control group and those around it leave (version 2)."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            if not line.startswith("0::/"):
+                continue
+            root = Path("/sys/fs/cgroup")
+            inside = root / line[len("0::/") :]
+            for group in (inside, *inside.parents):
+                if group.is_relative_to(root):
+                    with contextlib.suppress(OSError, ValueError):
+                        limit = int((group / "memory.max").read_text(encoding="ascii"))
+                        used = int((group / "memory.current").read_text(encoding="ascii"))
+                        found.append(max(0, limit - used))
+    return found

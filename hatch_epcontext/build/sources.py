@@ -1,0 +1,123 @@
+"""The source models of a build: their facts and their sha256, from the index or from a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hatch_epcontext
+from hatch_epcontext.build.artifact import Source
+from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.build.index import Index
+from hatch_epcontext.build.plan import source_spec
+from hatch_epcontext.build.validation import inputs_digest
+from hatch_epcontext.config.settings import Config, Model, Target
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import CheckRequest, ModelFacts, ModelProfiles
+from hatch_epcontext.serialize import to_plain
+
+
+def read_sources(
+    config: Config, index: Index, workers: Workers, scratch: Path
+) -> tuple[Source, ...]:
+    """All models of ``config``; a worker in ``scratch`` reads those that ``index`` does not know.
+
+    Raises BuildError with all problems of all models.
+    """
+    request = _Request.of(config)
+    keys = {model.name: request.key(model, index) for model in config.models}
+    known: dict[str, ModelFacts] = {}
+    for model in config.models:
+        facts = index.facts(keys[model.name], ModelFacts)
+        if facts is not None and _is_whole(model, facts):
+            known[model.name] = facts
+    unknown = tuple(model for model in config.models if model.name not in known)
+    if unknown:
+        if config.only_from_cache:
+            raise BuildError(*map(_not_known, unknown))
+        reply = workers.call(request.about(unknown), scratch, location="reading the models")
+        for model, facts in zip(unknown, reply.models, strict=True):
+            index.store_facts(keys[model.name], facts)
+            known[model.name] = facts
+    # Models with several shapes have one file.
+    sha256: dict[Path, str] = {}
+    for model in config.models:
+        if model.path not in sha256:
+            sha256[model.path] = _sha256(model, known[model.name], index)
+    return tuple(Source(each, known[each.name], sha256[each.path]) for each in config.models)
+
+
+def _sha256(model: Model, facts: ModelFacts, index: Index) -> str:
+    """The hex sha256 of a model: of its file, or of its file and all files of its external data."""
+    own = index.sha256(model.path)
+    names = sorted(facts.external_data)
+    if not names:
+        return own
+    folder = model.path.parent
+    return value_sha256({"model": own, "data": {n: index.sha256(folder / n) for n in names}})
+
+
+def _is_whole(model: Model, facts: ModelFacts) -> bool:
+    """Whether the external data of ``model`` is there; a worker says what is missing."""
+    return all((model.path.parent / name).is_file() for name in facts.external_data)
+
+
+def _not_known(model: Model) -> Problem:
+    return Problem.at(
+        model.key,
+        Kind.NOT_CACHED,
+        "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache does not know this model with these settings.",
+        "Build it where it can be built, with the same cache.",
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a worker checks the models against; see `CheckRequest`."""
+
+    static: dict[str, str] = field(default_factory=dict)
+    left_open: dict[str, str] = field(default_factory=dict)
+    profiles: list[ModelProfiles] = field(default_factory=list)
+
+    @staticmethod
+    def of(config: Config) -> _Request:
+        made = _Request()
+        for model, target in _pairs(config):
+            static_shapes = target.settings.static_shapes
+            if target.provider.static_shapes:
+                names = made.static if static_shapes else made.left_open
+                names[model.name] = target.provider.ep
+            if target.profiles:
+                key = target.key / "profiles"
+                made.profiles.append(ModelProfiles(model.name, key, target.profiles, static_shapes))
+        return made
+
+    def about(self, models: tuple[Model, ...]) -> CheckRequest:
+        names = {model.name for model in models}
+        return CheckRequest(
+            tuple(map(source_spec, models)),
+            self.static,
+            tuple(each for each in self.profiles if each.model in names),
+            self.left_open,
+        )
+
+    def key(self, model: Model, index: Index) -> str:
+        """What identifies the facts of ``model``: its contents and all that it is checked against."""
+        spec = to_plain(source_spec(model))
+        place = ("path", "key", "listed")
+        return value_sha256(
+            {
+                "version": [hatch_epcontext.__version__, FORMAT],
+                "sha256": index.sha256(model.path),
+                "model": {name: value for name, value in spec.items() if name not in place},
+                "inputs": inputs_digest(model.validate.inputs, index),
+                "static": [self.static.get(model.name), self.left_open.get(model.name)],
+                "profiles": [to_plain(p.profiles) for p in self.profiles if p.model == model.name],
+            }
+        )
+
+
+def _pairs(config: Config) -> Iterator[tuple[Model, Target]]:
+    return ((model, target) for model in config.models for target in model.targets)

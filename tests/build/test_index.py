@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.build import index as index_module
+from hatch_epcontext.build.index import Index
+from hatch_epcontext.files import file_sha256
+
+LONG_AGO = 10**9
+
+
+@dataclass(frozen=True)
+class Facts:
+    inputs: tuple[str, ...]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read whole."""
+    names: list[str] = []
+
+    def reading(path: Path) -> str:
+        names.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(index_module, "file_sha256", reading)
+    return names
+
+
+def settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock be a minute later than it is."""
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 60 * 10**9)
+
+
+def test_a_settled_file_is_read_once(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    first = Index(tmp_path / "index").sha256(file)
+    assert first == Index(tmp_path / "index").sha256(file) == file_sha256(file)
+    assert read == ["a.onnx"]
+
+
+def test_a_file_that_has_just_been_written_is_read_by_each_build(
+    tmp_path: Path, read: list[str]
+) -> None:
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    # An old time of change does not hide that it is new.
+    os.utime(file, (LONG_AGO, LONG_AGO))
+    index = Index(tmp_path / "index")
+    index.sha256(file)
+    index.sha256(file)
+    assert read == ["a.onnx"]
+    Index(tmp_path / "index").sha256(file)
+    assert read == ["a.onnx"] * 2
+
+
+@pytest.mark.parametrize("size", [5, 6])
+def test_a_changed_file_is_read_again(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index(tmp_path / "index")
+    first = index.sha256(file)
+    before = file.stat()
+    file.write_bytes(b"x" * size)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert index.sha256(file) == file_sha256(file) != first
+    assert len(read) == 2
+
+
+def test_facts_are_stored_by_their_key(tmp_path: Path) -> None:
+    index, key = Index(tmp_path / "index"), "ab" * 32
+    assert index.facts(key, Facts) is None
+    index.store_facts(key, Facts(("x", "y")))
+    assert Index(tmp_path / "index").facts(key, Facts) == Facts(("x", "y"))
+    (tmp_path / "index" / key).write_text("[]", encoding="utf-8")
+    assert index.facts(key, Facts) is None
+
+
+def test_an_index_that_cannot_be_written_is_no_error(tmp_path: Path, read: list[str]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "a.onnx").write_bytes(b"model")
+    for index in (Index(), Index(tmp_path / "file" / "index")):
+        index.store_facts("ab" * 32, Facts(()))
+        assert index.facts("ab" * 32, Facts) is None
+        assert index.sha256(tmp_path / "a.onnx") == file_sha256(tmp_path / "a.onnx")
+    assert read == ["a.onnx"] * 2
