@@ -24,8 +24,10 @@ class FileRecord:
     sha256: str
 
 
-def write_atomically(file: Path, text: str) -> Path:
+def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
     """Write ``file`` so that readers see the old text or the new one; its folder is made if needed.
+
+    Without ``durable`` a power cut can leave it empty: that is faster, and enough for what can be made again.
 
     An existing file keeps its mode. Characters that are not Unicode, which file names can have, are
     written as escapes.
@@ -36,7 +38,8 @@ def write_atomically(file: Path, text: str) -> Path:
     temporary = file.with_name(f".{file.name}.{own}.tmp")
     try:
         temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
-        sync(temporary)
+        if durable:
+            sync(temporary)
         if file.exists():
             shutil.copymode(file, temporary)
         return temporary.replace(file)

@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 if TYPE_CHECKING:
     from hatch_epcontext.build.artifact import Result
     from hatch_epcontext.build.cache import Cache
-    from hatch_epcontext.config.settings import Config
+    from hatch_epcontext.config.settings import Config, WheelSettings
 
 
 # Not subscripted: the number of its type parameters differs between releases of hatchling.
@@ -28,7 +28,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     _staging: contextlib.ExitStack | None = None
     _output: PurePosixPath | None = None
-    _max_size: int | None = None
+    _wheel: WheelSettings | None = None
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -65,7 +65,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         for message in repeated_models(result, shipped_sources(result), files, config.root):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))
-        self._output, self._max_size = output, config.wheel.max_size
+        self._output, self._wheel = output, config.wheel
         self._set_tag(config, build_data)
 
     def _install_editable(self, config: Config) -> None:
@@ -147,18 +147,20 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.package import wheel
 
-        if self._output is None:
+        if self._output is None or self._wheel is None:
             return
         with self._errors_as_message():
             # Hatch's own rules for paths may have moved it.
             output = Path(self.build_config.get_distribution_path(str(Path(self._output))))
             try:
-                count = wheel.verify(Path(artifact_path), PurePosixPath(output.as_posix()))
-                warning = wheel.check_size(Path(artifact_path), self._max_size)
+                finished, how = Path(artifact_path), self._wheel.verify
+                count = wheel.verify(finished, PurePosixPath(output.as_posix()), how)
+                warning = wheel.check_size(finished, self._wheel.max_size)
             except WheelError:
                 Path(artifact_path).unlink(missing_ok=True)
                 raise
-            self._info(f"verified the wheel: {count} files as in the manifest, by sha256")
+            by = "by sha256" if how == "full" else "by the sha256 in RECORD"
+            self._info(f"verified the wheel: {count} files as in the manifest, {by}")
             if warning:
                 self._warning(warning)
         self._clean_up()

@@ -19,7 +19,7 @@ from hatch_epcontext.build.plan import Job, plan
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.files import record_files
+from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.ipc.protocol import Context, Coverage, ModelFacts, TensorFacts
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
@@ -33,8 +33,7 @@ def resulting(config: Config, artifact: Artifact) -> Result:
     """The result in which the artifact of every job is ``artifact``."""
     facts = artifact.record.contexts[0]
     sources = tuple(
-        Source(model, ModelFacts(facts.inputs, facts.outputs, ()), "00" * 32)
-        for model in config.models
+        _source(model, ModelFacts(facts.inputs, facts.outputs, ())) for model in config.models
     )
     jobs = plan(config).jobs
     validations = {"a": Validation(ValidationStatus.STRUCTURE)}
@@ -47,8 +46,12 @@ def compiled(config: Config, folder: Path) -> Result:
 
     The shape of each input ``x`` is the configured one, or ``batch x 4``.
     """
-    sources = tuple(Source(model, _facts(model), "00" * 32) for model in config.models)
+    sources = tuple(_source(model, _facts(model)) for model in config.models)
     return Result(sources, tuple(_built(job, folder / job.folder) for job in plan(config).jobs))
+
+
+def _source(model: Model, facts: ModelFacts) -> Source:
+    return Source(model, facts, "00" * 32, {model.path.name: record_file(model.path)})
 
 
 def _facts(model: Model) -> ModelFacts:

@@ -125,22 +125,25 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Source:
-    """A source model as this build found it."""
+    """A source model as this build found it.
+
+    ``records``: of its file and those of its external data, by name in the model's folder.
+    """
 
     model: Model
     facts: ModelFacts
     sha256: str
+    records: Mapping[str, FileRecord]
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The model's file, and those of its external data."""
-        folder = self.model.path.parent
-        return (self.model.path, *(folder / name for name in self.facts.external_data))
+        return tuple(self.model.path.parent / name for name in self.records)
 
     @property
     def size(self) -> int:
         """Bytes of all its files."""
-        return sum(file.stat().st_size for file in self.files)
+        return sum(record.size for record in self.records.values())
 
 
 @dataclass(frozen=True)

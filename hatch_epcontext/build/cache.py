@@ -147,7 +147,9 @@ class Cache:
         """Store ``fingerprint`` as the latest artifact with these settings, if the cache can be written."""
         if self._root is not None and self.latest(settings_key) != fingerprint:
             with contextlib.suppress(OSError):
-                write_atomically(self._latest(self._root, settings_key), f"{fingerprint}\n")
+                write_atomically(
+                    self._latest(self._root, settings_key), f"{fingerprint}\n", durable=False
+                )
 
     def latest(self, settings_key: str) -> str | None:
         """The fingerprint of the latest artifact with these settings."""
@@ -293,7 +295,7 @@ def _read_seal(entry: Path) -> Mapping[str, _Seal]:
 def _write_seal(entry: Path, record: Record) -> None:
     folder = entry / "files"
     seals = {name: _Seal.of(folder / PurePosixPath(name)) for name in record.files}
-    write_atomically(entry / "seal.json", to_json(_Seals(seals)))
+    write_atomically(entry / "seal.json", to_json(_Seals(seals)), durable=False)
 
 
 @dataclass(frozen=True)
@@ -344,19 +346,27 @@ class Store:
                 kept += entry.size
             else:
                 removed.append(entry)
+        for file in self._small_files("locks", "index"):
+            with contextlib.suppress(FileNotFoundError):
+                if oldest is not None and _changed(file) < oldest:
+                    file.unlink()
         return self._remove(removed)
 
     def clear(self) -> list[Entry]:
         """Remove all artifacts, and everything else that builds wrote into the folder."""
         removed = self._remove(self.entries())
-        for name in ("latest", "locks", "index"):
-            for file in (self.root / LAYOUT / name).glob("*"):
-                if _is_fingerprint(file.name):
-                    file.unlink(missing_ok=True)
+        for file in self._small_files("latest", "locks", "index"):
+            file.unlink(missing_ok=True)
         for file in (self.root / "reports").glob("*.json"):
             if f'"generator": "{GENERATOR} ' in file.read_text(encoding="utf-8", errors="replace"):
                 file.unlink(missing_ok=True)
         return removed
+
+    def _small_files(self, *folders: str) -> Iterator[Path]:
+        """The files that builds wrote into folders of the layout, named by hashes."""
+        for folder in folders:
+            found = (self.root / LAYOUT / folder).glob("*")
+            yield from (file for file in found if _is_fingerprint(file.name))
 
     def _remove(self, entries: list[Entry]) -> list[Entry]:
         for entry in entries:
@@ -370,5 +380,8 @@ class Store:
 def _entry(folder: Path) -> Entry:
     record = _record(folder)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    used = datetime.datetime.fromtimestamp(folder.stat().st_mtime, datetime.timezone.utc)
-    return Entry(folder, record, size, used)
+    return Entry(folder, record, size, _changed(folder))
+
+
+def _changed(path: Path) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)

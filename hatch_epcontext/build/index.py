@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -65,12 +66,12 @@ class Index:
             text = (self.folder / key).read_text(encoding="ascii")
         except (OSError, ValueError):
             return None
-        return text if len(text) == hashlib.sha256().digest_size * 2 else None
+        return text if re.fullmatch("[0-9a-f]{64}", text) else None
 
     def _write(self, key: str, text: str) -> None:
         if self.folder is not None:
             with contextlib.suppress(OSError):
-                write_atomically(self.folder / key, text)
+                write_atomically(self.folder / key, text, durable=False)
 
 
 def _digest_of(status: os.stat_result) -> str:

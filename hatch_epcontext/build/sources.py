@@ -14,6 +14,7 @@ from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest, ModelFacts, ModelProfiles
 from hatch_epcontext.serialize import to_plain
@@ -41,22 +42,21 @@ def read_sources(
         for model, facts in zip(unknown, reply.models, strict=True):
             index.store_facts(keys[model.name], facts)
             known[model.name] = facts
-    # Models with several shapes have one file.
-    sha256: dict[Path, str] = {}
-    for model in config.models:
-        if model.path not in sha256:
-            sha256[model.path] = _sha256(model, known[model.name], index)
-    return tuple(Source(each, known[each.name], sha256[each.path]) for each in config.models)
+    return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
-def _sha256(model: Model, facts: ModelFacts, index: Index) -> str:
-    """The hex sha256 of a model: of its file, or of its file and all files of its external data."""
-    own = index.sha256(model.path)
-    names = sorted(facts.external_data)
-    if not names:
-        return own
+def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
+    """The model with its hex sha256: of its file, or of its file and all files of its external data."""
     folder = model.path.parent
-    return value_sha256({"model": own, "data": {n: index.sha256(folder / n) for n in names}})
+    records = {
+        name: FileRecord((folder / name).stat().st_size, index.sha256(folder / name))
+        for name in (model.path.name, *facts.external_data)
+    }
+    sha256 = records[model.path.name].sha256
+    if facts.external_data:
+        data = {name: records[name].sha256 for name in sorted(facts.external_data)}
+        sha256 = value_sha256({"model": sha256, "data": data})
+    return Source(model, facts, sha256, records)
 
 
 def _is_whole(model: Model, facts: ModelFacts) -> bool:

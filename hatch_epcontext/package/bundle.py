@@ -53,13 +53,13 @@ def _copy_source(source: Source, folder: Path) -> dict[str, FileRecord]:
     """Put the source's files into the package in ``folder``; returns their records."""
     shipped, model = manifest.source_folder(source.model), source.model
     files = {}
-    for name in (model.path.name, *source.facts.external_data):
+    for name, recorded in source.records.items():
         target = folder / shipped / name
         if not target.exists():
             # The shapes of one model have one source.
             target.parent.mkdir(parents=True, exist_ok=True)
             link_or_copy((model.path.parent / name).resolve(), target)
-        files[f"{shipped}/{name}"] = record_file(target)
+        files[f"{shipped}/{name}"] = recorded
     return files
 
 

@@ -19,7 +19,7 @@ def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
 
 
 def entries(cache: Path) -> list[Path]:
-    return sorted((cache / "v2").glob("??/*"))
+    return sorted((cache / "v3").glob("??/*"))
 
 
 def age(entry: Path, days: float) -> None:
@@ -54,6 +54,14 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
     assert cli("cache", "prune", "--older-than", "4w").stdout.startswith("removed 0 artifacts, ")
 
 
+def test_what_was_read_of_models_long_ago_is_removed(cli: Cli, filled: Path) -> None:
+    old, *new = sorted((filled / "v3" / "index").iterdir())
+    age(old, 31)
+    cli("cache", "prune", "--older-than", "30d")
+    assert sorted((filled / "v3" / "index").iterdir()) == new
+    assert len(entries(filled)) == 2
+
+
 def test_the_longest_unused_artifacts_are_removed_first(cli: Cli, filled: Path) -> None:
     first, second = entries(filled)
     age(second, 1)
@@ -64,7 +72,8 @@ def test_the_longest_unused_artifacts_are_removed_first(cli: Cli, filled: Path) 
 
 def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> None:
     (filled / "reports").mkdir()
-    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v2" / "ab" / "mine"]
+    assert list((filled / "v3" / "index").iterdir())
+    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v3" / "ab" / "mine"]
     for file in mine:
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}", encoding="utf-8")

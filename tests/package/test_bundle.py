@@ -8,7 +8,7 @@ import pytest
 
 from hatch_epcontext import loader
 from hatch_epcontext.build.artifact import Artifact, Result
-from hatch_epcontext.files import record_files
+from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.package.bundle import Bundle, bundle, shipped_sources
 from hatch_epcontext.package.manifest import PackageMetadata, ours
 from tests.package.foreign import reading
@@ -117,8 +117,8 @@ def test_external_data_is_shipped_in_the_sources_folder(project: Path, tmp_path:
     (project / "models" / "weights" / "w.bin").write_bytes(b"weights")
     result = compiled(configured(project, TOML + 'fallback = "source"'), tmp_path / "artifacts")
     (source,) = result.sources
-    facts = dataclasses.replace(source.facts, external_data=("weights/w.bin",))
-    source = dataclasses.replace(source, facts=facts)
+    weights = record_file(project / "models" / "weights" / "w.bin")
+    source = dataclasses.replace(source, records={**source.records, "weights/w.bin": weights})
     made = bundle(Result((source,), result.built), tmp_path)
     assert {name for name in recorded(made) if "source" in name} == {
         "a/source/a.onnx",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 import re
 import zipfile
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.build.artifact import Artifact, Result
+from hatch_epcontext.config.settings import Verification
 from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
+from hatch_epcontext.files import record_file
 from hatch_epcontext.package import wheel
 from hatch_epcontext.package.bundle import bundle
 from tests.package import foreign
@@ -122,18 +126,57 @@ def finished(project: Path, artifact: Artifact, tmp_path: Path) -> dict[str, byt
     }
 
 
-def archived(entries: dict[str, bytes], folder: Path) -> Path:
+RECORD = "my_app-1.dist-info/RECORD"
+
+
+def archived(entries: dict[str, bytes], folder: Path, record: str | None = None) -> Path:
+    """A wheel with these files; ``record`` replaces its RECORD."""
     path = folder / "my_app-1-py3-none-any.whl"
+    lines = [f"{name},{_recorded(content)},{len(content)}\n" for name, content in entries.items()]
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
+        archive.writestr(RECORD, "".join(lines) + f"{RECORD},,\n" if record is None else record)
     return path
 
 
-def test_a_valid_wheel_is_verified(finished: dict[str, bytes], tmp_path: Path) -> None:
-    assert wheel.verify(archived(finished, tmp_path), OUTPUT) == 4
+def _recorded(content: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
+    return f"sha256={digest.rstrip('=')}"
 
 
+both = pytest.mark.parametrize("how", ["record", "full"])
+
+
+@both
+def test_a_valid_wheel_is_verified(
+    finished: dict[str, bytes], tmp_path: Path, how: Verification
+) -> None:
+    assert wheel.verify(archived(finished, tmp_path), OUTPUT, how) == 4
+
+
+def test_record_is_enough_unless_all_files_are_to_be_read(
+    finished: dict[str, bytes], tmp_path: Path
+) -> None:
+    path = archived(finished, tmp_path)
+    # The size stays, and RECORD has the hash of what was written.
+    path.write_bytes(path.read_bytes().replace(b"blobblob", b"blubblub", 1))
+    assert wheel.verify(path, OUTPUT, "record") == 4
+    with pytest.raises(WheelError, match=r"a_ctx_qnn\.bin differs from its record"):
+        wheel.verify(path, OUTPUT, "full")
+
+
+@pytest.mark.parametrize(
+    "record", ["", "no,csv\n", f"{OUTPUT}/a/cpu/a_ctx.onnx,sha256=***,7\n", "\xff\n"]
+)
+def test_without_the_hashes_of_record_a_wheel_is_not_verified(
+    finished: dict[str, bytes], tmp_path: Path, record: str
+) -> None:
+    with pytest.raises(WheelError, match="differs from its record"):
+        wheel.verify(archived(finished, tmp_path, record), OUTPUT, "record")
+
+
+@both
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -144,13 +187,18 @@ def test_a_valid_wheel_is_verified(finished: dict[str, bytes], tmp_path: Path) -
     ],
 )
 def test_a_wheel_that_differs_from_its_manifest_is_an_error(
-    finished: dict[str, bytes], tmp_path: Path, name: str, content: bytes | None, message: str
+    finished: dict[str, bytes],
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    message: str,
+    how: Verification,
 ) -> None:
     finished[f"{OUTPUT}/{name}"] = content or b""
     if content is None:
         del finished[f"{OUTPUT}/{name}"]
     with pytest.raises(WheelError, match=message) as raised:
-        wheel.verify(archived(finished, tmp_path), OUTPUT)
+        wheel.verify(archived(finished, tmp_path), OUTPUT, how)
     assert [problem.kind for problem in raised.value.problems] == [Kind.INVALID_WHEEL]
 
 
@@ -158,7 +206,7 @@ def verify_with(manifest: Any, finished: dict[str, bytes], folder: Path) -> list
     """The problems of a wheel with another manifest."""
     finished[f"{OUTPUT}/manifest.json"] = json.dumps(manifest).encode()
     with pytest.raises(WheelError) as raised:
-        wheel.verify(archived(finished, folder), OUTPUT)
+        wheel.verify(archived(finished, folder), OUTPUT, "record")
     return list(raised.value.problems)
 
 
@@ -199,15 +247,6 @@ def test_a_package_of_another_tool_cannot_be_verified_in_a_wheel(
     assert problem.kind in (Kind.INVALID_WHEEL, Kind.INVALID_PACKAGE)
 
 
-def test_a_file_that_cannot_be_unpacked_differs_from_its_record(
-    finished: dict[str, bytes], tmp_path: Path
-) -> None:
-    path = archived(finished, tmp_path)
-    path.write_bytes(path.read_bytes().replace(b"blobblob", b"blubblub", 1))
-    with pytest.raises(WheelError, match=r"a_ctx_qnn\.bin differs from its record"):
-        wheel.verify(path, OUTPUT)
-
-
 def test_a_large_wheel_is_a_warning_with_its_largest_files(
     finished: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +259,7 @@ def test_a_large_wheel_is_a_warning_with_its_largest_files(
     lines = warning.splitlines()
     assert re.fullmatch(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB", lines[0])
     assert lines[1] == "  100.0 kB  my_app/large.bin"
-    assert lines[-2] == f"  and {len(finished) + 1 - 10} smaller files"
+    assert lines[-2] == f"  and {len(finished) + 2 - 10} smaller files"
     assert "tool.epcontext.wheel.max-size" in lines[-1]
     # A size below the limit is expected.
     assert wheel.check_size(path, 200_000) is None
@@ -263,8 +302,8 @@ def test_package_data_beside_compiled_models_is_a_warning(project: Path, tmp_pat
     (project / "models" / "w.bin").write_bytes(b"many weights")
     result = compiled(configured(project), tmp_path / "artifacts")
     (source,) = result.sources
-    facts = dataclasses.replace(source.facts, external_data=("w.bin",))
-    result = Result((dataclasses.replace(source, facts=facts),), result.built)
+    records = {**source.records, "w.bin": record_file(project / "models" / "w.bin")}
+    result = Result((dataclasses.replace(source, records=records),), result.built)
     tree = {"my_app/w.bin": project / "models" / "w.bin"}
     (message,) = wheel.repeated_models(result, (), tree, project)
     assert message.startswith(
