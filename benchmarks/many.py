@@ -36,10 +36,13 @@ SETTLE = 3
 """Seconds before a warm build: files that changed a moment ago are read again."""
 
 
-def generate(path: Path, seed: int) -> Source:
-    """Write a network of a convolution and two matrix products, with weights of its own."""
+def generate(path: Path, seed: int, width: int = 16) -> Source:
+    """Write a network of a convolution and two matrix products, with weights of its own.
+
+    The weights are about 8 kB multiplied by ``width``.
+    """
     rng = np.random.default_rng(seed)
-    shapes = {"kernel": (8, 3, 3, 3), "first": (8 * 16 * 16, 16), "second": (16, 10)}
+    shapes = {"kernel": (8, 3, 3, 3), "first": (8 * 16 * 16, width), "second": (width, 10)}
     weights = [
         numpy_helper.from_array(
             rng.standard_normal(shape, np.float32) / np.float32(np.prod(shape[:-1])) ** 0.5, name
@@ -85,10 +88,12 @@ class Many:
 
     def warm(self) -> Cost:
         """Build the project of `cold` again."""
-        return project.build(self._folder / "ours" / "project", self._folder / "ours" / "cache").cost
+        return project.build(
+            self._folder / "ours" / "project", self._folder / "ours" / "cache"
+        ).cost
 
     def settle(self) -> None:
-        """Build the project of `cold` until nothing changes, and make the project that `pack` packs."""
+        """Build the project of `cold` twice more, and make the project that `pack` packs."""
         self.warm()
         self.warm()
         files = project.unpack(self._folder / "ours" / "project", self._new("unpacked"))
@@ -98,6 +103,10 @@ class Many:
     def pack(self) -> Cost:
         """Pack the files of the wheel of `cold` with Hatch alone."""
         return project.build(self._folder / "packed" / "project").cost
+
+    def wheel_size(self) -> int:
+        """Bytes of the wheel of `cold`."""
+        return project.wheel(self._folder / "ours" / "project").stat().st_size
 
     def _new(self, name: str) -> Path:
         root = self._folder / name

@@ -28,10 +28,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished command: its cost and its output."""
+    """A finished command: its cost, and what it printed."""
 
     cost: Cost
     stdout: str
+    stderr: str
 
 
 def run(command: Sequence[str | Path], cwd: Path, env: Mapping[str, str] | None = None) -> Done:
@@ -46,16 +47,16 @@ def run(command: Sequence[str | Path], cwd: Path, env: Mapping[str, str] | None 
         list(map(str, command)),
         cwd=cwd,
         env={**kept, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
         check=False,
     )
     cost = Cost(time.perf_counter() - start, _cpu_of_children() - before)
     if done.returncode != 0:
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
         raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}")
-    return Done(cost, done.stdout)
+    return Done(cost, done.stdout, done.stderr)
 
 
 def _cpu_of_children() -> float:

@@ -39,7 +39,8 @@ STEPS = ("fix, simplify", "compile", "open", "run", "run on CPU", "compare")
 _SEED = 20240229
 """That of the build, so that both compare the same samples."""
 
-MakeOptions = Callable[[], ort.SessionOptions]
+MakeOptions = Callable[[], Any]
+"""Makes session options with the EP's device."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,17 @@ def by_hand(provider: str, sources: Sequence[Source], folder: Path) -> Done:
     folder.mkdir(parents=True)
     path = folder.with_suffix(".json")
     Request(provider, folder, sources).write(path)
-    command = [sys.executable, "-m", "benchmarks.plain", path]
-    return run(command, Path(__file__).resolve().parents[1])
+    return run(
+        [sys.executable, "-m", "benchmarks.plain", str(path)], Path(__file__).resolve().parents[1]
+    )
 
 
 def steps(done: Done) -> dict[str, dict[str, Cost]]:
     """The costs of each step, by the model's name, as the script printed them."""
     found = json.loads(done.stdout.splitlines()[-1])
-    return {name: {step: Cost(*cost) for step, cost in each.items()} for name, each in found.items()}
+    return {
+        name: {step: Cost(*cost) for step, cost in each.items()} for name, each in found.items()
+    }
 
 
 class Clock:
@@ -112,7 +116,8 @@ def main() -> None:
 
 def _start(provider: str) -> MakeOptions:
     if provider == "cpu":
-        return ort.SessionOptions
+        make: MakeOptions = ort.SessionOptions
+        return make
     package: Any = importlib.import_module(PACKAGES[provider])
     name = package.get_ep_name()
     ort.register_execution_provider_library(name, package.get_library_path())

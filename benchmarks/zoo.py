@@ -126,7 +126,7 @@ def main() -> None:
         costs = alternate({"build": zoo.build, "by hand": zoo.by_hand}, arguments.rounds)
     show(facts(zoo.report))
     show(profile(zoo.steps))
-    show(comparison(f"{len(sources)} models, cold", costs))
+    show(comparison(f"{len(sources)} models on {arguments.provider}, cold; goal: 1.00", costs))
 
 
 if __name__ == "__main__":
