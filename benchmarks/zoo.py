@@ -66,8 +66,11 @@ class Zoo:
 
 def facts(report: Any) -> Table:
     """One row for each model, from the report of the build."""
-    columns = ("model", "prepared with", "nodes", "contexts", "coverage", "compile", "open")
-    table = Table(*columns, "largest difference", title="the build", title_justify="left")
+    table = Table(title="the build", title_justify="left")
+    for column in ("model", "prepared with", "nodes", "contexts", "coverage"):
+        table.add_column(column)
+    for column in ("prepare", "compile", "open", "largest difference"):
+        table.add_column(column, justify="right")
     for job in report["jobs"]:
         (model,), times = job["models"], job["times"]
         preparation, coverage = model["preparation"], model["coverage"]
@@ -78,6 +81,7 @@ def facts(report: Any) -> Table:
             f"{preparation['nodes_before']} -> {preparation['nodes']}",
             str(coverage["partitions"]),
             f"{coverage['compiled']} of {coverage['nodes']}",
+            f"{times['prepare']:.2f} s",
             f"{times['compile']:.2f} s",
             f"{times['load_context']:.3f} s",
             f"{max(each['max_abs'] for each in agreements):.2g}",
