@@ -12,56 +12,33 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import onnxruntime as ort
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import MODELS, fetch
-from hatch_epcontext.build.cache import Cache
-from hatch_epcontext.build.plan import plan
-from hatch_epcontext.build.run import build
-from hatch_epcontext.config.load import load as load_config
-from hatch_epcontext.package.bundle import bundle
-
-TARGETS: dict[str, dict[str, Any]] = {
-    "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},
-    "openvino": {"provider": "openvino"},
-    "cpu": {"provider": "cpu"},
-}
+from benchmarks import project
+from benchmarks.measure import run, show
+from benchmarks.models import FIVE, fetch
 
 _IMPORTS = 15
 """Fresh interpreters for each import time."""
 
 
-def package(root: Path, staging: Path, targets: dict[str, Any], names: list[str]) -> Path:
-    """Build the models called ``names`` for ``targets``; returns the folder of their package."""
-    paths = fetch(root)
-    tables = [
-        {
-            "name": model.name,
-            "path": paths[model.name].relative_to(root).as_posix(),
-            "shapes": model.shapes,
-            "constants": model.constants,
-            "static-shapes": True,
-        }
-        for model in MODELS
-        if model.name in names
-    ]
-    table = {"targets": targets, "models": tables}
-    cache = Cache(None, print)
-    result = build(plan(load_config(root, table, {}, {})), staging, cache, print)
-    return bundle(result, staging).folder
+def package(models: Path, folder: Path, providers: Sequence[str], names: Sequence[str]) -> Path:
+    """Build the models called ``names`` for ``providers``; returns the folder of their package."""
+    sources = fetch(models, [model for model in FIVE if model.name in names])
+    targets = {name: {**project.TARGETS[name], "static-shapes": True} for name in providers}
+    project.write(folder / "project", sources, targets)
+    project.build(folder / "project", folder / "cache")
+    return project.unpack(folder / "project", folder / "installed")
 
 
 def shipped_loader(folder: Path) -> ModuleType:
@@ -102,13 +79,8 @@ def import_seconds(code: str) -> float:
         "import onnxruntime, numpy, sys, time\nstart = time.perf_counter()\n"
         f"{code}\nprint(time.perf_counter() - start)"
     )
-    times = []
-    # As an installed package, which pip compiles.
-    env = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    for _ in range(_IMPORTS):
-        command = [sys.executable, "-c", timed]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        times.append(float(done.stdout.splitlines()[-1]))
+    command = [sys.executable, "-c", timed]
+    times = [float(run(command, Path.cwd()).stdout.splitlines()[-1]) for _ in range(_IMPORTS)]
     return statistics.median(times)
 
 
@@ -117,29 +89,27 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="a folder that keeps the downloaded packages")
     parser.add_argument("--rounds", type=int, default=100, help="openings of each kind")
     parser.add_argument(
-        "--provider", choices=TARGETS, action="append", help="only this one; repeatable"
+        "--provider", choices=project.TARGETS, action="append", help="only this one; repeatable"
     )
     parser.add_argument("--model", action="append", help="only this model; repeatable")
     arguments = parser.parse_args()
     ort.set_default_logger_severity(3)
-    table = Table("model", "EP", "bare", "loader", "difference", "ratio")
+    table = Table(*("model", "EP", "bare", "loader", "difference", "ratio"))
+    table.title = "medians; goal: a ratio of 1.05, or 1 ms"
     with tempfile.TemporaryDirectory() as temporary:
-        staging = Path(temporary).resolve() / "staging"
-        staging.mkdir()
-        root = (arguments.models or Path(temporary).resolve() / "models").resolve()
-        root.mkdir(parents=True, exist_ok=True)
-        chosen = {name: TARGETS[name] for name in arguments.provider or TARGETS}
+        folder = Path(temporary).resolve()
+        models = (arguments.models or folder / "models").resolve()
+        chosen = arguments.provider or list(project.TARGETS)
         names = arguments.model or ["ocr-direction", "voice-16k"]
-        folder = package(root, staging, chosen, names)
-        app: Any = shipped_loader(folder)
+        installed = package(models, folder, chosen, names)
+        app: Any = shipped_loader(installed)
         for name in app.models():
             for target in chosen:
                 _compare(table, app, name, target, arguments.rounds)
         imported = import_seconds(
-            f"sys.path.insert(0, {str(folder.parent)!r}); import {folder.name}"
+            f"sys.path.insert(0, {str(installed.parent)!r}); import {installed.name}"
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    show(table)
     print(f"importing the loader: {1000 * imported:.1f} ms beside onnxruntime and numpy")
 
 

@@ -1,9 +1,18 @@
-"""The same work as a script by hand: compile, load, run and compare, one model after the other."""
+"""The same work by hand: one script compiles, opens, runs and compares one model after the other.
+
+    python -m benchmarks.plain REQUEST.json
+
+Prints as JSON what each step cost, for each model. `Request.write` writes such a file.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +22,8 @@ import onnxruntime as ort
 import onnxslim
 from onnx import numpy_helper
 
-from benchmarks.models import MODELS, OpenModel
+from benchmarks.measure import Cost, Done, run
+from benchmarks.project import Source
 
 PACKAGES = {"qnn": "onnxruntime_qnn", "openvino": "onnxruntime_ep_openvino"}
 OPTIONS = {
@@ -21,13 +31,93 @@ OPTIONS = {
     "openvino": {},
 }
 
-ATOL = {"qnn": 5e-2, "openvino": 1e-1}
+ATOL = {"cpu": 1e-3, "qnn": 5e-2, "openvino": 1e-1}
 
-MakeOptions = Callable[[], ort.SessionOptions]
+STEPS = ("fix, simplify", "compile", "open", "run", "run on CPU", "compare")
+"""The steps of a model, in order."""
+
+_SEED = 20240229
+"""That of the build, so that both compare the same samples."""
+
+MakeOptions = Callable[[], Any]
+"""Makes session options with the EP's device."""
 
 
-def plain(paths: dict[str, Path], folder: Path, provider: str) -> None:
-    """Compile all models into ``folder``, and compare them; raises if a model fails."""
+@dataclass(frozen=True)
+class Request:
+    """What the script works on; the contexts are written into ``folder``."""
+
+    provider: str
+    folder: Path
+    sources: Sequence[Source]
+
+    def write(self, path: Path) -> None:
+        """Write the request as JSON."""
+        path.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
+
+    @staticmethod
+    def read(path: Path) -> Request:
+        """Read a request that `write` wrote."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        sources = [Source(**{**each, "path": Path(each["path"])}) for each in found["sources"]]
+        return Request(found["provider"], Path(found["folder"]), sources)
+
+
+def by_hand(provider: str, sources: Sequence[Source], folder: Path) -> Done:
+    """Run the script in a process of its own; the contexts are written into the new ``folder``."""
+    folder.mkdir(parents=True)
+    path = folder.with_suffix(".json")
+    Request(provider, folder, sources).write(path)
+    return run(
+        [sys.executable, "-m", "benchmarks.plain", str(path)], Path(__file__).resolve().parents[1]
+    )
+
+
+def steps(done: Done) -> dict[str, dict[str, Cost]]:
+    """The costs of each step, by the model's name, as the script printed them."""
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        name: {step: Cost(*cost) for step, cost in each.items()} for name, each in found.items()
+    }
+
+
+class Clock:
+    """Measures steps that follow one another, in wall time and in the CPU time of all threads."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, tuple[float, float]] = {}
+        self._last = self._now()
+
+    def step(self, name: str) -> None:
+        """Count the time since the last step, or since the start, as this step's."""
+        now = self._now()
+        self.costs[name] = (now[0] - self._last[0], now[1] - self._last[1])
+        self._last = now
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+
+def main() -> None:
+    started = time.process_time()
+    request = Request.read(Path(sys.argv[1]))
+    clock = Clock()
+    make_options = _start(request.provider)
+    clock.step("register")
+    # The imports were this process's first work.
+    costs: dict[str, Mapping[str, tuple[float, float]]] = {
+        "": {"import": (started, started), **clock.costs}
+    }
+    for source in request.sources:
+        costs[source.name] = _one(source, request, make_options)
+    print(json.dumps(costs))
+
+
+def _start(provider: str) -> MakeOptions:
+    if provider == "cpu":
+        make: MakeOptions = ort.SessionOptions
+        return make
     package: Any = importlib.import_module(PACKAGES[provider])
     name = package.get_ep_name()
     ort.register_execution_provider_library(name, package.get_library_path())
@@ -38,36 +128,78 @@ def plain(paths: dict[str, Path], folder: Path, provider: str) -> None:
         result.add_provider_for_devices([device], OPTIONS[provider])
         return result
 
-    for model in MODELS:
-        result = folder / f"{model.name}_ctx.onnx"
-        _one(model, paths[model.name], options, result, ATOL[provider])
+    return options
 
 
-def _one(model: OpenModel, path: Path, options: MakeOptions, result: Path, atol: float) -> None:
-    fixed = onnx.load(path)
-    constants = {name: np.array(value, np.int64) for name, value in model.constants.items()}
-    for value in list(fixed.graph.input):
+def _one(
+    source: Source, request: Request, make_options: MakeOptions
+) -> Mapping[str, tuple[float, float]]:
+    clock = Clock()
+    fixed = onnx.load(source.path)
+    constants = _fix(fixed, source)
+    feeds = _feeds(fixed, source)
+    prepared = onnxslim.slim(fixed).SerializeToString()
+    clock.step("fix, simplify")
+    result = request.folder / f"{source.name}_ctx.onnx"
+    _compile(prepared, result, request.provider, make_options)
+    clock.step("compile")
+    session = ort.InferenceSession(result, make_options())
+    clock.step("open")
+    outputs = session.run(None, feeds)
+    clock.step("run")
+    reference = ort.InferenceSession(source.path, providers=["CPUExecutionProvider"])
+    references = reference.run(None, {**feeds, **constants})
+    clock.step("run on CPU")
+    for output, expected in zip(outputs, references, strict=True):
+        atol = ATOL[request.provider] * max(1.0, float(np.abs(expected).max()))
+        assert np.allclose(output, expected, rtol=1e-2, atol=atol), source.name
+    clock.step("compare")
+    return clock.costs
+
+
+def _fix(model: onnx.ModelProto, source: Source) -> dict[str, np.ndarray[Any, Any]]:
+    constants = {name: np.array(value, np.int64) for name, value in source.constants.items()}
+    for value in list(model.graph.input):
         if value.name in constants:
-            fixed.graph.initializer.append(
+            model.graph.initializer.append(
                 numpy_helper.from_array(constants[value.name], value.name)
             )
-            fixed.graph.input.remove(value)
+            model.graph.input.remove(value)
             continue
         dims = value.type.tensor_type.shape.dim
-        for dim, size in zip(dims, model.shapes[value.name], strict=True):
+        for dim, size in zip(dims, source.shapes[value.name], strict=True):
             dim.dim_value = size
+    return constants
+
+
+def _feeds(model: onnx.ModelProto, source: Source) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(_SEED)
+    feeds: dict[str, np.ndarray[Any, Any]] = {}
+    for value in model.graph.input:
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        shape = source.shapes[value.name]
+        if dtype.kind == "f":
+            feeds[value.name] = rng.standard_normal(shape).astype(dtype)
+        else:
+            feeds[value.name] = rng.integers(0, source.bounds[value.name], shape).astype(dtype)
+    return feeds
+
+
+def _compile(prepared: bytes, result: Path, provider: str, make_options: MakeOptions) -> None:
+    options = make_options()
+    if provider == "cpu":
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = str(result)
+        ort.InferenceSession(prepared, options, providers=["CPUExecutionProvider"])
+        return
     compiler = ort.ModelCompiler(
-        options(),
-        onnxslim.slim(fixed).SerializeToString(),
+        options,
+        prepared,
         graph_optimization_level=ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
         flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
     )
     compiler.compile_to_file(str(result))
-    rng = np.random.default_rng(0)
-    feeds = {
-        name: rng.standard_normal(shape).astype(np.float32) for name, shape in model.shapes.items()
-    }
-    outputs = ort.InferenceSession(result, options()).run(None, feeds)
-    source = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    for output, reference in zip(outputs, source.run(None, {**feeds, **constants}), strict=True):
-        assert np.allclose(output, reference, rtol=1e-2, atol=atol), model.name
+
+
+if __name__ == "__main__":
+    main()

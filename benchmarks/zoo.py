@@ -2,78 +2,109 @@
 
     pip install -e . --group bench
     python -m benchmarks.zoo
-    python -m benchmarks.zoo --provider openvino    # on an Intel processor, with onnxruntime-ep-openvino
+    python -m benchmarks.zoo --provider openvino    # on an Intel processor
 
-Prints a table of all models and both total times, measured in the same run, without a cache.
+Each way begins with nothing: the build without a cache of earlier builds, and the script in a new
+process, followed by Hatch alone, which packs the script's files into a wheel. Prints the facts of all
+models, what each step of the script costs, and both ways' times.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import shutil
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.models import MODELS, fetch
-from benchmarks.plain import plain
-from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.build.cache import Cache
-from hatch_epcontext.build.plan import plan
-from hatch_epcontext.build.run import build
-from hatch_epcontext.config.load import load
+from benchmarks import project
+from benchmarks.measure import Cost, alternate, comparison, show
+from benchmarks.models import ELEVEN, FIVE, fetch
+from benchmarks.plain import STEPS, by_hand, steps
 
-TARGETS: Mapping[str, Mapping[str, Any]] = {
-    "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}},
-    # The script fixes the shapes too.
-    "openvino": {"provider": "openvino", "static-shapes": True},
-}
+MODELS = {"qnn": ELEVEN, "openvino": FIVE}
 
 
-def ours(paths: dict[str, Path], root: Path, staging: Path, provider: str = "qnn") -> Result:
-    """Build all models for ``provider`` from the configuration of a project in ``root``."""
-    tables = [
-        {
-            "name": model.name,
-            "path": paths[model.name].relative_to(root).as_posix(),
-            "shapes": model.shapes,
-            "constants": model.constants,
-        }
-        for model in MODELS
-    ]
-    table = {**TARGETS[provider], "models": tables}
-    cache = Cache(None, print)
-    return build(plan(load(root, table, {}, {})), staging, cache, print)
+class Zoo:
+    """Both ways, each in a new folder in each round; ``report`` and ``steps`` are the last round's."""
+
+    def __init__(self, provider: str, sources: Sequence[project.Source], folder: Path) -> None:
+        self.report: Any = None
+        self.steps: dict[str, dict[str, Cost]] = {}
+        self._provider, self._sources, self._folder = provider, sources, folder
+
+    def build(self) -> Cost:
+        """Build a project of all models."""
+        root = self._new("ours")
+        targets = {self._provider: project.TARGETS[self._provider]}
+        project.write(root / "project", self._sources, targets)
+        done = project.build(root / "project", root / "cache")
+        self.report = project.report(root / "cache")
+        return done.cost
+
+    def by_hand(self) -> Cost:
+        """Run the script, and pack its files and the sources, which the build ships as a fallback."""
+        root = self._new("plain")
+        done = by_hand(self._provider, self._sources, root / "files")
+        for source in self._sources:
+            shutil.copy(source.path, root / "files")
+        project.write_plain(root / "project", root / "files")
+        packed = project.build(root / "project").cost
+        self.steps = steps(done)
+        self.steps["packing"] = {"packing": packed}
+        return done.cost + packed
+
+    def _new(self, name: str) -> Path:
+        root = self._folder / name
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        return root
 
 
-def table_of(result: Result) -> Table:
-    """One row for each model."""
-    table = Table()
-    for column in ("model", "prepared with", "nodes", "contexts", "coverage", "compile"):
+def facts(report: Any) -> Table:
+    """One row for each model, from the report of the build."""
+    table = Table(title="the build", title_justify="left")
+    for column in ("model", "prepared with", "nodes", "contexts", "coverage"):
         table.add_column(column)
-    for column in ("open", "largest difference"):
-        table.add_column(column)
-    for built in result.built:
-        record = built.artifact.record
-        (context,), (preparation,), times = record.contexts, record.preparations, record.times
-        assert context.coverage is not None
-        validation = built.validations[context.model]
-        largest = max(agreement.max_abs for agreement in validation.agreements)
+    for column in ("prepare", "compile", "open", "largest difference"):
+        table.add_column(column, justify="right")
+    for job in report["jobs"]:
+        (model,), times = job["models"], job["times"]
+        preparation, coverage = model["preparation"], model["coverage"]
+        agreements = model["validation"]["agreements"]
         table.add_row(
-            context.model,
-            preparation.simplifier,
-            f"{preparation.nodes_before} -> {preparation.nodes}",
-            str(context.coverage.partitions),
-            f"{context.coverage.share:.0%}",
-            f"{times.compile:.2f} s",
-            f"{built.loads[context.model]:.3f} s",
-            f"{largest:.2g}"
-            + (f", cosine {validation.cosine:.5f}" if validation.cosine is not None else ""),
+            model["model"],
+            preparation["simplifier"],
+            f"{preparation['nodes_before']} -> {preparation['nodes']}",
+            str(coverage["partitions"]),
+            f"{coverage['compiled']} of {coverage['nodes']}",
+            f"{times['prepare']:.2f} s",
+            f"{times['compile']:.2f} s",
+            f"{times['load_context']:.3f} s",
+            f"{max(each['max_abs'] for each in agreements):.2g}",
+        )
+    return table
+
+
+def profile(costs: dict[str, dict[str, Cost]]) -> Table:
+    """What each step of the script costs in CPU time, and all of them in wall time."""
+    table = Table("model", title="the script by hand, CPU seconds", title_justify="left")
+    for column in (*STEPS, "other", "all", "all, wall"):
+        table.add_column(column, justify="right")
+    rows = [*costs.items()]
+    total: dict[str, Cost] = {}
+    for each in costs.values():
+        for step, cost in each.items():
+            total[step] = total.get(step, Cost(0, 0)) + cost
+    for name, each in [*rows, ("all", total)]:
+        other = [cost.cpu for step, cost in each.items() if step not in STEPS]
+        cells = [each[step].cpu if step in each else 0.0 for step in STEPS]
+        cells += [sum(other), sum(cells) + sum(other), sum(cost.wall for cost in each.values())]
+        table.add_row(
+            name or "imports, library", *(f"{cell:.2f}" for cell in cells), end_section=name != ""
         )
     return table
 
@@ -82,35 +113,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, help="a folder that keeps the downloaded packages")
     parser.add_argument(
-        "--provider", choices=TARGETS, default="qnn", help="the provider to compile for"
+        "--provider", choices=MODELS, default="qnn", help="the provider to compile for"
     )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each way")
+    parser.add_argument("--model", action="append", help="only this model; repeatable")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
-        root = (arguments.models or folder / "models").resolve()
-        root.mkdir(parents=True, exist_ok=True)
-        paths = fetch(root)
-        staging, by_hand = folder / "staging", folder / "plain"
-        staging.mkdir()
-        by_hand.mkdir()
-        start = time.monotonic()
-        result = ours(paths, root, staging, arguments.provider)
-        middle = time.monotonic()
-        # In a separate process, because an EP's library stays registered until its process ends.
-        process = multiprocessing.get_context("spawn").Process(
-            target=plain, args=(paths, by_hand, arguments.provider)
-        )
-        process.start()
-        process.join()
-        end = time.monotonic()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=180)
-    console.print(table_of(result))
-    if process.exitcode != 0:
-        raise SystemExit(f"the plain script failed: exit code {process.exitcode}")
-    print(f"all models: {middle - start:.1f} s, {end - middle:.1f} s with the plain script")
-    print(f"ratio: {(middle - start) / (end - middle):.2f}")
+        models = [
+            model
+            for model in MODELS[arguments.provider]
+            if not arguments.model or model.name in arguments.model
+        ]
+        sources = fetch((arguments.models or folder / "models").resolve(), models)
+        zoo = Zoo(arguments.provider, sources, folder)
+        costs = alternate({"build": zoo.build, "by hand": zoo.by_hand}, arguments.rounds)
+    show(facts(zoo.report))
+    show(profile(zoo.steps))
+    show(comparison(f"{len(sources)} models on {arguments.provider}, cold; goal: 1.00", costs))
 
 
 if __name__ == "__main__":

@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from benchmarks.models import MODELS, fetch
-from benchmarks.zoo import ours
-from hatch_epcontext.build.artifact import Result, ValidationStatus
-from hatch_epcontext.build.report import summarize
+from benchmarks import project
+from benchmarks.models import FIVE, fetch
+from hatch_epcontext.files import file_sha256
 from tests.conftest import needs_qnn
 
 pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    root = tmp_path_factory.mktemp("models")
-    return ours(fetch(root), root, tmp_path_factory.mktemp("staging"))
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("real")
 
 
-@pytest.mark.parametrize("name", [model.name for model in MODELS])
-def test_a_real_model_becomes_one_context(result: Result, name: str) -> None:
-    (built,) = [built for built in result.built if built.job.name == name]
-    (context,) = built.artifact.record.contexts
-    assert context.coverage is not None
-    assert (context.coverage.partitions, context.coverage.uncovered) == (1, ())
-    assert built.validations[name].status is ValidationStatus.RAN
-    assert built.loads[name] > 0
+@pytest.fixture(scope="module")
+def printed(root: Path) -> str:
+    sources = fetch(root / "downloads", FIVE)
+    project.write(root / "project", sources, {"qnn": project.TARGETS["qnn"]})
+    return project.build(root / "project", root / "cache").stderr
 
 
-def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_summary_says_so(result: Result) -> None:
-    (built,) = [built for built in result.built if built.job.name == "voice"]
-    (preparation,) = built.artifact.record.preparations
-    assert preparation.simplifier == "onnxslim"
+@pytest.fixture(scope="module")
+def models(root: Path, printed: str) -> dict[str, Any]:
+    assert printed
+    jobs = project.report(root / "cache")["jobs"]
+    return {model["model"]: model for job in jobs for model in job["models"]}
+
+
+@pytest.mark.parametrize("name", [model.name for model in FIVE])
+def test_a_real_model_becomes_one_context(models: dict[str, Any], name: str) -> None:
+    coverage = models[name]["coverage"]
+    assert (coverage["partitions"], coverage["uncovered"]) == (1, [])
+    assert models[name]["validation"]["status"] == "ran"
+
+
+def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_build_says_so(
+    models: dict[str, Any], printed: str
+) -> None:
+    preparation = models["voice"]["preparation"]
+    assert preparation["simplifier"] == "onnxslim"
     # It crashes, or reports its own graph as invalid: both happen.
-    (failed,) = preparation.failed
+    (failed,) = preparation["failed"]
     assert failed.startswith("onnxruntime: ")
-    assert "prepared with onnxslim (onnxruntime: " in summarize(built)
+    assert "prepared with onnxslim (onnxruntime: " in printed
 
 
-def test_the_sources_are_unchanged(result: Result) -> None:
-    built_from = {source.model.name: source.model.path for source in result.sources}
-    contents = {name: path.read_bytes() for name, path in built_from.items()}
-    again = fetch(built_from["voice"].parent)
-    assert contents == {name: path.read_bytes() for name, path in again.items()}
+def test_the_sources_are_unchanged(models: dict[str, Any], root: Path) -> None:
+    for name, model in models.items():
+        downloaded = file_sha256(root / "downloads" / f"{name}.onnx")
+        assert file_sha256(root / "project" / "models" / f"{name}.onnx") == downloaded
+        assert model["source_sha256"] == downloaded
