@@ -75,6 +75,17 @@ def link_or_copy(source: str | Path, target: str | Path) -> str:
     return str(target)
 
 
+def symlink_or_copy(source: Path, target: Path) -> None:
+    """Put the file ``source`` at ``target`` too: a symbolic link where the system allows it, or a copy.
+
+    For files of the user: a hard link would change their status, and who looks at it would read them again.
+    """
+    try:
+        target.symlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def file_sha256(path: Path) -> str:
     """The hex sha256 of a file, read in pieces of 1 MiB."""
     with path.open("rb") as file:

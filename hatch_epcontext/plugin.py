@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.build.artifact import Result
     from hatch_epcontext.build.cache import Cache
     from hatch_epcontext.config.settings import Config, WheelSettings
+    from hatch_epcontext.files import FileRecord
 
 
 # Not subscripted: the number of its type parameters differs between releases of hatchling.
@@ -29,6 +31,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _staging: contextlib.ExitStack | None = None
     _output: PurePosixPath | None = None
     _wheel: WheelSettings | None = None
+    _files: Mapping[str, FileRecord] = MappingProxyType({})
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -65,7 +68,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         for message in repeated_models(result, shipped_sources(result), files, config.root):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))
-        self._output, self._wheel = output, config.wheel
+        self._output, self._wheel, self._files = output, config.wheel, made.files
         self._set_tag(config, build_data)
 
     def _install_editable(self, config: Config) -> None:
@@ -153,13 +156,15 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             # Hatch's own rules for paths may have moved it.
             output = Path(self.build_config.get_distribution_path(str(Path(self._output))))
             try:
-                finished, how = Path(artifact_path), self._wheel.verify
-                count = wheel.verify(finished, PurePosixPath(output.as_posix()), how)
+                finished, place = Path(artifact_path), PurePosixPath(output.as_posix())
+                if self._wheel.verify == "full":
+                    count, by = wheel.verify(finished, place), "by sha256"
+                else:
+                    count, by = wheel.verify_record(finished, place, self._files), "by RECORD"
                 warning = wheel.check_size(finished, self._wheel.max_size)
             except WheelError:
                 Path(artifact_path).unlink(missing_ok=True)
                 raise
-            by = "by sha256" if how == "full" else "by the sha256 in RECORD"
             self._info(f"verified the wheel: {count} files as in the manifest, {by}")
             if warning:
                 self._warning(warning)

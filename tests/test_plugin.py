@@ -114,9 +114,7 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
     assert files(root) == before, "the build changed the project"
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
-    assert (
-        "epcontext: verified the wheel: 3 files as in the manifest, by the sha256 in RECORD" in text
-    )
+    assert "epcontext: verified the wheel: 3 files as in the manifest, by RECORD" in text
 
 
 def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -> None:

@@ -196,7 +196,8 @@ class Cache:
         if self._root is None:
             return None
         try:
-            return write_atomically(self._root / "reports" / f"{name}.json", text)
+            file = self._root / "reports" / f"{name}.json"
+            return write_atomically(file, text, durable=False)
         except OSError:
             return None
 

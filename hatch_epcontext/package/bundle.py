@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.build.artifact import Result, Source
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.files import FileRecord, link_or_copy, record_file
+from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.package import manifest, model_package
 
@@ -18,7 +19,7 @@ class Bundle:
     """A model package on disk: ``files`` in ``folder``, by their path there, the manifest last."""
 
     folder: Path
-    files: tuple[str, ...]
+    files: Mapping[str, FileRecord]
 
     def entries(self, output: PurePosixPath) -> dict[str, str]:
         """Absolute path -> path in the wheel, for Hatch's ``force_include``."""
@@ -46,7 +47,8 @@ def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
         files["__init__.py"] = record_file(folder / "__init__.py")
     content = model_package.write(manifest.make(result, sources, files))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
-    return Bundle(folder, (*files, model_package.FILE))
+    files[model_package.FILE] = record_file(folder / model_package.FILE)
+    return Bundle(folder, files)
 
 
 def _copy_source(source: Source, folder: Path) -> dict[str, FileRecord]:
@@ -58,7 +60,7 @@ def _copy_source(source: Source, folder: Path) -> dict[str, FileRecord]:
         if not target.exists():
             # The shapes of one model have one source.
             target.parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy((model.path.parent / name).resolve(), target)
+            symlink_or_copy((model.path.parent / name).resolve(), target)
         files[f"{shipped}/{name}"] = recorded
     return files
 

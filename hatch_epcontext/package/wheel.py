@@ -7,11 +7,12 @@ import contextlib
 import csv
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.config.settings import Config, Model, Verification
+from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import (
     ConfigError,
     Key,
@@ -21,7 +22,7 @@ from hatch_epcontext.errors import (
     WheelError,
     collect,
 )
-from hatch_epcontext.files import file_sha256, stream_sha256
+from hatch_epcontext.files import FileRecord, file_sha256, stream_sha256
 from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.text import count, listing, show_size
 
@@ -110,19 +111,15 @@ def tag(config: Config) -> str | None:
     return f"py3-none-{'.'.join(sorted({p for each in platforms for p in each}))}"
 
 
-def verify(wheel: Path, output: PurePosixPath, how: Verification) -> int:
-    """Compare the package at ``output`` in a finished wheel with its own manifest.
+def verify(wheel: Path, output: PurePosixPath) -> int:
+    """Read the package at ``output`` in a finished wheel, and compare it with its own manifest.
 
-    ``"record"`` compares sizes with the archive's directory, and hashes with the wheel's own RECORD, which
-    the front end made of what it wrote; ``"full"`` reads every file. Returns the number of files in the
-    manifest. Raises WheelError if one is missing or differs, or if the wheel has a file that is not in the
-    manifest.
+    Returns the number of files in the manifest. Raises WheelError if one is missing or differs, or if
+    the wheel has a file that is not in the manifest.
     """
     location = f"{wheel.name}: {output}"
     with zipfile.ZipFile(wheel) as archive:
-        prefix = f"{output}/"
-        inside = {name for name in archive.namelist() if name.startswith(prefix)}
-        if prefix + model_package.FILE not in inside:
+        if str(output / model_package.FILE) not in archive.namelist():
             message = f"{model_package.FILE} is missing."
             raise WheelError(Problem(Kind.INVALID_WHEEL, location, message))
         files = model_package.ArchiveFiles(archive, output)
@@ -131,23 +128,44 @@ def verify(wheel: Path, output: PurePosixPath, how: Verification) -> int:
         if invalid or about is None:
             message = f"{model_package.FILE} has no record of its files."
             raise WheelError(*invalid or [Problem(Kind.INVALID_WHEEL, location, message)])
-        listed = about.files
-        messages = [
-            f"{name} is in the manifest, but not in the wheel."
-            for name in listed
-            if prefix + name not in inside
-        ]
-        recorded_hashes = _record(archive) if how == "record" else None
-        for name, recorded in listed.items():
-            path = prefix + name
-            if path not in inside:
-                continue
-            sha256 = (
-                _sha256(archive, path) if recorded_hashes is None else recorded_hashes.get(path)
-            )
-            if (archive.getinfo(path).file_size, sha256) != (recorded.size, recorded.sha256):
-                messages.append(f"{name} differs from its record in the manifest.")
-    problems = [Problem(Kind.INVALID_WHEEL, location, message) for message in messages]
+        _compare(archive, output, about.files, location, partial(_sha256, archive))
+    return len(about.files)
+
+
+def verify_record(wheel: Path, output: PurePosixPath, files: Mapping[str, FileRecord]) -> int:
+    """Compare the package at ``output`` in a finished wheel with ``files``, without reading them.
+
+    Sizes are those of the archive's directory, and hashes those of the wheel's RECORD, which whoever
+    packed it made of what was written. Returns the number of files, without the manifest. Raises
+    WheelError if one is missing or differs, or if the wheel has another file there.
+    """
+    location = f"{wheel.name}: {output}"
+    with zipfile.ZipFile(wheel) as archive:
+        if str(output / model_package.FILE) not in archive.namelist():
+            message = f"{model_package.FILE} is missing."
+            raise WheelError(Problem(Kind.INVALID_WHEEL, location, message))
+        _compare(archive, output, files, location, _record(archive).get)
+    return len(files) - 1
+
+
+def _compare(
+    archive: zipfile.ZipFile,
+    output: PurePosixPath,
+    files: Mapping[str, FileRecord],
+    location: str,
+    sha256_of: Callable[[str], str | None],
+) -> None:
+    """Raise WheelError unless the archive has exactly ``files`` at ``output``."""
+    prefix = f"{output}/"
+    inside = {name for name in archive.namelist() if name.startswith(prefix)}
+    messages = []
+    for name, recorded in files.items():
+        path = prefix + name
+        if path not in inside:
+            messages.append(f"{name} is in the manifest, but not in the wheel.")
+        elif FileRecord(archive.getinfo(path).file_size, sha256_of(path) or "") != recorded:
+            messages.append(f"{name} differs from its record in the manifest.")
+    problems = [Problem(Kind.INVALID_WHEEL, location, message) for message in sorted(messages)]
     problems += [
         Problem(
             Kind.INVALID_WHEEL,
@@ -155,11 +173,10 @@ def verify(wheel: Path, output: PurePosixPath, how: Verification) -> int:
             f"{path.removeprefix(prefix)} is in the wheel, but not in the manifest.",
             "Remove it from the project, or choose another folder for the models.",
         )
-        for path in sorted(inside - {prefix + name for name in (*listed, model_package.FILE)})
+        for path in sorted(inside - {prefix + name for name in (*files, model_package.FILE)})
     ]
     if problems:
         raise WheelError(*problems)
-    return len(listed)
 
 
 def _record(archive: zipfile.ZipFile) -> dict[str, str]:

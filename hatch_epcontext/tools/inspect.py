@@ -93,7 +93,7 @@ def verify(path: Path, inspection: Inspection) -> int:
             raise InspectionError(*problems)
         packages = inspection.packages.values()
         return sum(len(recorded_files(each)) + len(_unrecorded(each)) for each in packages)
-    return sum(wheel.verify(path, PurePosixPath(folder), "full") for folder in inspection.packages)
+    return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.packages)
 
 
 def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:

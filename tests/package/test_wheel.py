@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.build.artifact import Artifact, Result
-from hatch_epcontext.config.settings import Verification
 from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
-from hatch_epcontext.files import record_file
+from hatch_epcontext.files import FileRecord, record_file
 from hatch_epcontext.package import wheel
 from hatch_epcontext.package.bundle import bundle
 from tests.package import foreign
@@ -145,14 +144,20 @@ def _recorded(content: bytes) -> str:
     return f"sha256={digest.rstrip('=')}"
 
 
-both = pytest.mark.parametrize("how", ["record", "full"])
+def verify_record(path: Path, finished: dict[str, bytes]) -> int:
+    """Verify the wheel ``path``, which should have the package that ``finished`` has."""
+    prefix = f"{OUTPUT}/"
+    records = {
+        name.removeprefix(prefix): FileRecord(len(content), hashlib.sha256(content).hexdigest())
+        for name, content in finished.items()
+        if name.startswith(prefix)
+    }
+    return wheel.verify_record(path, OUTPUT, records)
 
 
-@both
-def test_a_valid_wheel_is_verified(
-    finished: dict[str, bytes], tmp_path: Path, how: Verification
-) -> None:
-    assert wheel.verify(archived(finished, tmp_path), OUTPUT, how) == 4
+def test_a_valid_wheel_is_verified(finished: dict[str, bytes], tmp_path: Path) -> None:
+    path = archived(finished, tmp_path)
+    assert wheel.verify(path, OUTPUT) == verify_record(path, finished) == 4
 
 
 def test_record_is_enough_unless_all_files_are_to_be_read(
@@ -161,9 +166,9 @@ def test_record_is_enough_unless_all_files_are_to_be_read(
     path = archived(finished, tmp_path)
     # The size stays, and RECORD has the hash of what was written.
     path.write_bytes(path.read_bytes().replace(b"blobblob", b"blubblub", 1))
-    assert wheel.verify(path, OUTPUT, "record") == 4
+    assert verify_record(path, finished) == 4
     with pytest.raises(WheelError, match=r"a_ctx_qnn\.bin differs from its record"):
-        wheel.verify(path, OUTPUT, "full")
+        wheel.verify(path, OUTPUT)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +178,9 @@ def test_without_the_hashes_of_record_a_wheel_is_not_verified(
     finished: dict[str, bytes], tmp_path: Path, record: str
 ) -> None:
     with pytest.raises(WheelError, match="differs from its record"):
-        wheel.verify(archived(finished, tmp_path, record), OUTPUT, "record")
+        verify_record(archived(finished, tmp_path, record), finished)
 
 
-@both
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -187,18 +191,17 @@ def test_without_the_hashes_of_record_a_wheel_is_not_verified(
     ],
 )
 def test_a_wheel_that_differs_from_its_manifest_is_an_error(
-    finished: dict[str, bytes],
-    tmp_path: Path,
-    name: str,
-    content: bytes | None,
-    message: str,
-    how: Verification,
+    finished: dict[str, bytes], tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
+    packed = dict(finished)
     finished[f"{OUTPUT}/{name}"] = content or b""
     if content is None:
         del finished[f"{OUTPUT}/{name}"]
     with pytest.raises(WheelError, match=message) as raised:
-        wheel.verify(archived(finished, tmp_path), OUTPUT, how)
+        wheel.verify(archived(finished, tmp_path), OUTPUT)
+    assert [problem.kind for problem in raised.value.problems] == [Kind.INVALID_WHEEL]
+    with pytest.raises(WheelError, match=message) as raised:
+        verify_record(archived(finished, tmp_path), packed)
     assert [problem.kind for problem in raised.value.problems] == [Kind.INVALID_WHEEL]
 
 
@@ -206,7 +209,7 @@ def verify_with(manifest: Any, finished: dict[str, bytes], folder: Path) -> list
     """The problems of a wheel with another manifest."""
     finished[f"{OUTPUT}/manifest.json"] = json.dumps(manifest).encode()
     with pytest.raises(WheelError) as raised:
-        wheel.verify(archived(finished, folder), OUTPUT, "record")
+        wheel.verify(archived(finished, folder), OUTPUT)
     return list(raised.value.problems)
 
 
