@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hatch_epcontext
 from hatch_epcontext.build.artifact import Source
@@ -13,11 +14,19 @@ from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, Key, Kind, Problem
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.ipc.facts import ModelFacts
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CheckRequest, ModelFacts, ModelProfiles
+from hatch_epcontext.providers import Profile
 from hatch_epcontext.serialize import to_plain
+
+if TYPE_CHECKING:
+    from hatch_epcontext.ipc.protocol import CheckRequest
+
+
+_Profiles = tuple[Key, tuple[Profile, ...], bool]
+"""The place of a target's optimization profiles, the profiles, and whether the target fixes shapes."""
 
 
 def read_sources(
@@ -27,8 +36,8 @@ def read_sources(
 
     Raises BuildError with all problems of all models.
     """
-    request = _Request.of(config)
-    keys = {model.name: request.key(model, index) for model in config.models}
+    checks = _Checks.of(config)
+    keys = {model.name: checks.key(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
     for model in config.models:
         facts = index.facts(keys[model.name], ModelFacts)
@@ -38,7 +47,7 @@ def read_sources(
     if unknown:
         if config.only_from_cache:
             raise BuildError(*map(_not_known, unknown))
-        reply = workers.call(request.about(unknown), scratch, location="reading the models")
+        reply = workers.call(checks.request(unknown), scratch, location="reading the models")
         for model, facts in zip(unknown, reply.models, strict=True):
             index.store_facts(keys[model.name], facts)
             known[model.name] = facts
@@ -74,16 +83,16 @@ def _not_known(model: Model) -> Problem:
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What a worker checks the models against; see `CheckRequest`."""
+class _Checks:
+    """What the models are checked against, by their names; see `CheckRequest`."""
 
     static: dict[str, str] = field(default_factory=dict)
     left_open: dict[str, str] = field(default_factory=dict)
-    profiles: list[ModelProfiles] = field(default_factory=list)
+    profiles: dict[str, list[_Profiles]] = field(default_factory=dict)
 
     @staticmethod
-    def of(config: Config) -> _Request:
-        made = _Request()
+    def of(config: Config) -> _Checks:
+        made = _Checks()
         for model, target in _pairs(config):
             static_shapes = target.settings.static_shapes
             if target.provider.static_shapes:
@@ -91,22 +100,27 @@ class _Request:
                 names[model.name] = target.provider.ep
             if target.profiles:
                 key = target.key / "profiles"
-                made.profiles.append(ModelProfiles(model.name, key, target.profiles, static_shapes))
+                its = made.profiles.setdefault(model.name, [])
+                its.append((key, target.profiles, static_shapes))
         return made
 
-    def about(self, models: tuple[Model, ...]) -> CheckRequest:
-        names = {model.name for model in models}
-        return CheckRequest(
-            tuple(map(source_spec, models)),
-            self.static,
-            tuple(each for each in self.profiles if each.model in names),
-            self.left_open,
+    def request(self, models: tuple[Model, ...]) -> CheckRequest:
+        # Only now: a build that knows its models needs no requests.
+        from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
+
+        profiles = (
+            ModelProfiles(model.name, *each)
+            for model in models
+            for each in self.profiles.get(model.name, ())
         )
+        specs = tuple(map(source_spec, models))
+        return CheckRequest(specs, self.static, tuple(profiles), self.left_open)
 
     def key(self, model: Model, index: Index) -> str:
         """What identifies the facts of ``model``: its contents and all that it is checked against."""
         spec = to_plain(source_spec(model))
         place = ("path", "key", "listed")
+        profiles = [(its, static) for _, its, static in self.profiles.get(model.name, ())]
         return value_sha256(
             {
                 "version": [hatch_epcontext.__version__, FORMAT],
@@ -114,7 +128,7 @@ class _Request:
                 "model": {name: value for name, value in spec.items() if name not in place},
                 "inputs": inputs_digest(model.validate.inputs, index),
                 "static": [self.static.get(model.name), self.left_open.get(model.name)],
-                "profiles": [to_plain(p.profiles) for p in self.profiles if p.model == model.name],
+                "profiles": to_plain(profiles),
             }
         )
 

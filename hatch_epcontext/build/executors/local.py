@@ -26,8 +26,8 @@ from hatch_epcontext.build.validation import reason_not_to_run, validation_from_
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CompileRequest, Context, ValidateRequest
 
 _SMALL = 1 << 20
 """Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
@@ -75,6 +75,9 @@ class LocalExecutor:
 
     def compile(self, job: Job, key: str, folder: Path) -> Record:
         """Prepare and compile ``job`` into ``folder``, which it makes."""
+        # Only now: a build that finds everything in the cache needs no requests.
+        from hatch_epcontext.ipc.protocol import CompileRequest
+
         start = time.monotonic()
         prepared = [self.preparations.get(job, model) for model in job.models]
         prepare_seconds = time.monotonic() - start
@@ -104,6 +107,8 @@ class LocalExecutor:
         self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
     ) -> ValidationRun:
         """Run a moved copy of the artifact in a process that has compiled nothing."""
+        from hatch_epcontext.ipc.protocol import ValidateRequest
+
         scratch = self._scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
         shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
