@@ -225,7 +225,6 @@ def _check_conflicts(present: list[str]) -> None:
         )
 
 
-@functools.lru_cache
 def installed(name: str) -> str | None:
     """The version of an installed distribution, or None."""
     try:

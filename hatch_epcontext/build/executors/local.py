@@ -47,6 +47,7 @@ class LocalExecutor:
     preparations: Preparations
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _versions: dict[object, Mapping[str, str]] = field(default_factory=dict)
 
     @staticmethod
     def make(
@@ -67,7 +68,11 @@ class LocalExecutor:
 
     def versions(self, target: Target) -> Mapping[str, str]:
         """The versions of everything installed that can change what is compiled for ``target``."""
-        return versions_of(target, self.installed)
+        # Of all models that are compiled for the target: asking is slow in a large environment.
+        key = (target.name, target.requirements, target.provider.plugin)
+        if key not in self._versions:
+            self._versions[key] = versions_of(target, self.installed)
+        return self._versions[key]
 
     def reason_not_to_run(self, job: Job) -> str | None:
         """Why the job's result cannot be run on this machine, if that is known without the EP."""
