@@ -36,11 +36,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
         from hatch_epcontext.build.plan import plan
+        from hatch_epcontext.build.requirements import cache_requirements
 
         if self._reason_to_skip():
             return []
         with self._errors_as_message():
-            return list(plan(self._config()).requirements)
+            config = self._config()
+            return [*plan(config).requirements, *cache_requirements(config.build.cache)]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build all jobs, and give the files to Hatch; an editable install gets them in the project."""
