@@ -75,7 +75,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.build.artifact import Result
-        from hatch_epcontext.build.index import Index
         from hatch_epcontext.build.requirements import INSPECTION, check_environment
         from hatch_epcontext.build.run import open_cache
         from hatch_epcontext.build.sources import read_sources
@@ -93,7 +92,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             result = self._build(config, staging)
         else:
             check_environment((), () if config.only_from_cache else INSPECTION)
-            index = Index(open_cache(config, self._warning).index_folder)
+            index = open_cache(config, self._warning).index()
             workers = Workers(config.build.timeout)
             result = Result(read_sources(config, index, workers, staging / "check"), ())
         editable.write(result, folder)

@@ -1,9 +1,10 @@
 """A second level behind the user's cache, which teams and CI share: a bucket, a server or a folder.
 
 Below its URL: ``v3/blobs/<first two digits>/<sha256>`` with the files of artifacts,
-``v3/entries/<first two digits>/<fingerprint>.json`` with the record of each artifact, and small
-documents. A remote renames no folders, so everything is named after its content or written last: an entry
-is sent after its files. What comes from a remote was written elsewhere, and is checked when it arrives.
+``v3/entries/<first two digits>/<fingerprint>.json`` with the record of each artifact, and other documents
+that a build also has in the user's cache. A remote renames no folders, so everything is named after its
+content or written last: an entry is sent after its files. What comes from a remote was written elsewhere,
+and is checked when it arrives.
 
 Nothing that a remote does fails a build: a build warns once, and goes on without it.
 """
@@ -25,10 +26,10 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from hatch_epcontext.build.artifact import Record
+from hatch_epcontext.build.artifact import Record, StoredRecord
 from hatch_epcontext.build.requirements import pip_install
 from hatch_epcontext.config.cache_url import REQUIREMENTS
-from hatch_epcontext.files import FileRecord
+from hatch_epcontext.files import FileRecord, is_portable
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.text import hide_credentials
 
@@ -48,25 +49,23 @@ _READ_SECONDS = 30
 
 
 @dataclass(frozen=True)
-class SealedRecord:
-    """A record, and the fingerprint of the artifact that it belongs to."""
-
-    fingerprint: str
-    record: Record
-
-
-@dataclass(frozen=True)
 class Envelope:
-    """An entry. ``text`` is a `SealedRecord` as JSON, and ``sha256`` that of its bytes.
+    """A document as it is sent. ``name`` is its own name, and ``sha256`` that of the bytes of ``text``.
 
-    The text travels as it is, so that a signature can be over its bytes. ``signature`` has none yet.
+    The text travels as it is, so that a signature can be over the name and these bytes. ``signature``
+    has none yet.
     """
 
     format: int
-    fingerprint: str
+    name: str
     text: str
     sha256: str
     signature: str | None = None
+
+    @staticmethod
+    def around(name: str, text: str) -> Envelope:
+        """The envelope for a document."""
+        return Envelope(_FORMAT, name, text, hashlib.sha256(text.encode()).hexdigest())
 
 
 class _Failure(Enum):
@@ -219,6 +218,11 @@ class Remote:
         """Write the document ``name``, if the remote may be written."""
         self._writing(lambda: self._upload_text(name, text))
 
+    def share(self, name: str, text: str) -> None:
+        """Write the document ``name`` if the remote has another one, or none, and may be written."""
+        if self.can_write and self.read(name) != text:
+            self.write(name, text)
+
     def stop(self) -> None:
         """End all requests of an interrupted build, and begin no others."""
         with self._lock:
@@ -234,12 +238,7 @@ class Remote:
         try:
             return operation()
         except _DamagedError as error:
-            if fingerprint is not None:
-                self._state.damaged.add(fingerprint)
-            what = "a document" if fingerprint is None else f"the artifact {fingerprint[:12]}"
-            self._warn(
-                f"{what} in the shared cache {self._url} is damaged ({error}); it is not used"
-            )
+            self._report_damaged(fingerprint, error)
         except _RemoteError as error:
             if error.failure is _Failure.DENIED:
                 self._report("read", f"does not allow reading ({error})")
@@ -283,6 +282,14 @@ class Remote:
                 return
             self._state.reported.add(topic)
         self._warn(f"the shared cache {self._url} {message}")
+
+    def _report_damaged(self, fingerprint: str | None, error: _DamagedError) -> None:
+        if fingerprint in self._state.damaged:
+            return
+        if fingerprint is not None:
+            self._state.damaged.add(fingerprint)
+        what = "a document" if fingerprint is None else f"the artifact {fingerprint[:12]}"
+        self._warn(f"{what} in the shared cache {self._url} is damaged ({error}); it is not used")
 
     def _fetch(self, fingerprint: str, folder: Path) -> Record:
         record = self._record(fingerprint)
@@ -335,12 +342,20 @@ class Remote:
                 yield chunk
 
     def _document(self, name: str) -> str:
+        """The text of a document, which is its own and as it was sent."""
         # No document is as large. Without a limit some backends ask for the size first.
         data = b"".join(self._chunks(name, _CHUNK))
         try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError:
-            raise _DamagedError("it is not text") from None
+            envelope = from_json(data, Envelope)
+        except ValueError:
+            raise _DamagedError("it is no document of a cache") from None
+        if envelope.format != _FORMAT:
+            raise _DamagedError(f"it has the format {envelope.format}, not {_FORMAT}")
+        if Envelope.around(envelope.name, envelope.text).sha256 != envelope.sha256:
+            raise _DamagedError("its text was changed")
+        if envelope.name != name:
+            raise _DamagedError("it is another document")
+        return envelope.text
 
     def _send(self, fingerprint: str, folder: Path, record: Record) -> None:
         if self._is_sent(_entry(fingerprint), fingerprint):
@@ -348,9 +363,9 @@ class Remote:
         for name, file in record.files.items():
             if not self._is_sent(_blob(file.sha256), file.sha256, file.size):
                 self._upload(folder / PurePosixPath(name), _blob(file.sha256), file.size)
-        text = to_json(SealedRecord(fingerprint, record))
-        envelope = Envelope(_FORMAT, fingerprint, text, hashlib.sha256(text.encode()).hexdigest())
-        self._upload_text(_entry(fingerprint), to_json(envelope))
+                self._state.damaged.discard(file.sha256)
+        self._upload_text(_entry(fingerprint), to_json(StoredRecord(fingerprint, record)))
+        self._state.damaged.discard(fingerprint)
 
     def _is_sent(self, name: str, content: str, size: int = 1) -> bool:
         """Whether ``name`` is there, and not known to be damaged; its first piece is asked for.
@@ -373,7 +388,8 @@ class Remote:
         self._put(name, lambda files, path: files.put_file(str(source), path, **options))
 
     def _upload_text(self, name: str, text: str) -> None:
-        self._put(name, lambda files, path: files.pipe_file(path, text.encode()))
+        content = to_json(Envelope.around(name, text)).encode()
+        self._put(name, lambda files, path: files.pipe_file(path, content))
 
     def _put(self, name: str, put: Callable[[Any, str], object]) -> None:
         def request(files: Any, path: str) -> None:
@@ -467,23 +483,15 @@ def _blob(sha256: str) -> str:
 
 
 def _checked_record(text: str, fingerprint: str) -> Record:
-    """The record in an entry that is for ``fingerprint`` and as it was sent; raises _DamagedError."""
+    """The record in the text of an entry for ``fingerprint``; raises _DamagedError."""
     try:
-        envelope = from_json(text, Envelope)
-    except ValueError:
-        raise _DamagedError("its entry cannot be read") from None
-    if envelope.format != _FORMAT:
-        raise _DamagedError(f"its entry has the format {envelope.format}, not {_FORMAT}")
-    if hashlib.sha256(envelope.text.encode()).hexdigest() != envelope.sha256:
-        raise _DamagedError("its record was changed")
-    try:
-        sealed = from_json(envelope.text, SealedRecord)
+        stored = from_json(text, StoredRecord)
     except ValueError:
         raise _DamagedError("its record cannot be read") from None
-    if not envelope.fingerprint == sealed.fingerprint == fingerprint:
+    if stored.fingerprint != fingerprint:
         raise _DamagedError("its record is that of another artifact")
-    _check_files(sealed.record)
-    return sealed.record
+    _check_files(stored.record)
+    return stored.record
 
 
 def _check_files(record: Record) -> None:
@@ -496,14 +504,6 @@ def _check_files(record: Record) -> None:
         raise _DamagedError("its record has two files of one name")
     if any(context.model_file not in record.files for context in record.contexts):
         raise _DamagedError("its record has a model without a file")
-
-
-def is_portable(name: str) -> bool:
-    """Whether ``name`` is a relative path that stays below its folder on every system."""
-    # A part may not end with a dot: that also refuses "..".
-    return not re.search(r'[\\:*?"<>|\x00-\x1f]', name) and all(
-        part and part[-1] not in ". " for part in name.split("/")
-    )
 
 
 def _status(error: Exception) -> int | None:

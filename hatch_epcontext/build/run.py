@@ -10,10 +10,10 @@ from pathlib import Path
 from hatch_epcontext.build.artifact import Built, Failure, Result
 from hatch_epcontext.build.cache import Cache, default_root
 from hatch_epcontext.build.executors.local import LocalExecutor
-from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.job import JobRunner
 from hatch_epcontext.build.machine import jobs_at_once
 from hatch_epcontext.build.plan import Job, Plan
+from hatch_epcontext.build.remote import Remote
 from hatch_epcontext.build.report import summarize
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.sources import read_sources
@@ -33,7 +33,13 @@ class IncompleteError(BuildError):
 
 def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     """The cache for ``config``; ``warn`` gets what is wrong with it."""
-    return Cache((config.cache_dir or default_root()) if config.use_cache else None, warn)
+    if not config.use_cache:
+        return Cache(None, warn)
+    settings = config.build
+    remote = (
+        Remote(settings.cache, warn, can_write=settings.cache_write) if settings.cache else None
+    )
+    return Cache(config.cache_dir or default_root(), warn, remote)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     """
     config = plan.config
     installed = check_environment(config.targets, plan.requirements)
-    index = Index(cache.index_folder)
+    index = cache.index()
     read = read_sources(config, index, workers, staging / "check")
     largest = max((source.size for source in read), default=0)
     at_once = jobs_at_once(config.build.jobs, largest)
@@ -113,6 +119,7 @@ def _run(
             # No waiting job starts any more, and the running ones end.
             pool.shutdown(wait=False, cancel_futures=True)
             runner.executor.stop()
+            runner.cache.stop()
 
         def stop_if_failed(future: Future[Built]) -> None:
             if not future.cancelled() and future.exception() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.files import FileRecord
+from hatch_epcontext.files import FileRecord, is_portable
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest, ModelFacts, ModelProfiles
 from hatch_epcontext.serialize import to_plain
+
+_REQUESTS = 16
+"""Requests to a shared cache at once."""
 
 
 def read_sources(
@@ -28,20 +32,27 @@ def read_sources(
     Raises BuildError with all problems of all models.
     """
     request = _Request.of(config)
-    keys = {model.name: request.key(model, index) for model in config.models}
+    # Whoever compiled what is now taken from the cache has checked the model for its own targets.
+    key_of = _unchecked_key if config.only_from_cache else request.key
+    keys = {model.name: key_of(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
-    for model in config.models:
-        facts = index.facts(keys[model.name], ModelFacts)
-        if facts is not None and _is_whole(model, facts):
-            known[model.name] = facts
+    # A shared cache answers slowly, and many requests at once.
+    with ThreadPoolExecutor(_REQUESTS if index.remote else 1) as pool:
+        found = pool.map(lambda model: index.facts(keys[model.name], ModelFacts), config.models)
+        for model, facts in zip(config.models, found, strict=True):
+            if facts is not None and _is_whole(model, facts):
+                known[model.name] = facts
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.only_from_cache:
             raise BuildError(*map(_not_known, unknown))
         reply = workers.call(request.about(unknown), scratch, location="reading the models")
-        for model, facts in zip(unknown, reply.models, strict=True):
-            index.store_facts(keys[model.name], facts)
-            known[model.name] = facts
+        known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
+    if not config.only_from_cache:
+        kept = {_unchecked_key(model, index): known[model.name] for model in config.models}
+        kept |= {keys[model.name]: known[model.name] for model in unknown}
+        with ThreadPoolExecutor(_REQUESTS if index.remote else 1) as pool:
+            list(pool.map(index.store_facts, kept.keys(), kept.values()))
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
@@ -60,8 +71,13 @@ def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
 
 
 def _is_whole(model: Model, facts: ModelFacts) -> bool:
-    """Whether the external data of ``model`` is there; a worker says what is missing."""
-    return all((model.path.parent / name).is_file() for name in facts.external_data)
+    """Whether the external data of ``model`` is there; a worker says what is missing.
+
+    Facts from a shared cache name no files elsewhere, which the wheel would contain.
+    """
+    return all(
+        is_portable(name) and (model.path.parent / name).is_file() for name in facts.external_data
+    )
 
 
 def _not_known(model: Model) -> Problem:
@@ -105,18 +121,28 @@ class _Request:
 
     def key(self, model: Model, index: Index) -> str:
         """What identifies the facts of ``model``: its contents and all that it is checked against."""
-        spec = to_plain(source_spec(model))
-        place = ("path", "key", "listed")
         return value_sha256(
             {
-                "version": [hatch_epcontext.__version__, FORMAT],
-                "sha256": index.sha256(model.path),
-                "model": {name: value for name, value in spec.items() if name not in place},
+                "model": _unchecked_key(model, index),
                 "inputs": inputs_digest(model.validate.inputs, index),
                 "static": [self.static.get(model.name), self.left_open.get(model.name)],
                 "profiles": [to_plain(p.profiles) for p in self.profiles if p.model == model.name],
             }
         )
+
+
+def _unchecked_key(model: Model, index: Index) -> str:
+    """What identifies the facts of ``model`` whatever it is checked against."""
+    spec = to_plain(source_spec(model))
+    # Paths differ between machines.
+    other = ("path", "key", "listed", "inputs")
+    return value_sha256(
+        {
+            "version": [hatch_epcontext.__version__, FORMAT],
+            "sha256": index.sha256(model.path),
+            "model": {name: value for name, value in spec.items() if name not in other},
+        }
+    )
 
 
 def _pairs(config: Config) -> Iterator[tuple[Model, Target]]:
