@@ -116,7 +116,9 @@ def web_server(folder: Path) -> Iterator[WebServer]:
                 return
             file = Path(self.translate_path(self.path))
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+            temporary = file.with_name(uuid.uuid4().hex)
+            temporary.write_bytes(content)
+            temporary.replace(file)
             self.send_response(201)
             self.send_header("Content-Length", "0")
             self.end_headers()
