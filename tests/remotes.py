@@ -51,19 +51,27 @@ def s3_server() -> Iterator[str]:
             process.terminate()
 
 
+def s3_variables(server: str) -> dict[str, str]:
+    """What points the backend to ``server``, and away from anything of the user's."""
+    return {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": S3_KEY,
+        "AWS_SECRET_ACCESS_KEY": S3_SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+
+
 def use_s3(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point the backend to ``server``, and away from anything of the user's."""
+    """Set these variables, and no others of Amazon's."""
     for name in os.environ:
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", S3_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", S3_SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    for name, value in s3_variables(server).items():
+        monkeypatch.setenv(name, value)
 
 
 def make_bucket(server: str) -> str:
