@@ -224,6 +224,20 @@ def test_each_machine_compiles_its_targets_and_the_last_one_none(
     assert not last.warnings
 
 
+@needs_qnn
+def test_cache_folders_of_several_machines_can_be_copied_into_one(
+    machine: Callable[[str], Machine],
+) -> None:
+    last = machine("last")
+    for target in ("npu", "any"):
+        one = machine(target)
+        one.build(MATRIX, TARGETS=target)
+        shutil.copytree(one.folder / "cache", last.folder / "cache", dirs_exist_ok=True)
+    built = last.build(MATRIX, compiles=False, FROM_CACHE="all")
+    assert all(each.cached for each in built)
+    assert not last.warnings
+
+
 def test_the_last_machine_knows_models_that_others_checked_for_their_own_targets(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
