@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import platformdirs
 
@@ -30,9 +31,11 @@ from hatch_epcontext.build.artifact import (
     ValidationRun,
 )
 from hatch_epcontext.build.index import Index
-from hatch_epcontext.build.remote import Remote
 from hatch_epcontext.files import FileRecord, is_intact, link_or_copy, sync, write_atomically
 from hatch_epcontext.serialize import from_json, to_json
+
+if TYPE_CHECKING:
+    from hatch_epcontext.build.remote import Remote
 
 _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a build that waits for another one shall end."""

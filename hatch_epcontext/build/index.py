@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from hatch_epcontext.build.remote import Remote
 from hatch_epcontext.files import file_sha256, write_atomically
 from hatch_epcontext.serialize import from_json, to_json
+
+if TYPE_CHECKING:
+    from hatch_epcontext.build.remote import Remote
 
 T = TypeVar("T")
 

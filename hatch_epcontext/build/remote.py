@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -84,6 +84,10 @@ class _RemoteError(Exception):
         self.failure = failure
 
 
+def _interrupted() -> _RemoteError:
+    return _RemoteError(_Failure.STOPPED, "the build was interrupted")
+
+
 class _DamagedError(Exception):
     """What arrived is not what was sent; the text is the reason."""
 
@@ -145,6 +149,10 @@ _BACKENDS: Mapping[str, _Backend] = {
 }
 
 
+_LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
+"""What the backends log to; nobody sees it in a build that configures no logging."""
+
+
 @dataclass
 class _State:
     """What a build has learned about its remote.
@@ -155,6 +163,7 @@ class _State:
 
     readable: bool = True
     writable: bool = True
+    stopped: bool = False
     reported: set[str] = field(default_factory=set)
     damaged: set[str] = field(default_factory=set)
     waiting: set[futures.Future[Any]] = field(default_factory=set)
@@ -227,10 +236,11 @@ class Remote:
         """End all requests of an interrupted build, and begin no others."""
         with self._lock:
             self._state.readable = self._state.writable = False
+            self._state.stopped = True
             waiting = list(self._state.waiting)
         for outcome in waiting:
             with contextlib.suppress(futures.InvalidStateError):
-                outcome.set_exception(_RemoteError(_Failure.STOPPED, "the build was interrupted"))
+                outcome.set_exception(_interrupted())
 
     def _reading(self, operation: Callable[[], T], fingerprint: str | None = None) -> T | None:
         if not self._state.readable:
@@ -327,15 +337,17 @@ class Remote:
             return
         for start in range(0, size, _CHUNK):
             limits = {"start": start, "end": min(start + _CHUNK, size)}
-            yield self._ask(partial(_read, limits=limits), name)
+            yield self._ask(partial(_read, limits=limits), name, self._patience)
 
     def _stream(self, name: str, size: int) -> Iterator[bytes]:
         # With a size it does not ask for one first.
-        stream = self._ask(lambda files, path: files.open(path, block_size=0, size=size), name)
+        stream = self._ask(
+            lambda files, path: files.open(path, block_size=0, size=size), name, self._patience
+        )
         with contextlib.closing(stream):
             received = 0
             while received <= size:
-                chunk: bytes = self._ask(lambda *_: stream.read(_CHUNK), name)
+                chunk: bytes = self._ask(lambda *_: stream.read(_CHUNK), name, self._patience)
                 if not chunk:
                     return
                 received += len(chunk)
@@ -385,31 +397,32 @@ class Remote:
 
     def _upload(self, source: Path, name: str, size: int) -> None:
         options = self._backend.upload(size)
-        self._put(name, lambda files, path: files.put_file(str(source), path, **options))
+        # However long a large file takes.
+        self._put(name, lambda files, path: files.put_file(str(source), path, **options), None)
 
     def _upload_text(self, name: str, text: str) -> None:
         content = to_json(Envelope.around(name, text)).encode()
-        self._put(name, lambda files, path: files.pipe_file(path, content))
+        self._put(name, lambda files, path: files.pipe_file(path, content), self._patience)
 
-    def _put(self, name: str, put: Callable[[Any, str], object]) -> None:
+    def _put(self, name: str, put: Callable[[Any, str], object], patience: float | None) -> None:
         def request(files: Any, path: str) -> None:
             if not self._backend.renames:
                 put(files, path)
                 return
-            temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+            temporary = f"{path}.{os.urandom(8).hex()}.tmp"
             try:
                 put(files, temporary)
                 Path(temporary).replace(path)
             finally:
                 Path(temporary).unlink(missing_ok=True)
 
-        self._ask(request, name, forever=True)
+        self._ask(request, name, patience)
 
-    def _ask(self, request: Callable[[Any, str], T], name: str, *, forever: bool = False) -> T:
+    def _ask(self, request: Callable[[Any, str], T], name: str, patience: float | None) -> T:
         """The result of ``request``, which gets the file system and the path of ``name``.
 
-        It runs in a thread of its own, because backends can wait for much longer than anybody wants.
-        Raises _RemoteError.
+        It runs in a thread of its own, because backends can wait for much longer than ``patience``
+        seconds. Raises _RemoteError.
         """
         outcome: futures.Future[T] = futures.Future()
 
@@ -425,13 +438,15 @@ class Remote:
                     outcome.set_result(result)
 
         with self._lock:
+            if self._state.stopped:
+                raise _interrupted()
             self._state.waiting.add(outcome)
         threading.Thread(target=run, daemon=True, name="shared cache").start()
         try:
-            return outcome.result(None if forever else self._patience)
+            return outcome.result(patience)
         except Exception as error:
             if not outcome.done():
-                reason = f"no answer within {self._patience:g} seconds"
+                reason = f"no answer within {patience:g} seconds"
                 raise _RemoteError(_Failure.FAILED, reason) from None
             raise self._classified(error) from None
         finally:
@@ -444,6 +459,9 @@ class Remote:
             if self._opened is None:
                 from fsspec.core import url_to_fs
 
+                # Some log whole tracebacks, with all that is in a request.
+                for logger in _LOGGERS:
+                    logging.getLogger(logger).addHandler(logging.NullHandler())
                 files, root = url_to_fs(
                     self._url,
                     skip_instance_cache=True,

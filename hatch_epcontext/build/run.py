@@ -13,7 +13,6 @@ from hatch_epcontext.build.executors.local import LocalExecutor
 from hatch_epcontext.build.job import JobRunner
 from hatch_epcontext.build.machine import jobs_at_once
 from hatch_epcontext.build.plan import Job, Plan
-from hatch_epcontext.build.remote import Remote
 from hatch_epcontext.build.report import summarize
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.sources import read_sources
@@ -35,11 +34,13 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     """The cache for ``config``; ``warn`` gets what is wrong with it."""
     if not config.use_cache:
         return Cache(None, warn)
-    settings = config.build
-    remote = (
-        Remote(settings.cache, warn, can_write=settings.cache_write) if settings.cache else None
-    )
-    return Cache(config.cache_dir or default_root(), warn, remote)
+    root, settings = config.cache_dir or default_root(), config.build
+    if settings.cache is None:
+        return Cache(root, warn)
+    # Few builds have one.
+    from hatch_epcontext.build.remote import Remote
+
+    return Cache(root, warn, Remote(settings.cache, warn, can_write=settings.cache_write))
 
 
 @dataclass(frozen=True)

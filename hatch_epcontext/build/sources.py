@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.build.artifact import Source
@@ -19,6 +20,9 @@ from hatch_epcontext.files import FileRecord, is_portable
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest, ModelFacts, ModelProfiles
 from hatch_epcontext.serialize import to_plain
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _REQUESTS = 16
 """Requests to a shared cache at once."""
@@ -36,12 +40,10 @@ def read_sources(
     key_of = _unchecked_key if config.only_from_cache else request.key
     keys = {model.name: key_of(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
-    # A shared cache answers slowly, and many requests at once.
-    with ThreadPoolExecutor(_REQUESTS if index.remote else 1) as pool:
-        found = pool.map(lambda model: index.facts(keys[model.name], ModelFacts), config.models)
-        for model, facts in zip(config.models, found, strict=True):
-            if facts is not None and _is_whole(model, facts):
-                known[model.name] = facts
+    found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
+    for model, facts in zip(config.models, found, strict=True):
+        if facts is not None and _is_whole(model, facts):
+            known[model.name] = facts
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.only_from_cache:
@@ -51,9 +53,21 @@ def read_sources(
     if not config.only_from_cache:
         kept = {_unchecked_key(model, index): known[model.name] for model in config.models}
         kept |= {keys[model.name]: known[model.name] for model in unknown}
-        with ThreadPoolExecutor(_REQUESTS if index.remote else 1) as pool:
-            list(pool.map(index.store_facts, kept.keys(), kept.values()))
+        _for_each(index, lambda item: index.store_facts(*item), kept.items())
     return tuple(_source(model, known[model.name], index) for model in config.models)
+
+
+def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results of ``request`` for all items, several at once where a shared cache answers slowly."""
+    if index.remote is None:
+        return list(map(request, items))
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        try:
+            return list(pool.map(request, items))
+        except BaseException:
+            # An interrupted build does not wait for answers.
+            index.remote.stop()
+            raise
 
 
 def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
