@@ -1,7 +1,7 @@
 """Builds projects of many trivial models, and compares that with the same work by hand.
 
     pip install -e . --group bench
-    python -m benchmarks.many                                   # 40 models on each provider
+    python -m benchmarks.many                                   # 40 models on each provider that works here
     python -m benchmarks.many --provider cpu --counts 1,10,100,1000
 
 Cold is a build without a cache of earlier builds, against a script that does the same by hand and Hatch
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.table import Table
 
 from benchmarks import project
-from benchmarks.measure import Cost, alternate, comparison, least, show
-from benchmarks.plain import by_hand
+from benchmarks.measure import Cost, alternate, comparison, least, run, show
+from benchmarks.plain import available, by_hand
 from benchmarks.project import Source
 
 SHAPE = (1, 3, 16, 16)
@@ -34,9 +35,12 @@ SHAPE = (1, 3, 16, 16)
 
 GOALS = {
     "40 models in 5 s on two cores": ("cold", "by hand"),
-    "1.10": ("warm", "packing"),
+    "1.10 for a wheel of 22 MB": ("warm", "packing"),
 }
 """The ways that are compared, by the goal of the first."""
+
+YARDSTICK = "import numpy, onnx, onnxruntime"
+"""What each process of a build would import by itself; its time tells how fast the machine is now."""
 
 SETTLE = 3
 """Seconds before a warm build: files that changed a moment ago are read again."""
@@ -161,6 +165,12 @@ def linear(found: Mapping[str, Mapping[int, Mapping[str, list[Cost]]]]) -> Table
     return table
 
 
+def yardstick() -> float:
+    """The least seconds of three fresh interpreters for `YARDSTICK`."""
+    command = [sys.executable, "-c", YARDSTICK]
+    return least([run(command, Path.cwd()).cost for _ in range(3)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -171,7 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     counts = [int(count) for count in arguments.counts.split(",")]
     found: dict[str, dict[int, dict[str, list[Cost]]]] = {}
-    for provider in arguments.provider or project.TARGETS:
+    for provider in arguments.provider or filter(available, project.TARGETS):
         found[provider] = {}
         for count in counts:
             with tempfile.TemporaryDirectory() as temporary:
@@ -183,6 +193,7 @@ def main() -> None:
                 show(comparison(f"{provider}, {count} models; goal: {goal}", chosen))
     if len(counts) > 1:
         show(linear(found))
+    print(f"to compare machines: {YARDSTICK} takes {yardstick():.2f} s")
 
 
 if __name__ == "__main__":

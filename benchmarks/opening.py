@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks import project
 from benchmarks.measure import run, show
 from benchmarks.models import FIVE, fetch
+from benchmarks.plain import available
 
 _IMPORTS = 15
 """Fresh interpreters for each import time."""
@@ -99,7 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
         models = (arguments.models or folder / "models").resolve()
-        chosen = arguments.provider or list(project.TARGETS)
+        chosen = arguments.provider or list(filter(available, project.TARGETS))
         names = arguments.model or ["ocr-direction", "voice-16k"]
         installed = package(models, folder, chosen, names)
         app: Any = shipped_loader(installed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ STEPS = ("fix, simplify", "compile", "open", "run", "run on CPU", "compare")
 _SEED = 20240229
 """That of the build, so that both compare the same samples."""
 
+_REPOSITORY = Path(__file__).resolve().parents[1]
+
 MakeOptions = Callable[[], Any]
 """Makes session options with the EP's device."""
 
@@ -68,9 +71,15 @@ def by_hand(provider: str, sources: Sequence[Source], folder: Path) -> Done:
     folder.mkdir(parents=True)
     path = folder.with_suffix(".json")
     Request(provider, folder, sources).write(path)
-    return run(
-        [sys.executable, "-m", "benchmarks.plain", str(path)], Path(__file__).resolve().parents[1]
-    )
+    return run([sys.executable, "-m", "benchmarks.plain", str(path)], _REPOSITORY)
+
+
+def available(provider: str) -> bool:
+    """Whether the EP of ``provider`` is installed and has a device on this machine."""
+    code = f"from benchmarks.plain import start; start({provider!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def steps(done: Done) -> dict[str, dict[str, Cost]]:
@@ -103,7 +112,7 @@ def main() -> None:
     started = time.process_time()
     request = Request.read(Path(sys.argv[1]))
     clock = Clock()
-    make_options = _start(request.provider)
+    make_options = start(request.provider)
     clock.step("register")
     # The imports were this process's first work.
     costs: dict[str, Mapping[str, tuple[float, float]]] = {
@@ -114,7 +123,8 @@ def main() -> None:
     print(json.dumps(costs))
 
 
-def _start(provider: str) -> MakeOptions:
+def start(provider: str) -> MakeOptions:
+    """Register the EP of ``provider``; raises when it is not installed, or has no device here."""
     if provider == "cpu":
         make: MakeOptions = ort.SessionOptions
         return make

@@ -42,16 +42,9 @@ from hatch_epcontext.errors import (
     Setting,
 )
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.ipc.facts import Agreement, Coverage, CoverageStatus, NodeFacts, TensorFacts
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import (
-    Agreement,
-    ContextFacts,
-    Coverage,
-    CoverageStatus,
-    InspectReply,
-    NodeFacts,
-    TensorFacts,
-)
+from hatch_epcontext.ipc.protocol import ContextFacts, InspectReply
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.tools import compile as compile_tool
 from hatch_epcontext.tools import compile_bytes

@@ -121,7 +121,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return result
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
-        from hatch_epcontext.build import html_report
         from hatch_epcontext.build.report import make_report
         from hatch_epcontext.serialize import to_json
 
@@ -129,6 +128,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if path := cache.store_report(f"{name}-{self.metadata.version}", to_json(report)):
             self._info(f"report: {path}")
         if config.report is not None:
+            from hatch_epcontext.build import html_report
+
             html_report.write(report, f"{name} {self.metadata.version}", config.report)
             self._info(f"report: {config.report}")
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from cattrs import Converter
@@ -25,7 +26,7 @@ from cattrs.errors import (
     ForbiddenExtraKeysError,
     IterableValidationError,
 )
-from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
+from cattrs.gen import make_dict_structure_fn, override
 
 from hatch_epcontext.errors import Checked, Key, Kind, Problem, Setting
 from hatch_epcontext.text import show, suggestion, toml_key
@@ -126,9 +127,6 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
         }
         return make_dict_structure_fn(type_, converter, **names)  # type: ignore[arg-type]
 
-    def unfields(type_: Any) -> Any:
-        return make_dict_unstructure_fn(type_, converter)
-
     for leaf in _LEAVES:
         converter.register_structure_hook(leaf, _leaf)
     converter.register_structure_hook_func(_is_literal, _literal)
@@ -142,7 +140,6 @@ def _converter(*, dashes: bool, strict: bool) -> Converter:
     converter.register_structure_hook_factory(
         dataclasses.is_dataclass, guarded(fields, dict, "a table")
     )
-    converter.register_unstructure_hook_factory(dataclasses.is_dataclass, unfields)
     return converter
 
 
@@ -319,7 +316,16 @@ def _reason(error: BaseException) -> str:
 
 def to_plain(value: Any) -> Any:
     """A dataclass as plain values, as JSON has them."""
-    return _JSON.unstructure(value)
+    # Not cattrs, which writes a function for each class: every build writes, and needs each only a few times.
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {name: to_plain(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(each) for each in value]
+    return value
 
 
 def to_json(value: Any) -> str:

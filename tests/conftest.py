@@ -8,7 +8,7 @@ import pytest
 from hatch_epcontext.build.artifact import Artifact, Preparation, Record, Times
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
-from hatch_epcontext.ipc.protocol import Context, TensorFacts
+from hatch_epcontext.ipc.facts import Context, TensorFacts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -20,7 +20,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.files import record_file, record_files
-from hatch_epcontext.ipc.protocol import Context, Coverage, ModelFacts, TensorFacts
+from hatch_epcontext.ipc.facts import Context, Coverage, ModelFacts, TensorFacts
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 

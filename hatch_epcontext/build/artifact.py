@@ -11,7 +11,7 @@ from hatch_epcontext.build.plan import Job
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.protocol import Agreement, Context, ModelFacts, Simplifier
+from hatch_epcontext.ipc.facts import Agreement, Context, ModelFacts, Simplifier
 from hatch_epcontext.providers import Product
 
 GENERATOR = "hatch-epcontext"

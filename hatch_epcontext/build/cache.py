@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
@@ -47,29 +48,6 @@ LAYOUT = "v3"
 def default_root() -> Path:
     """The user's cache folder for this package."""
     return Path(platformdirs.user_cache_dir("hatch-epcontext", appauthor=False))
-
-
-@dataclass(frozen=True)
-class _Seal:
-    """Size in bytes, time of the last change in ns, and inode of a file that was verified by sha256.
-
-    A cheap sign that nobody wrote to it since; not the time of its last status change, which every
-    hard link to it moves.
-    """
-
-    size: int
-    mtime_ns: int
-    inode: int
-
-    @staticmethod
-    def of(path: Path) -> _Seal:
-        status = path.stat()
-        return _Seal(status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-@dataclass(frozen=True)
-class _Seals:
-    files: Mapping[str, _Seal]
 
 
 class Cache:
@@ -202,11 +180,13 @@ class Cache:
         """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
         if self._root is None:
             return None
-        try:
-            file = self._root / "reports" / f"{name}.json"
+        file = self._root / "reports" / f"{name}.json"
+        with contextlib.suppress(OSError):
+            # Builds without changes have equal reports, and replacing a file can wait for the disk.
+            if file.is_file() and file.read_text(encoding="utf-8", errors="replace") == text:
+                return file
             return write_atomically(file, text, durable=False)
-        except OSError:
-            return None
+        return None
 
     def _latest(self, root: Path, settings_key: str) -> Path:
         return root / LAYOUT / "latest" / settings_key
@@ -330,10 +310,10 @@ def _intact(entry: Path, fingerprint: str) -> Record | None:
     changed: dict[str, FileRecord] = {}
     for name, recorded in record.files.items():
         try:
-            seal = _Seal.of(entry / "files" / PurePosixPath(name))
+            seal = _seal(entry / "files" / PurePosixPath(name))
         except OSError:
             return None
-        if sealed.get(name) != seal or seal.size != recorded.size:
+        if sealed.get(name) != seal or seal[0] != recorded.size:
             changed[name] = recorded
     if changed:
         if not is_intact(entry / "files", changed):
@@ -343,17 +323,29 @@ def _intact(entry: Path, fingerprint: str) -> Record | None:
     return record
 
 
-def _read_seal(entry: Path) -> Mapping[str, _Seal]:
+def _seal(path: Path) -> list[int]:
+    """Size in bytes, time of the last change in ns, and inode of a file.
+
+    For one that was verified by sha256 a cheap sign that nobody wrote to it since. Not the time of its last
+    status change, which every hard link to it moves.
+    """
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def _read_seal(entry: Path) -> Mapping[str, Any]:
+    """The seal of each file by its name; empty if there is none."""
     try:
-        return from_json((entry / "seal.json").read_bytes(), _Seals).files
-    except (OSError, ValueError):
+        found = json.loads((entry / "seal.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _write_seal(entry: Path, record: Record) -> None:
     folder = entry / "files"
-    seals = {name: _Seal.of(folder / PurePosixPath(name)) for name in record.files}
-    write_atomically(entry / "seal.json", to_json(_Seals(seals)), durable=False)
+    seals = {name: _seal(folder / PurePosixPath(name)) for name in record.files}
+    write_atomically(entry / "seal.json", json.dumps(seals), durable=False)
 
 
 @dataclass(frozen=True)

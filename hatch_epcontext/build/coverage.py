@@ -6,7 +6,7 @@ import math
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.ipc.protocol import Coverage, NodeFacts
+from hatch_epcontext.ipc.facts import Coverage, NodeFacts
 from hatch_epcontext.text import count
 
 _MOST_NODES = 10

@@ -11,7 +11,7 @@ from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import write_atomically
-from hatch_epcontext.ipc.protocol import CoverageStatus
+from hatch_epcontext.ipc.facts import CoverageStatus
 from hatch_epcontext.text import count, show_size
 
 _STYLE = Path(__file__).with_name("html_report.css")

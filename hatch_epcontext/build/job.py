@@ -27,7 +27,7 @@ from hatch_epcontext.build.validation import (
 )
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.protocol import PROTOBUF_LIMIT, Context
+from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, Context
 
 
 @dataclass(frozen=True)

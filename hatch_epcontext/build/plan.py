@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hatch_epcontext.build.requirements import requirements
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
-from hatch_epcontext.ipc.protocol import ModelSpec, TargetSpec
+from hatch_epcontext.ipc.facts import ModelSpec, TargetSpec
 from hatch_epcontext.text import file_name, pairs
 
 

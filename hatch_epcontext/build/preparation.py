@@ -8,15 +8,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hatch_epcontext.build.artifact import Preparation
 from hatch_epcontext.build.fingerprint import value_sha256
 from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, ModelError
+from hatch_epcontext.ipc.facts import SIMPLIFIERS, Simplifier
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import SIMPLIFIERS, PrepareReply, PrepareRequest, Simplifier
 from hatch_epcontext.serialize import to_plain
+
+if TYPE_CHECKING:
+    from hatch_epcontext.ipc.protocol import PrepareReply
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
 def _simplify(
     job: Job, model: Model, simplifier: Simplifier, scratch: Path, workers: Workers
 ) -> PrepareReply:
+    from hatch_epcontext.ipc.protocol import PrepareRequest
+
     folder = scratch / f"prepared-{model.name}-{simplifier}"
     folder.mkdir()
     return workers.call(

@@ -21,7 +21,7 @@ from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.build.validation import describe_validation
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.protocol import Context, Coverage
+from hatch_epcontext.ipc.facts import Context, Coverage
 from hatch_epcontext.text import pairs, show_size
 
 _MOST_CHARACTERS = 90

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.build.artifact import Source
@@ -15,17 +15,24 @@ from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, Key, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_portable
+from hatch_epcontext.ipc.facts import ModelFacts
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CheckRequest, ModelFacts, ModelProfiles
+from hatch_epcontext.providers import Profile
 from hatch_epcontext.serialize import to_plain
+
+if TYPE_CHECKING:
+    from hatch_epcontext.ipc.protocol import CheckRequest
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _REQUESTS = 16
 """Requests to a shared cache at once."""
+
+_Profiles = tuple[Key, tuple[Profile, ...], bool]
+"""The place of a target's optimization profiles, the profiles, and whether the target fixes shapes."""
 
 
 def read_sources(
@@ -35,9 +42,9 @@ def read_sources(
 
     Raises BuildError with all problems of all models.
     """
-    request = _Request.of(config)
+    checks = _Checks.of(config)
     # Whoever compiled what is now taken from the cache has checked the model for its own targets.
-    key_of = _unchecked_key if config.only_from_cache else request.key
+    key_of = _unchecked_key if config.only_from_cache else checks.key
     keys = {model.name: key_of(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
     found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
@@ -48,12 +55,13 @@ def read_sources(
     if unknown:
         if config.only_from_cache:
             raise BuildError(*map(_not_known, unknown))
-        reply = workers.call(request.about(unknown), scratch, location="reading the models")
+        reply = workers.call(checks.request(unknown), scratch, location="reading the models")
         known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
-    if not config.only_from_cache:
-        kept = {_unchecked_key(model, index): known[model.name] for model in config.models}
-        kept |= {keys[model.name]: known[model.name] for model in unknown}
-        _for_each(index, lambda item: index.store_facts(*item), kept.items())
+    # Others may not have what was read here before.
+    sent = config.models if index.remote is not None and index.remote.can_write else unknown
+    kept = {_unchecked_key(model, index): known[model.name] for model in sent}
+    kept |= {keys[model.name]: known[model.name] for model in unknown}
+    _for_each(index, lambda item: index.store_facts(*item), kept.items())
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
@@ -104,16 +112,16 @@ def _not_known(model: Model) -> Problem:
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What a worker checks the models against; see `CheckRequest`."""
+class _Checks:
+    """What the models are checked against, by their names; see `CheckRequest`."""
 
     static: dict[str, str] = field(default_factory=dict)
     left_open: dict[str, str] = field(default_factory=dict)
-    profiles: list[ModelProfiles] = field(default_factory=list)
+    profiles: dict[str, list[_Profiles]] = field(default_factory=dict)
 
     @staticmethod
-    def of(config: Config) -> _Request:
-        made = _Request()
+    def of(config: Config) -> _Checks:
+        made = _Checks()
         for model, target in _pairs(config):
             static_shapes = target.settings.static_shapes
             if target.provider.static_shapes:
@@ -121,26 +129,31 @@ class _Request:
                 names[model.name] = target.provider.ep
             if target.profiles:
                 key = target.key / "profiles"
-                made.profiles.append(ModelProfiles(model.name, key, target.profiles, static_shapes))
+                its = made.profiles.setdefault(model.name, [])
+                its.append((key, target.profiles, static_shapes))
         return made
 
-    def about(self, models: tuple[Model, ...]) -> CheckRequest:
-        names = {model.name for model in models}
-        return CheckRequest(
-            tuple(map(source_spec, models)),
-            self.static,
-            tuple(each for each in self.profiles if each.model in names),
-            self.left_open,
+    def request(self, models: tuple[Model, ...]) -> CheckRequest:
+        # Only now: a build that knows its models needs no requests.
+        from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
+
+        profiles = (
+            ModelProfiles(model.name, *each)
+            for model in models
+            for each in self.profiles.get(model.name, ())
         )
+        specs = tuple(map(source_spec, models))
+        return CheckRequest(specs, self.static, tuple(profiles), self.left_open)
 
     def key(self, model: Model, index: Index) -> str:
         """What identifies the facts of ``model``: its contents and all that it is checked against."""
+        profiles = [(its, static) for _, its, static in self.profiles.get(model.name, ())]
         return value_sha256(
             {
                 "model": _unchecked_key(model, index),
                 "inputs": inputs_digest(model.validate.inputs, index),
                 "static": [self.static.get(model.name), self.left_open.get(model.name)],
-                "profiles": [to_plain(p.profiles) for p in self.profiles if p.model == model.name],
+                "profiles": to_plain(profiles),
             }
         )
 

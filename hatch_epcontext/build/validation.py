@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hatch_epcontext.build.artifact import Artifact, Record, Validation, ValidationStatus
 from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
@@ -15,8 +16,11 @@ from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job
 from hatch_epcontext.config.settings import CompileSettings, Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
+from hatch_epcontext.ipc.facts import Agreement
 from hatch_epcontext.providers import Provider
+
+if TYPE_CHECKING:
+    from hatch_epcontext.ipc.protocol import ValidateReply
 
 
 def describe_validation(validation: Validation) -> str:

@@ -11,7 +11,8 @@ import click
 from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.cli._output import show, table
-from hatch_epcontext.ipc.protocol import InspectReply, Size, TensorFacts
+from hatch_epcontext.ipc.facts import Size, TensorFacts
+from hatch_epcontext.ipc.protocol import InspectReply
 from hatch_epcontext.package.manifest import (
     ComponentMetadata,
     PackageMetadata,

@@ -10,22 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
-from hatch_epcontext.ipc.protocol import (
-    DONE,
-    FAILED,
-    MEMORY_LIMIT,
-    REFUSED,
-    VERBOSE,
-    Refusal,
-    ReplyT,
-    Request,
-)
 from hatch_epcontext.ipc.running import Interpreter, Order, Running
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.text import show_size
+
+if TYPE_CHECKING:
+    from hatch_epcontext.ipc.protocol import ReplyT, Request
 
 _TAIL = 40
 """The number of lines of a worker's log that an error shows."""
@@ -141,6 +135,16 @@ class Workers:
         directory. Raises ModelError when the worker refuses the request, and BuildError when it
         fails, crashes or takes too long.
         """
+        # Only now: a build that finds everything in the cache needs no requests.
+        from hatch_epcontext.ipc.protocol import (
+            DONE,
+            FAILED,
+            MEMORY_LIMIT,
+            REFUSED,
+            VERBOSE,
+            Refusal,
+        )
+
         folder.mkdir(parents=True)
         order = Order(
             request.action,

@@ -1,24 +1,27 @@
 """The process border: one request in, one reply out, both JSON files.
 
-Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or None if it has none.
+What they carry is in `facts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from hatch_epcontext.config.settings import CompileSettings, Listed
 from hatch_epcontext.errors import Key, Problem
-from hatch_epcontext.providers import Plugin, Product, Profile, Tolerance
+from hatch_epcontext.ipc.facts import (
+    Agreement,
+    Context,
+    ModelFacts,
+    ModelSpec,
+    Simplifier,
+    TargetSpec,
+    TensorFacts,
+)
+from hatch_epcontext.providers import Product, Profile, Tolerance
 
-Size = int | str | None
 ReplyT = TypeVar("ReplyT")
-
-PROTOBUF_LIMIT = 2**31 - 1
-"""Bytes that a protobuf file can have, and so an ONNX file without its external data."""
 
 REQUESTS: dict[str, type[Request[Any]]] = {}
 """The requests by their action."""
@@ -39,132 +42,6 @@ class Request(Generic[ReplyT]):
         (base,) = (each for each in vars(cls)["__orig_bases__"] if get_args(each))
         cls.action, (cls.reply_type,) = action, get_args(base)
         REQUESTS[action] = cls
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """An input or output: ``dtype`` is NumPy's name (``"float32"``), or ONNX's where NumPy has none."""
-
-    name: str
-    dtype: str
-    shape: tuple[Size, ...]
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of ``shape`` fits: an open dimension takes any size."""
-        return len(shape) == len(self.shape) and all(
-            not isinstance(size, int) or size == given
-            for given, size in zip(shape, self.shape, strict=True)
-        )
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether no dimension is open."""
-        return all(isinstance(size, int) for size in self.shape)
-
-    @property
-    def shape_text(self) -> str:
-        """The shape for a message, such as ``"batch x 3 x ?"``."""
-        return " x ".join("?" if size is None else str(size) for size in self.shape)
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A source model, what its configuration fixes, and its dummy inputs; ``key`` is its place there.
-
-    With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
-    the dummy inputs. ``listed`` is their place in a list, if they are in one.
-    """
-
-    name: str
-    path: str
-    key: Key
-    dims: Mapping[str, int] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    inputs: str = "random"
-    static_shapes: bool = True
-    listed: Listed | None = None
-
-    def place(self, name: str) -> Key:
-        """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""
-        if self.listed is not None and self.listed.name == name:
-            return self.key / name / self.listed.index
-        return self.key / name
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts of an ONNX file: inputs and outputs with what the configuration fixes, and the files that
-    hold its external data, relative to its folder, with forward slashes.
-
-    ``own_inputs`` are those of the file itself; ``constants`` are the values that the configuration
-    gives inputs, each with its dtype and shape.
-    """
-
-    inputs: tuple[TensorFacts, ...]
-    outputs: tuple[TensorFacts, ...]
-    external_data: tuple[str, ...]
-    own_inputs: tuple[TensorFacts, ...] = ()
-    constants: tuple[TensorFacts, ...] = ()
-
-
-@dataclass(frozen=True)
-class TargetSpec:
-    """What a worker needs to know of a target: its settings, and where the EP's library is."""
-
-    name: str
-    settings: CompileSettings
-    plugin: Plugin | None
-    load_options: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """A node that no context covers, and the reason, if it is known."""
-
-    name: str
-    op: str
-    reason: str | None = None
-
-
-class CoverageStatus(Enum):
-    """Whether a context model leaves nodes to the CPU."""
-
-    WHOLE = "whole"
-    PARTIAL = "partial"
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes."""
-
-    nodes: int
-    compiled: int
-    partitions: int
-    uncovered: tuple[NodeFacts, ...] = ()
-
-    @property
-    def share(self) -> float:
-        """The part of the nodes that is compiled, from 0 to 1."""
-        return self.compiled / self.nodes if self.nodes else 0.0
-
-    @property
-    def status(self) -> CoverageStatus:
-        """Whether nodes are left to the CPU."""
-        return CoverageStatus.PARTIAL if self.uncovered else CoverageStatus.WHOLE
-
-
-@dataclass(frozen=True)
-class Context:
-    """One model of an artifact. ``coverage`` is None for an optimized graph, which has no contexts."""
-
-    model: str
-    model_file: str
-    inputs: tuple[TensorFacts, ...]
-    outputs: tuple[TensorFacts, ...]
-    coverage: Coverage | None = None
-    compatibility: str = ""
-    ep_sdk_version: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,17 +75,6 @@ class CheckRequest(Request[CheckReply], action="check"):
     static: Mapping[str, str]
     profiles: tuple[ModelProfiles, ...] = ()
     left_open: Mapping[str, str] = field(default_factory=dict)
-
-
-Simplifier = Literal["onnxruntime", "onnxslim", "none"]
-
-SIMPLIFIERS: tuple[Simplifier, ...] = ("onnxruntime", "onnxslim", "none")
-"""The libraries that simplify a graph, in the order in which they are tried.
-
-ONNX Runtime is the most reliable: of the 1441 of ONNX's own test models that ONNX Runtime 1.31 can
-run, its basic optimizations broke none, and onnxslim 0.1 about a hundred. But it crashes on some
-models with constant conditions, which onnxslim takes.
-"""
 
 
 @dataclass(frozen=True)
@@ -279,18 +145,6 @@ class CompileBytesRequest(Request[CompileBytesReply], action="compile_bytes"):
     data: Mapping[str, str]
     target: TargetSpec
     result: str
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How near one output is to the CPU EP's: the largest absolute difference and the cosine similarity.
-
-    ``cosine`` is None for an output so near to zero that its direction is only rounding.
-    """
-
-    output: str
-    max_abs: float
-    cosine: float | None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import hatch_epcontext
 from hatch_epcontext.build.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.config.settings import CompileSettings, Model
 from hatch_epcontext.files import FileRecord, is_intact
-from hatch_epcontext.ipc.protocol import Coverage, Size, TensorFacts
+from hatch_epcontext.ipc.facts import Coverage, Size, TensorFacts
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.package.model_package import (
     FILE,

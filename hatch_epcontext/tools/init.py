@@ -19,7 +19,8 @@ from tomlkit.items import AoT, Array
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
-from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
+from hatch_epcontext.ipc.facts import TensorFacts
+from hatch_epcontext.ipc.protocol import InspectReply
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, show, to_toml
 

@@ -23,8 +23,9 @@ from hatch_epcontext.errors import (
     Problem,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
+from hatch_epcontext.ipc.facts import Context, TensorFacts
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import Context, InspectReply, TensorFacts, ValidateRequest
+from hatch_epcontext.ipc.protocol import InspectReply, ValidateRequest
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models

@@ -22,14 +22,9 @@ from hatch_epcontext.errors import (
     Problem,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
+from hatch_epcontext.ipc.facts import Context, ModelSpec, TargetSpec
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import (
-    Context,
-    InspectReply,
-    ModelSpec,
-    TargetSpec,
-    ValidateRequest,
-)
+from hatch_epcontext.ipc.protocol import InspectReply, ValidateRequest
 from hatch_epcontext.loader import CPU_EP, SOURCE
 from hatch_epcontext.package import model_package
 from hatch_epcontext.package.manifest import (

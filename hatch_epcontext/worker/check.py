@@ -8,14 +8,8 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.protocol import (
-    CheckReply,
-    CheckRequest,
-    ModelFacts,
-    ModelProfiles,
-    ModelSpec,
-    TensorFacts,
-)
+from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
+from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.inputs import sized

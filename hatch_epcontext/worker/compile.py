@@ -8,7 +8,8 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.files import link_or_copy
-from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest, Context, ModelSpec
+from hatch_epcontext.ipc.facts import Context, ModelSpec
+from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest
 from hatch_epcontext.loader import PREPARED
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compiler import compile_context

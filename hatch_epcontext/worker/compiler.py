@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
-from hatch_epcontext.ipc.protocol import TargetSpec
+from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of

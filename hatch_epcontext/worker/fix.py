@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx
 
 from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, collect
-from hatch_epcontext.ipc.protocol import ModelSpec
+from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.text import suggestion
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.inputs import constant, dummy_inputs

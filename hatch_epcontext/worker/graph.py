@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.ipc.protocol import Size, TensorFacts
+from hatch_epcontext.ipc.facts import Size, TensorFacts
 
 CONTEXT_OP = "EPContext"
 

@@ -13,7 +13,7 @@ import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.protocol import ModelSpec, Size, TensorFacts
+from hatch_epcontext.ipc.facts import ModelSpec, Size, TensorFacts
 from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
 
 _SEED = 20240229

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.ipc.protocol import TargetSpec
+from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 

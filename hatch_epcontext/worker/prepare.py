@@ -9,13 +9,8 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.files import link_or_copy
-from hatch_epcontext.ipc.protocol import (
-    PROTOBUF_LIMIT,
-    ModelSpec,
-    PrepareReply,
-    PrepareRequest,
-    Simplifier,
-)
+from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
+from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs

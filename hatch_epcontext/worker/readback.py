@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.protocol import (
+from hatch_epcontext.ipc.facts import (
     PROTOBUF_LIMIT,
     Context,
     Coverage,

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.protocol import Agreement, ModelSpec
+from hatch_epcontext.ipc.facts import Agreement, ModelSpec
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.inputs import constant

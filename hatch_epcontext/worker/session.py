@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Kind, Problem
-from hatch_epcontext.ipc.protocol import TargetSpec
+from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.loader import USER_CACHE
 from hatch_epcontext.providers import PROVIDERS, Product, Provider
 from hatch_epcontext.worker.libraries import UnavailableError, register, unloadable

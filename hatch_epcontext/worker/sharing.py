@@ -7,7 +7,8 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.protocol import CompileRequest, Context
+from hatch_epcontext.ipc.facts import Context
+from hatch_epcontext.ipc.protocol import CompileRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.readback import read_context

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.protocol import Agreement
+from hatch_epcontext.ipc.facts import Agreement
 from hatch_epcontext.providers import Tolerance
 
 Array = NDArray[np.generic]

@@ -14,7 +14,7 @@ from hatch_epcontext.build import cache as cache_module
 from hatch_epcontext.build.artifact import Artifact, Validation, ValidationRun, ValidationStatus
 from hatch_epcontext.build.cache import Cache, default_root
 from hatch_epcontext.files import FileRecord, record_files
-from hatch_epcontext.ipc.protocol import Agreement
+from hatch_epcontext.ipc.facts import Agreement
 from tests.conftest import make_record
 
 KEY = "ab" * 32

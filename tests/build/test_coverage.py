@@ -6,7 +6,7 @@ import pytest
 
 from hatch_epcontext.build.coverage import check_coverage
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.ipc.protocol import Coverage, NodeFacts
+from hatch_epcontext.ipc.facts import Coverage, NodeFacts
 from tests.results import configured
 
 

@@ -12,7 +12,7 @@ from hatch_epcontext.build import html_report
 from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatus
 from hatch_epcontext.build.report import FailureReport, Report, make_report
 from hatch_epcontext.errors import Kind, Problem
-from hatch_epcontext.ipc.protocol import Agreement, Coverage, NodeFacts
+from hatch_epcontext.ipc.facts import Agreement, Coverage, NodeFacts
 from tests.results import configured, resulting
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hatch_epcontext.build.artifact import Artifact, Preparation, Validation, ValidationStatus
 from hatch_epcontext.build.report import Report, make_report, summarize
-from hatch_epcontext.ipc.protocol import Agreement, Coverage
+from hatch_epcontext.ipc.facts import Agreement, Coverage
 from hatch_epcontext.serialize import from_json, to_json
 from tests.results import configured, resulting
 

@@ -24,8 +24,8 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import record_files
+from hatch_epcontext.ipc.facts import ModelFacts
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import ModelFacts
 from tests.conftest import needs_qnn
 from tests.models import network, save
 from tests.remotes import WebServer, make_bucket, s3_server, use_s3, web_server

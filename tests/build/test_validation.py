@@ -23,7 +23,8 @@ from hatch_epcontext.build.validation import (
 from hatch_epcontext.config.settings import ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.protocol import Agreement, ValidateReply
+from hatch_epcontext.ipc.facts import Agreement
+from hatch_epcontext.ipc.protocol import ValidateReply
 from hatch_epcontext.providers import PROVIDERS
 from tests.results import configured
 

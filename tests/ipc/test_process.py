@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
+from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.ipc.process import _TAIL, Workers
-from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelSpec, PrepareRequest
+from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, PrepareRequest
 from tests.models import network, save
 
 KEY = Key() / "models" / 0

@@ -17,7 +17,7 @@ from hatch_epcontext.build.artifact import (
 )
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.protocol import Agreement, Coverage, NodeFacts, TensorFacts
+from hatch_epcontext.ipc.facts import Agreement, Coverage, NodeFacts, TensorFacts
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import (
     ComponentMetadata,

@@ -7,7 +7,8 @@ import pytest
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ConfigError
-from hatch_epcontext.ipc.protocol import InspectReply, TensorFacts
+from hatch_epcontext.ipc.facts import TensorFacts
+from hatch_epcontext.ipc.protocol import InspectReply
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.init import NewModel, add_models
 

@@ -8,7 +8,8 @@ import pytest
 
 from hatch_epcontext.config.settings import Listed
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles, ModelSpec
+from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
 from hatch_epcontext.worker.check import handle
 from tests.models import network, save, save_with_data
 

@@ -13,15 +13,8 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import BuildError, Key, Kind, Setting
-from hatch_epcontext.ipc.protocol import (
-    CompileReply,
-    CompileRequest,
-    ModelSpec,
-    PrepareReply,
-    PrepareRequest,
-    Simplifier,
-    TargetSpec,
-)
+from hatch_epcontext.ipc.facts import ModelSpec, Simplifier, TargetSpec
+from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest, PrepareReply, PrepareRequest
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker import compile as compile_worker
 from hatch_epcontext.worker import prepare as prepare_worker

@@ -10,7 +10,7 @@ import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.ipc.protocol import ModelSpec, TensorFacts
+from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
 from hatch_epcontext.worker.inputs import dummy_inputs
 
 

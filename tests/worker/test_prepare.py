@@ -10,13 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import BuildError, Key, ModelError
-from hatch_epcontext.ipc.protocol import (
-    SIMPLIFIERS,
-    ModelSpec,
-    PrepareReply,
-    PrepareRequest,
-    Simplifier,
-)
+from hatch_epcontext.ipc.facts import SIMPLIFIERS, ModelSpec, Simplifier
+from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker import prepare as prepare_module
 from hatch_epcontext.worker.prepare import handle

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.errors import BuildError, Kind, Setting
-from hatch_epcontext.ipc.protocol import ModelSpec
+from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import readback
 from tests.conftest import needs_qnn

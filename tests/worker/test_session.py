@@ -16,8 +16,9 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.ipc.facts import ModelSpec, TargetSpec
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest, ModelSpec, TargetSpec
+from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context

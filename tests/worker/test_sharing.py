@@ -9,7 +9,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.errors import BuildError, Key, Kind
-from hatch_epcontext.ipc.protocol import CompileRequest, ModelSpec
+from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.ipc.protocol import CompileRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compile import handle
 from hatch_epcontext.worker.compiler import compile_context

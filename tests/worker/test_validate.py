@@ -11,7 +11,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError
-from hatch_epcontext.ipc.protocol import ModelSpec, ValidateRequest
+from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.ipc.protocol import ValidateRequest
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import compile as compile_worker
 from hatch_epcontext.worker.reference import read_reference, write_reference

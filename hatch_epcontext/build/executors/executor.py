@@ -9,7 +9,7 @@ from typing import Protocol
 from hatch_epcontext.build.artifact import Artifact, Record, ValidationRun
 from hatch_epcontext.build.plan import Job
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.ipc.protocol import Context
+from hatch_epcontext.ipc.facts import Context
 
 
 class Executor(Protocol):

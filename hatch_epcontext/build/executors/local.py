@@ -26,8 +26,8 @@ from hatch_epcontext.build.validation import reason_not_to_run, validation_from_
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CompileRequest, Context, ValidateRequest
 
 _SMALL = 1 << 20
 """Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
@@ -47,6 +47,7 @@ class LocalExecutor:
     preparations: Preparations
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _versions: dict[object, Mapping[str, str]] = field(default_factory=dict)
 
     @staticmethod
     def make(
@@ -67,7 +68,11 @@ class LocalExecutor:
 
     def versions(self, target: Target) -> Mapping[str, str]:
         """The versions of everything installed that can change what is compiled for ``target``."""
-        return versions_of(target, self.installed)
+        # Of all models that are compiled for the target: asking is slow in a large environment.
+        key = (target.name, target.requirements, target.provider.plugin)
+        if key not in self._versions:
+            self._versions[key] = versions_of(target, self.installed)
+        return self._versions[key]
 
     def reason_not_to_run(self, job: Job) -> str | None:
         """Why the job's result cannot be run on this machine, if that is known without the EP."""
@@ -75,6 +80,9 @@ class LocalExecutor:
 
     def compile(self, job: Job, key: str, folder: Path) -> Record:
         """Prepare and compile ``job`` into ``folder``, which it makes."""
+        # Only now: a build that finds everything in the cache needs no requests.
+        from hatch_epcontext.ipc.protocol import CompileRequest
+
         start = time.monotonic()
         prepared = [self.preparations.get(job, model) for model in job.models]
         prepare_seconds = time.monotonic() - start
@@ -104,6 +112,8 @@ class LocalExecutor:
         self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
     ) -> ValidationRun:
         """Run a moved copy of the artifact in a process that has compiled nothing."""
+        from hatch_epcontext.ipc.protocol import ValidateRequest
+
         scratch = self._scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
         shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)

@@ -1,0 +1,311 @@
+"""Real workers that are forks of one process, some of which misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest
+from tests.ipc.test_process import KEY, request_for
+from tests.models import network, save
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The source file of the body of ``handle`` for check requests, which the test writes."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    body = folder / "body.py"
+    # Python imports it when it starts, and the server later imports the same module.
+    (folder / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+            import sys
+            if "hatch_epcontext.worker" in " ".join(sys.orig_argv):
+                from hatch_epcontext.worker import check
+                def handle(request):
+                    exec(open({str(body)!r}).read(), {{"request": request}})
+                check.handle = handle
+            """),
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return body
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    with Workers(60) as started:
+        yield started
+
+
+def problem(workers: Workers, folder: Path) -> Problem:
+    with pytest.raises(BuildError) as raised:
+        workers.call(request_for(folder / "a.onnx"), folder / "call", location="a -> npu")
+    (found,) = raised.value.problems
+    return found
+
+
+def wait_until_gone(process_id: int) -> None:
+    end = time.monotonic() + 60
+    while is_running(process_id):
+        assert time.monotonic() < end, f"the process {process_id} still runs"
+        time.sleep(0.05)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def server_of(workers: Workers) -> int:
+    server = workers._processes._server
+    assert server is not None
+    return server._process.pid
+
+
+def test_workers_are_forks_of_one_process_and_end_with_it(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "import os, sys\n"
+        "from hatch_epcontext.errors import BuildError, Kind, Problem\n"
+        "known = sorted({'onnx', 'onnxruntime', 'numpy'} & sys.modules.keys())\n"
+        "text = f'{os.getpid()} {os.getppid()} {known}'\n"
+        "raise BuildError(Problem(Kind.COMPILE_FAILED, '', text))\n",
+        encoding="utf-8",
+    )
+    said = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        said.append(problem(workers, tmp_path / name).message.split(" ", 2))
+    server = server_of(workers)
+    assert [parent for _, parent, _ in said] == [str(server)] * 2
+    assert said[0][0] != said[1][0]
+    assert said[0][2] == "['numpy', 'onnx', 'onnxruntime']"
+    workers.__exit__()
+    assert not is_running(server)
+
+
+def test_a_fork_answers_as_an_interpreter_does(tmp_path: Path, workers: Workers) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    request = CheckRequest((ModelSpec("a", str(path), KEY),), {})
+    forked = workers.call(request, tmp_path / "fork", location="reading")
+    assert isinstance(forked, CheckReply)
+    assert forked == Workers(60).call(request, tmp_path / "interpreter", location="reading")
+
+
+def test_many_threads_share_the_server(tmp_path: Path, workers: Workers) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+
+    def call(number: int) -> CheckReply:
+        return workers.call(request_for(path), tmp_path / str(number), location="a")
+
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(call, range(24)))
+    assert all(reply == replies[0] for reply in replies)
+
+
+def test_a_crash_ends_the_worker_alone(tmp_path: Path, check: Path, workers: Workers) -> None:
+    check.write_text(
+        "import os, signal\nprint('compiling', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)\n",
+        encoding="utf-8",
+    )
+    crashed = problem(workers, tmp_path)
+    assert (crashed.kind, crashed.message) == (
+        Kind.WORKER_CRASHED,
+        "the worker crashed with SIGSEGV.",
+    )
+    assert crashed.log is not None
+    assert crashed.log.startswith("compiling\nFatal Python error: Segmentation fault")
+    check.write_text("import os\nos._exit(7)\n", encoding="utf-8")
+    (tmp_path / "two").mkdir()
+    assert problem(workers, tmp_path / "two").message == (
+        "the worker ended with exit code 7 and without a reply."
+    )
+
+
+def test_what_native_code_prints_is_in_the_log(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "import ctypes\nctypes.CDLL(None).printf(b'from C\\n')\nraise OSError('failed')\n",
+        encoding="utf-8",
+    )
+    assert "from C" in (problem(workers, tmp_path).log or "")
+
+
+@pytest.mark.parametrize("way", ["sleeps", "is stopped"])
+def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
+    tmp_path: Path, check: Path, way: str
+) -> None:
+    check.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        f"if {way!r} == 'is stopped': os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(600)\n",
+        encoding="utf-8",
+    )
+    with Workers(5) as workers:
+        stopped = problem(workers, tmp_path)
+    assert stopped.message == "the worker was stopped after 5 seconds."
+    wait_until_gone(int((tmp_path / "child").read_text(encoding="ascii")))
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "raise OSError(child.pid)\n",
+        encoding="utf-8",
+    )
+    wait_until_gone(int(problem(workers, tmp_path).message.removeprefix("OSError: ")))
+
+
+def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
+) -> None:
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    # What every worker imports crashes.
+    (folder / "numpy.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n", encoding="utf-8"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    assert problem(workers, tmp_path).message == "the worker crashed with SIGILL."
+
+
+def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    started = tmp_path / "started"
+    check.write_text(
+        f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n",
+        encoding="utf-8",
+    )
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(problem, workers, tmp_path)
+        end = time.monotonic() + 60
+        while not started.exists() or not started.read_text(encoding="ascii"):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        os.kill(server_of(workers), signal.SIGKILL)
+        assert called.result(60).message == "the worker crashed with SIGKILL."
+    wait_until_gone(int(started.read_text(encoding="ascii")))
+    check.write_text("raise OSError('another')\n", encoding="utf-8")
+    (tmp_path / "two").mkdir()
+    assert problem(workers, tmp_path / "two").message == "OSError: another"
+
+
+def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Workers) -> None:
+    check.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)\n",
+        encoding="utf-8",
+    )
+    found: list[Problem] = []
+    thread = threading.Thread(target=lambda: found.append(problem(workers, tmp_path)))
+    thread.start()
+    end = time.monotonic() + 60
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    workers.stop()
+    thread.join(60)
+    assert found[0].message == "the build was interrupted."
+    wait_until_gone(int((tmp_path / "pid").read_text(encoding="ascii")))
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_the_build_however_it_ends(
+    tmp_path: Path, check: Path, by: signal.Signals
+) -> None:
+    check.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)\n",
+        encoding="utf-8",
+    )
+    script = textwrap.dedent(f"""
+        from pathlib import Path
+        from hatch_epcontext.ipc.process import Workers
+        from tests.ipc.test_process import request_for
+        with Workers(600) as workers:
+            workers.call(request_for(Path("a.onnx")), Path({str(tmp_path / "call")!r}), location="a")
+        """)
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", script], cwd=root) as build:
+        end = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text("ascii"):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        build.send_signal(by)
+    wait_until_gone(int((tmp_path / "pid").read_text(encoding="ascii")))
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_too_little_memory_is_an_error_of_its_own(tmp_path: Path, check: Path, forks: bool) -> None:
+    check.write_text("bytearray(3 * 10**9)\n", encoding="utf-8")
+    workers = Workers(60, memory_limit=2 * 10**9)
+    if forks:
+        with workers:
+            limited = problem(workers, tmp_path)
+    else:
+        limited = problem(workers, tmp_path)
+    assert limited.kind is Kind.OUT_OF_MEMORY
+    assert limited.message == (
+        "the worker needs more memory than tool.epcontext.build.memory-limit allows (2.0 GB): "
+        "MemoryError: "
+    )
+    assert [str(each) for each in limited.settings] == [
+        'tool.epcontext.build.memory-limit = "4000 MB"'
+    ]
+
+
+def test_without_a_limit_short_memory_is_not_blamed_on_it(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text("raise MemoryError\n", encoding="utf-8")
+    assert problem(workers, tmp_path).kind is Kind.COMPILE_FAILED
+
+
+def test_long_steps_are_reported_while_they_run(
+    tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hatch_epcontext.ipc.process._FIRST_BEAT", 0.2)
+    monkeypatch.setattr("hatch_epcontext.ipc.process._NEXT_BEATS", 0.2)
+    check.write_text(
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'seen')!r}): time.sleep(0.05)\n"
+        "raise OSError\n",
+        encoding="utf-8",
+    )
+    lines: list[str] = []
+
+    def progress(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            (tmp_path / "seen").touch()
+
+    with Workers(60, progress=progress) as workers:
+        problem(workers, tmp_path)
+    assert lines[0].startswith("a -> npu: check runs for ")
+    assert lines[0].endswith(" s")
