@@ -346,7 +346,7 @@ class Kind(Enum):
         "EPC311",
         "Not in the cache",
         "`HATCH_EPCONTEXT_FROM_CACHE` names a target that the cache does not have.",
-        "Build the target where it can be built, with the same cache folder.",
+        "Build the target where it can be built, with the same cache.",
     )
     OUT_OF_MEMORY = (
         "EPC312",

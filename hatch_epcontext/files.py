@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -98,6 +99,14 @@ def stream_sha256(file: IO[bytes]) -> str:
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def is_portable(name: str) -> bool:
+    """Whether ``name`` is a relative path that stays below its folder on every system."""
+    # A part may not end with a dot: that also refuses "..".
+    return not re.search(r'[\\:*?"<>|\x00-\x1f]', name) and all(
+        part and part[-1] not in ". " for part in name.split("/")
+    )
 
 
 def record_file(path: Path) -> FileRecord:

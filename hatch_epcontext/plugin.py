@@ -36,11 +36,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
         from hatch_epcontext.build.plan import plan
+        from hatch_epcontext.build.requirements import cache_requirements
 
         if self._reason_to_skip():
             return []
         with self._errors_as_message():
-            return list(plan(self._config()).requirements)
+            config = self._config()
+            return [*plan(config).requirements, *cache_requirements(config.build.cache)]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build all jobs, and give the files to Hatch; an editable install gets them in the project."""
@@ -73,7 +75,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.build.artifact import Result
-        from hatch_epcontext.build.index import Index
         from hatch_epcontext.build.requirements import INSPECTION, check_environment
         from hatch_epcontext.build.run import open_cache
         from hatch_epcontext.build.sources import read_sources
@@ -91,7 +92,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             result = self._build(config, staging)
         else:
             check_environment((), () if config.only_from_cache else INSPECTION)
-            index = Index(open_cache(config, self._warning).index_folder)
+            index = open_cache(config, self._warning).index()
             workers = Workers(config.build.timeout)
             result = Result(read_sources(config, index, workers, staging / "check"), ())
         editable.write(result, folder)

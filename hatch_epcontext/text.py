@@ -44,9 +44,17 @@ def dotted(parts: Iterable[str | int]) -> str:
 
 
 def show(value: Any) -> str:
-    """``value`` as it is written in TOML, short enough for a message."""
-    text = to_toml(value)
+    """``value`` as it is written in TOML, short enough for a message, and without credentials in URLs."""
+    text = hide_credentials(to_toml(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def hide_credentials(text: str) -> str:
+    """``text`` with stars for what can be a user, password or token in each of its URLs."""
+    text = re.sub(r"""://[^\s'"]*@""", "://***@", text)
+    # Behind a host there is a port, and no word.
+    text = re.sub(r"""(://[^\s/:'"]*):(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1:***", text)
+    return re.sub(r"""(://[^\s?#'"]*[?#])[^\s'"]+""", r"\1***", text)
 
 
 def to_toml(value: Any) -> str:

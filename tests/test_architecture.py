@@ -181,6 +181,13 @@ def test_the_hook_needs_no_dependency_of_the_command_line() -> None:
     }
 
 
+def test_a_build_without_a_shared_cache_loads_no_backend_for_one() -> None:
+    core = "import hatch_epcontext.plugin, hatch_epcontext.build.run"
+    loaded = loaded_after(core)
+    assert not loaded & {"fsspec", "s3fs", "aiohttp", "hatch_epcontext.build.remote"}
+    assert not loaded_after("import hatch_epcontext.build.remote") & {"fsspec", "s3fs", "aiohttp"}
+
+
 def test_the_core_loads_neither_onnx_nor_onnxruntime() -> None:
     core = "import hatch_epcontext.plugin, hatch_epcontext.package.editable"
     assert not loaded_after(core) & HEAVY

@@ -13,6 +13,7 @@ from hatch_epcontext.files import (
     FileRecord,
     file_sha256,
     is_intact,
+    is_portable,
     link_or_copy,
     record_file,
     record_files,
@@ -118,3 +119,15 @@ def test_a_tree_can_be_copied_with_links(tmp_path: Path) -> None:
     (tmp_path / "one" / "sub" / "a").write_bytes(b"content")
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=link_or_copy)
     assert (tmp_path / "two" / "sub" / "a").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("name", ["a.onnx", "a/.hidden/b_ctx.v1-2 (x).onnx", "ü/1"])
+def test_names_that_stay_below_their_folder_on_every_system(name: str) -> None:
+    assert is_portable(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/a", "..", "a/../b", "./a", "a//b", "a/", "a\\b", "C:a", "a ", "a.", "a\nb", "a?"]
+)
+def test_names_that_leave_it_on_some_system(name: str) -> None:
+    assert not is_portable(name)

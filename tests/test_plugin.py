@@ -197,6 +197,25 @@ def test_the_front_end_installs_the_build_requirements(root: Path) -> None:
     assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS]
 
 
+@pytest.mark.parametrize(
+    ("url", "backend"),
+    [
+        ("s3://bucket/team", ["s3fs>=2025.3"]),
+        ("gs://bucket/team", ["gcsfs>=2025.3"]),
+        ("az://container/team", ["adlfs>=2024.12"]),
+        ("https://host/cache", ["fsspec[http]>=2025.3"]),
+        ("file:///mnt/cache", ["fsspec>=2025.3"]),
+        ("", []),
+    ],
+)
+def test_the_front_end_installs_the_backend_of_the_shared_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch, url: str, backend: list[str]
+) -> None:
+    configure(root, 'build = { cache = "s3://bucket/other" }\n')
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE", url)
+    assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS, *backend]
+
+
 def test_other_targets_and_skipped_builds_need_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from hatch_epcontext.text import (
     count,
     dotted,
     file_name,
+    hide_credentials,
     listing,
     pairs,
     parse_size,
@@ -155,3 +156,20 @@ def test_a_long_list_is_left_out_beside_a_near_name() -> None:
 def test_a_dotted_key_has_quotes_only_where_it_needs_them() -> None:
     assert dotted(("a", "b c", 0, "d-e")) == 'a."b c"[0].d-e'
     assert dotted(()) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see https://host:8080/a.html", "see https://host:8080/a.html"),
+        ("s3://bucket/a, s3://other", "s3://bucket/a, s3://other"),
+        ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
+        ("'s3://key:se/c@ret@bucket'", "'s3://***@bucket'"),
+        ("s3://key:secret", "s3://key:***"),
+        ('"https://host/a?sig=secret" 404', '"https://host/a?***" 404'),
+        ("https://host/a#secret", "https://host/a#***"),
+    ],
+)
+def test_credentials_in_urls_are_hidden(text: str, shown: str) -> None:
+    assert hide_credentials(text) == shown
+    assert "secret" not in show(text)

@@ -20,13 +20,23 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from hatch_epcontext.build.artifact import GENERATOR, Artifact, Record, ValidationRun
+from hatch_epcontext.build.artifact import (
+    GENERATOR,
+    Artifact,
+    Record,
+    StoredRecord,
+    ValidationRun,
+)
+from hatch_epcontext.build.index import Index
 from hatch_epcontext.files import FileRecord, is_intact, link_or_copy, sync, write_atomically
 from hatch_epcontext.serialize import from_json, to_json
+
+if TYPE_CHECKING:
+    from hatch_epcontext.build.remote import Remote
 
 _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a build that waits for another one shall end."""
@@ -40,54 +50,53 @@ def default_root() -> Path:
     return Path(platformdirs.user_cache_dir("hatch-epcontext", appauthor=False))
 
 
-@dataclass(frozen=True)
-class StoredRecord:
-    """``record.json``: the record, and the fingerprint of the artifact that it belongs to."""
-
-    fingerprint: str
-    record: Record
-
-
 class Cache:
     """Artifacts by fingerprint.
 
     ``root`` is None when the build does not use the user's cache. ``warn`` gets a line for each damaged
-    artifact, and one when the folder cannot be written; the build then goes on without it.
+    artifact, and one when the folder cannot be written; the build then goes on without it. What the
+    folder does not have is read from ``remote``, and what is stored is sent there, as far as the build
+    may write to it.
     """
 
-    def __init__(self, root: Path | None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, root: Path | None, warn: Callable[[str], None], remote: Remote | None = None
+    ) -> None:
         self._root = root
         self._warn = warn
+        self._remote = remote
 
-    @property
-    def index_folder(self) -> Path | None:
-        """The folder of the index of files, if there is a cache."""
-        return None if self._root is None else self._root / LAYOUT / "index"
+    def index(self) -> Index:
+        """An index of files in the cache, if there is one."""
+        return Index(None if self._root is None else self._root / LAYOUT / "index", self._remote)
+
+    def stop(self) -> None:
+        """Wait no longer for the remote, and do not use it any more."""
+        if self._remote is not None:
+            self._remote.stop()
 
     def has(self, fingerprint: str) -> bool:
         """Whether the cache has the artifact of that fingerprint, as it was stored."""
-        return self._find(fingerprint) is not None
+        return self._find(fingerprint) is not None or (
+            self._remote is not None and self._remote.has(fingerprint)
+        )
 
     def take(self, fingerprint: str, folder: Path) -> Artifact | None:
         """The artifact of that fingerprint with its files in ``folder``, which is made; None for a miss.
 
         Hard links where they are possible: what happens to the cache later does not matter.
         """
-        record = self._find(fingerprint)
-        if self._root is None or record is None:
+        artifact = self._take(fingerprint, folder)
+        if self._remote is None:
+            return artifact
+        if artifact is not None:
+            # Another build may have made it, which could not write to the remote.
+            self._remote.send(fingerprint, folder, artifact.record)
+            return artifact
+        record = self._remote.fetch(fingerprint, folder)
+        if record is None:
             return None
-        entry = _entry_folder(self._root, fingerprint)
-        try:
-            for name in map(PurePosixPath, record.files):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(entry / "files" / name, folder / name)
-        except OSError:
-            # Somebody cleaned the cache at this moment.
-            shutil.rmtree(folder, ignore_errors=True)
-            return None
-        # `prune` removes artifacts by the time of their last use.
-        with contextlib.suppress(OSError):
-            os.utime(entry)
+        self._keep(fingerprint, folder, record)
         return Artifact(folder, record)
 
     @contextlib.contextmanager
@@ -123,52 +132,49 @@ class Cache:
             held.release()
 
     def set_latest(self, settings_key: str, fingerprint: str) -> None:
-        """Store ``fingerprint`` as the latest artifact with these settings, if the cache can be written."""
-        if self._root is not None and self.latest(settings_key) != fingerprint:
+        """Store ``fingerprint`` as the latest artifact with these settings, where that can be written."""
+        text = f"{fingerprint}\n"
+        if self._root is not None and self._read(self._latest(self._root, settings_key)) != text:
             with contextlib.suppress(OSError):
-                write_atomically(
-                    self._latest(self._root, settings_key), f"{fingerprint}\n", durable=False
-                )
+                write_atomically(self._latest(self._root, settings_key), text, durable=False)
+        if self._remote is not None:
+            self._remote.share(f"latest/{settings_key}", text)
 
     def latest(self, settings_key: str) -> str | None:
-        """The fingerprint of the latest artifact with these settings."""
-        if self._root is None:
-            return None
-        try:
-            text = self._latest(self._root, settings_key).read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            return None
-        return text.strip() if _is_fingerprint(text.strip()) else None
+        """The fingerprint of the latest artifact with these settings.
+
+        The remote's, if there is one: the user's own folder can be older than what others compiled.
+        """
+        text = None if self._remote is None else self._remote.read(f"latest/{settings_key}")
+        if text is None and self._root is not None:
+            text = self._read(self._latest(self._root, settings_key))
+        found = (text or "").strip()
+        return found if _is_fingerprint(found) else None
 
     def store(self, fingerprint: str, folder: Path, record: Record) -> None:
         """Store the files in ``folder``, to which nothing writes any more, under ``fingerprint``."""
-        if self._root is None:
-            return
-        try:
-            self._store(self._root, fingerprint, folder, record)
-        except OSError as error:
-            self._warn(
-                f"the cache folder {self._root} cannot be written "
-                f"({error.strerror or error}); this build does not store its artifacts"
-            )
-            self._root = None
+        self._keep(fingerprint, folder, record)
+        if self._remote is not None:
+            self._remote.send(fingerprint, folder, record)
 
     def validation(self, fingerprint: str, key: str) -> ValidationRun | None:
         """The validation under ``key`` of the artifact of that fingerprint."""
-        if self._root is None:
-            return None
+        root, name = self._root, _validation_name(fingerprint, key)
+        text = None if root is None else self._read(_validation_file(root, fingerprint, key))
+        if self._remote is not None and text is not None:
+            self._remote.share(name, text)
+        elif self._remote is not None and (text := self._remote.read(name)) is not None:
+            self._keep_validation(fingerprint, key, text)
         try:
-            text = _validation_file(self._root, fingerprint, key).read_bytes()
-            return from_json(text, ValidationRun)
-        except (OSError, ValueError):
+            return None if text is None else from_json(text, ValidationRun)
+        except ValueError:
             return None
 
     def store_validation(self, fingerprint: str, key: str, run: ValidationRun) -> None:
-        """Store ``run`` beside the artifact, if the cache has it and can be written."""
-        if self._root is None or not _entry_folder(self._root, fingerprint).is_dir():
-            return
-        with contextlib.suppress(OSError):
-            write_atomically(_validation_file(self._root, fingerprint, key), to_json(run))
+        """Store ``run`` beside the artifact, where the cache has it and can be written."""
+        self._keep_validation(fingerprint, key, to_json(run))
+        if self._remote is not None:
+            self._remote.write(_validation_name(fingerprint, key), to_json(run))
 
     def store_report(self, name: str, text: str) -> Path | None:
         """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
@@ -184,6 +190,49 @@ class Cache:
 
     def _latest(self, root: Path, settings_key: str) -> Path:
         return root / LAYOUT / "latest" / settings_key
+
+    def _read(self, file: Path) -> str | None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return None
+
+    def _keep_validation(self, fingerprint: str, key: str, text: str) -> None:
+        if self._root is not None and _entry_folder(self._root, fingerprint).is_dir():
+            with contextlib.suppress(OSError):
+                write_atomically(_validation_file(self._root, fingerprint, key), text)
+
+    def _take(self, fingerprint: str, folder: Path) -> Artifact | None:
+        """As `take`, from the folder only."""
+        record = self._find(fingerprint)
+        if self._root is None or record is None:
+            return None
+        entry = _entry_folder(self._root, fingerprint)
+        try:
+            for name in map(PurePosixPath, record.files):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(entry / "files" / name, folder / name)
+        except OSError:
+            # Somebody cleaned the cache at this moment.
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        # `prune` removes artifacts by the time of their last use.
+        with contextlib.suppress(OSError):
+            os.utime(entry)
+        return Artifact(folder, record)
+
+    def _keep(self, fingerprint: str, folder: Path, record: Record) -> None:
+        """As `store`, into the folder only."""
+        if self._root is None:
+            return
+        try:
+            self._store(self._root, fingerprint, folder, record)
+        except OSError as error:
+            self._warn(
+                f"the cache folder {self._root} cannot be written "
+                f"({error.strerror or error}); this build does not store its artifacts"
+            )
+            self._root = None
 
     def _find(self, fingerprint: str) -> Record | None:
         if self._root is None:
@@ -228,8 +277,15 @@ def _entry_folder(root: Path, fingerprint: str) -> Path:
 
 
 def _validation_file(root: Path, fingerprint: str, key: str) -> Path:
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return _entry_folder(root, fingerprint) / f"validation-{digest}.json"
+    return _entry_folder(root, fingerprint) / f"validation-{_digest(key)}.json"
+
+
+def _validation_name(fingerprint: str, key: str) -> str:
+    return f"validations/{fingerprint}/{_digest(key)}.json"
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _is_fingerprint(text: str) -> bool:

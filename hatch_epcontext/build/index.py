@@ -14,10 +14,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.files import file_sha256, write_atomically
 from hatch_epcontext.serialize import from_json, to_json
+
+if TYPE_CHECKING:
+    from hatch_epcontext.build.remote import Remote
 
 T = TypeVar("T")
 
@@ -28,9 +31,13 @@ two seconds."""
 
 @dataclass(frozen=True)
 class Index:
-    """An index in ``folder``; with None it only remembers what it read itself."""
+    """An index in ``folder``; with None it only remembers what it read itself.
+
+    Facts of models are also read from ``remote``, and written to it if the build may do that.
+    """
 
     folder: Path | None = None
+    remote: Remote | None = None
     _known: dict[str, str] = field(default_factory=dict)
 
     def sha256(self, path: Path) -> str:
@@ -48,16 +55,35 @@ class Index:
 
     def facts(self, key: str, type_: type[T]) -> T | None:
         """The facts that were stored under ``key``, a hex sha256."""
+        known = self._read_facts(key)
+        text = known
+        if known is None and self.remote is not None:
+            text = self.remote.read(_remote_name(key))
+        try:
+            facts = from_json(text or "", type_)
+        except ValueError:
+            return None
+        if text is not None:
+            self._keep_facts(key, text, known)
+        return facts
+
+    def store_facts(self, key: str, facts: object) -> None:
+        """Store ``facts`` under ``key``, a hex sha256, where that can be written and has others or none."""
+        self._keep_facts(key, to_json(facts), self._read_facts(key))
+
+    def _keep_facts(self, key: str, text: str, known: str | None) -> None:
+        if text != known:
+            self._write(key, text)
+        if self.remote is not None:
+            self.remote.share(_remote_name(key), text)
+
+    def _read_facts(self, key: str) -> str | None:
         if self.folder is None:
             return None
         try:
-            return from_json((self.folder / key).read_bytes(), type_)
+            return (self.folder / key).read_text(encoding="utf-8")
         except (OSError, ValueError):
             return None
-
-    def store_facts(self, key: str, facts: object) -> None:
-        """Store ``facts`` under ``key``, a hex sha256, if the folder can be written."""
-        self._write(key, to_json(facts))
 
     def _read(self, key: str) -> str | None:
         if self.folder is None:
@@ -72,6 +98,10 @@ class Index:
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 write_atomically(self.folder / key, text, durable=False)
+
+
+def _remote_name(key: str) -> str:
+    return f"index/{key}"
 
 
 def _digest_of(status: os.stat_result) -> str:

@@ -189,5 +189,5 @@ class JobRunner:
 def _build_elsewhere(job: Job) -> str:
     return (
         f"Build it where it can be built: HATCH_EPCONTEXT_TARGETS={job.target.name}, "
-        "with the same cache folder."
+        "with the same cache."
     )

@@ -10,6 +10,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hatch_epcontext.config.cache_url import REQUIREMENTS
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import (
     ConfigError,
@@ -140,6 +141,14 @@ def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
 
 
+def cache_requirements(url: str | None) -> tuple[str, ...]:
+    """What a front end installs for the shared cache at ``url``.
+
+    Not part of `requirements`: a build without it goes on without the shared cache.
+    """
+    return () if url is None else (REQUIREMENTS[url.partition("://")[0]],)
+
+
 def _fits(distribution: str, targets: Iterable[Target]) -> bool:
     return all(distribution in t.provider.distributions for t in targets if t.needs_ep)
 
@@ -199,14 +208,13 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
             f"{requirement} ({'not installed' if version is None else f'{version} is installed'})"
             for requirement, version in missing
         )
-        quoted = " ".join(f'"{requirement}"' for requirement, _ in missing)
         verb = "is" if len(missing) == 1 else "are"
         raise MissingError(
             Problem(
                 Kind.MISSING_REQUIREMENT,
                 "this environment",
                 f"{count(len(missing), 'build requirement')} {verb} missing: {found}.",
-                f"Run: {_python()} -m pip install {quoted}",
+                f"Run: {pip_install(requirement for requirement, _ in missing)}",
             )
         )
     return versions
@@ -231,6 +239,12 @@ def installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def pip_install(requirements: Iterable[str]) -> str:
+    """The command that installs ``requirements`` into this environment."""
+    quoted = " ".join(f'"{requirement}"' for requirement in requirements)
+    return f"{_python()} -m pip install {quoted}"
 
 
 def _python() -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from hatch_epcontext.build.artifact import Built, Failure, Result
 from hatch_epcontext.build.cache import Cache, default_root
 from hatch_epcontext.build.executors.local import LocalExecutor
-from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.job import JobRunner
 from hatch_epcontext.build.machine import jobs_at_once
 from hatch_epcontext.build.plan import Job, Plan
@@ -33,7 +32,15 @@ class IncompleteError(BuildError):
 
 def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     """The cache for ``config``; ``warn`` gets what is wrong with it."""
-    return Cache((config.cache_dir or default_root()) if config.use_cache else None, warn)
+    if not config.use_cache:
+        return Cache(None, warn)
+    root, settings = config.cache_dir or default_root(), config.build
+    if settings.cache is None:
+        return Cache(root, warn)
+    # Few builds have one.
+    from hatch_epcontext.build.remote import Remote
+
+    return Cache(root, warn, Remote(settings.cache, warn, can_write=settings.cache_write))
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Job
     """
     config = plan.config
     installed = check_environment(config.targets, plan.requirements)
-    index = Index(cache.index_folder)
+    index = cache.index()
     read = read_sources(config, index, workers, staging / "check")
     largest = max((source.size for source in read), default=0)
     at_once = jobs_at_once(config.build.jobs, largest)
@@ -113,6 +120,7 @@ def _run(
             # No waiting job starts any more, and the running ones end.
             pool.shutdown(wait=False, cancel_futures=True)
             runner.executor.stop()
+            runner.cache.stop()
 
         def stop_if_failed(future: Future[Built]) -> None:
             if not future.cancelled() and future.exception() is not None:

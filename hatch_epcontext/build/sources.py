@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.build.artifact import Source
@@ -15,7 +16,7 @@ from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
-from hatch_epcontext.files import FileRecord
+from hatch_epcontext.files import FileRecord, is_portable
 from hatch_epcontext.ipc.facts import ModelFacts
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.providers import Profile
@@ -24,6 +25,11 @@ from hatch_epcontext.serialize import to_plain
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import CheckRequest
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+_REQUESTS = 16
+"""Requests to a shared cache at once."""
 
 _Profiles = tuple[Key, tuple[Profile, ...], bool]
 """The place of a target's optimization profiles, the profiles, and whether the target fixes shapes."""
@@ -37,10 +43,12 @@ def read_sources(
     Raises BuildError with all problems of all models.
     """
     checks = _Checks.of(config)
-    keys = {model.name: checks.key(model, index) for model in config.models}
+    # Whoever compiled what is now taken from the cache has checked the model for its own targets.
+    key_of = _unchecked_key if config.only_from_cache else checks.key
+    keys = {model.name: key_of(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
-    for model in config.models:
-        facts = index.facts(keys[model.name], ModelFacts)
+    found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
+    for model, facts in zip(config.models, found, strict=True):
         if facts is not None and _is_whole(model, facts):
             known[model.name] = facts
     unknown = tuple(model for model in config.models if model.name not in known)
@@ -48,10 +56,26 @@ def read_sources(
         if config.only_from_cache:
             raise BuildError(*map(_not_known, unknown))
         reply = workers.call(checks.request(unknown), scratch, location="reading the models")
-        for model, facts in zip(unknown, reply.models, strict=True):
-            index.store_facts(keys[model.name], facts)
-            known[model.name] = facts
+        known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
+    # Others may not have what was read here before.
+    sent = config.models if index.remote is not None and index.remote.can_write else unknown
+    kept = {_unchecked_key(model, index): known[model.name] for model in sent}
+    kept |= {keys[model.name]: known[model.name] for model in unknown}
+    _for_each(index, lambda item: index.store_facts(*item), kept.items())
     return tuple(_source(model, known[model.name], index) for model in config.models)
+
+
+def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results of ``request`` for all items, several at once where a shared cache answers slowly."""
+    if index.remote is None:
+        return list(map(request, items))
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        try:
+            return list(pool.map(request, items))
+        except BaseException:
+            # An interrupted build does not wait for answers.
+            index.remote.stop()
+            raise
 
 
 def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
@@ -69,8 +93,13 @@ def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
 
 
 def _is_whole(model: Model, facts: ModelFacts) -> bool:
-    """Whether the external data of ``model`` is there; a worker says what is missing."""
-    return all((model.path.parent / name).is_file() for name in facts.external_data)
+    """Whether the external data of ``model`` is there; a worker says what is missing.
+
+    Facts from a shared cache name no files elsewhere, which the wheel would contain.
+    """
+    return all(
+        is_portable(name) and (model.path.parent / name).is_file() for name in facts.external_data
+    )
 
 
 def _not_known(model: Model) -> Problem:
@@ -118,19 +147,29 @@ class _Checks:
 
     def key(self, model: Model, index: Index) -> str:
         """What identifies the facts of ``model``: its contents and all that it is checked against."""
-        spec = to_plain(source_spec(model))
-        place = ("path", "key", "listed")
         profiles = [(its, static) for _, its, static in self.profiles.get(model.name, ())]
         return value_sha256(
             {
-                "version": [hatch_epcontext.__version__, FORMAT],
-                "sha256": index.sha256(model.path),
-                "model": {name: value for name, value in spec.items() if name not in place},
+                "model": _unchecked_key(model, index),
                 "inputs": inputs_digest(model.validate.inputs, index),
                 "static": [self.static.get(model.name), self.left_open.get(model.name)],
                 "profiles": to_plain(profiles),
             }
         )
+
+
+def _unchecked_key(model: Model, index: Index) -> str:
+    """What identifies the facts of ``model`` whatever it is checked against."""
+    spec = to_plain(source_spec(model))
+    # Paths differ between machines.
+    other = ("path", "key", "listed", "inputs")
+    return value_sha256(
+        {
+            "version": [hatch_epcontext.__version__, FORMAT],
+            "sha256": index.sha256(model.path),
+            "model": {name: value for name, value in spec.items() if name not in other},
+        }
+    )
 
 
 def _pairs(config: Config) -> Iterator[tuple[Model, Target]]:

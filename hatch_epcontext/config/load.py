@@ -108,6 +108,8 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
             build.timeout,
             _size(build.memory_limit),
             build.fail_fast,
+            None if environment.no_cache else build.cache,
+            environment.cache_write,
         ),
         wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify),
         cache_dir=environment.cache_dir,

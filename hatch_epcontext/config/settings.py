@@ -165,12 +165,15 @@ class BuildSettings:
 
     ``jobs``: jobs at once, None for as many as the machine can do. ``timeout``: seconds for each worker;
     ``memory_limit``: its bytes of memory. With ``fail_fast`` the first failed job ends the build.
+    ``cache`` is the URL of the shared cache, which ``cache_write`` lets the build write to.
     """
 
     jobs: int | None
     timeout: float
     memory_limit: int | None = None
     fail_fast: bool = False
+    cache: str | None = None
+    cache_write: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from packaging.tags import parse_tag
 
+from hatch_epcontext.config.cache_url import check_cache_url
 from hatch_epcontext.config.settings import (
     Editable,
     Fallback,
@@ -34,11 +35,13 @@ def _key(
     otherwise: Any = None,
     when_missing: str = "",
     check: Check | None = None,
+    empty_switches_off: bool = False,
 ) -> Any:
     """A key with its documentation.
 
     ``otherwise`` is the value that holds where neither the model nor the target has the key;
-    ``when_missing`` describes that where it depends on other things.
+    ``when_missing`` describes that where it depends on other things. With ``empty_switches_off`` an
+    empty environment variable is the value None.
     """
     metadata = {
         "doc": doc,
@@ -46,6 +49,7 @@ def _key(
         "when_missing": when_missing,
         "check": check,
         "required": False,
+        "empty_switches_off": empty_switches_off,
     }
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -309,6 +313,12 @@ class BuildTable:
         check=_size,
     )
     fail_fast: bool = _key("End the build at the first job that fails.", False)
+    cache: str | None = _key(
+        "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`. "
+        "Builds read from it, and write to it with `HATCH_EPCONTEXT_CACHE_WRITE=1`: see `docs/ci.md`.",
+        check=check_cache_url,
+        empty_switches_off=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,7 +183,7 @@ def test_without_a_cache_nothing_is_found_again(artifact: Artifact, warnings: li
     with cache.lock(KEY, lambda: None):
         cache.store(KEY, artifact.folder, artifact.record)
     assert not cache.has(KEY)
-    assert cache.index_folder is None
+    assert cache.index().folder is None
     assert not warnings
 
 

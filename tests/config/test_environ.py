@@ -36,6 +36,8 @@ def test_all_variables(tmp_path: Path) -> None:
         CACHE_DIR=str(tmp_path),
         REPORT=str(tmp_path / "r.html"),
         NO_CACHE="1",
+        CACHE="s3://bucket/team",
+        CACHE_WRITE="1",
         JOBS="3",
         TIMEOUT="2.5",
         MEMORY_LIMIT="8 GB",
@@ -57,8 +59,10 @@ def test_all_variables(tmp_path: Path) -> None:
         "timeout": 2.5,
         "memory_limit": "8 GB",
         "fail_fast": True,
+        "cache": "s3://bucket/team",
     }
     assert settings.wheel == {"tag": "any", "max_size": "250 MB", "verify": "full"}
+    assert settings.cache_write
     assert (settings.editable, settings.validate) == ("compile", "require")
     assert "HATCH_EPCONTEXT_JOBS=3" in settings.overrides
     assert len(settings.overrides) == len(VARIABLES)
@@ -66,6 +70,49 @@ def test_all_variables(tmp_path: Path) -> None:
 
 def test_an_empty_variable_counts_as_unset() -> None:
     assert read(JOBS="", TARGETS="  ") == Environment()
+
+
+def test_an_empty_variable_switches_the_shared_cache_off(project: Path) -> None:
+    toml = f'{CPU}build = {{ cache = "s3://bucket/team", timeout = 7 }}'
+    assert load(project, toml).build.cache == "s3://bucket/team"
+    config = load(project, toml, None, CACHE=" ")
+    assert config.build.cache is None
+    assert config.build.timeout == 7
+    assert config.overrides == (f"{PREFIX}CACHE=",)
+    assert "switches it off when empty" in VARIABLES["CACHE"].doc
+
+
+def test_a_build_without_a_cache_uses_no_shared_one(project: Path) -> None:
+    toml = f'{CPU}build = {{ cache = "s3://bucket/team" }}'
+    assert load(project, toml, None, NO_CACHE="1").build.cache is None
+
+
+def test_only_the_environment_allows_writing(project: Path) -> None:
+    toml = f'{CPU}build = {{ cache = "s3://bucket/team" }}'
+    assert not load(project, toml).build.cache_write
+    assert load(project, toml, None, CACHE_WRITE="1").build.cache_write
+    assert problems(project, f"{CPU}build = {{ cache-write = true }}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIAKEY:sec-ret@bucket/team",
+        "s3://AKIAKEY:sec-/ret@bucket/team",
+        "s3://AKIAKEY:sec-ret",
+        "https://builder:sec-ret@host/cache",
+        "https://sec-ret@host/cache",
+        "https://host/cache?sig=sec-ret",
+        "https://host/cache#sec-ret",
+        "abfs://container:sec-ret@account.dfs.core.windows.net/team",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_printed(project: Path, url: str) -> None:
+    toml = f"{CPU}build = {{ cache = '{url}' }}"
+    for found in (problems(project, toml), problems(project, CPU, CACHE=url)):
+        (problem,) = found.values()
+        assert "without a user, a password, a query" in problem.message
+        assert "sec-ret" not in f"{problem} {problem.message}"
 
 
 def test_validation_can_be_switched_off() -> None:
@@ -113,6 +160,7 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
     ("build", "fail_fast"): ("false", "1", True, "maybe"),
     ("wheel", "verify"): ('"record"', "full", "full", "half"),
+    ("build", "cache"): ('"file:///a"', "s3://bucket/b", "s3://bucket/b", "ftp://host"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
     ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),
 }
@@ -136,7 +184,7 @@ def test_a_variable_wins_over_each_key_of_build_and_wheel(
         assert config.overrides == (f"{PREFIX}{name.upper()}={variable}",)
     found = problems(project, toml, **{name.upper(): invalid})
     assert found.keys() == {f"{PREFIX}{name.upper()}"}
-    assert VARIABLES[name.upper()].doc == f"Wins over `{table}.{toml_key(name)}`."
+    assert VARIABLES[name.upper()].doc.startswith(f"Wins over `{table}.{toml_key(name)}`")
 
 
 def test_a_variable_of_a_table_leaves_its_other_keys(project: Path) -> None:

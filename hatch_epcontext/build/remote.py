@@ -1,0 +1,543 @@
+"""A second level behind the user's cache, which teams and CI share: a bucket, a server or a folder.
+
+Below its URL: ``v3/blobs/<first two digits>/<sha256>`` with the files of artifacts,
+``v3/entries/<first two digits>/<fingerprint>.json`` with the record of each artifact, and other documents
+that a build also has in the user's cache. A remote renames no folders, so everything is named after its
+content or written last: an entry is sent after its files. What comes from a remote was written elsewhere,
+and is checked when it arrives.
+
+Nothing that a remote does fails a build: a build warns once, and goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from hatch_epcontext.build.artifact import Record, StoredRecord
+from hatch_epcontext.build.requirements import pip_install
+from hatch_epcontext.config.cache_url import REQUIREMENTS
+from hatch_epcontext.files import FileRecord, is_portable
+from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.text import hide_credentials
+
+T = TypeVar("T")
+
+_LAYOUT = "v3"
+_FORMAT = 1
+
+_CHUNK = 4 << 20
+"""Bytes of a file that are in memory at once; each is one request to a bucket."""
+
+_PART = 5 << 20
+"""Bytes of a file that are sent at once: the least that Amazon takes."""
+
+_CONNECT_SECONDS = 5
+_READ_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A document as it is sent. ``name`` is its own name, and ``sha256`` that of the bytes of ``text``.
+
+    The text travels as it is, so that a signature can be over the name and these bytes. ``signature``
+    has none yet.
+    """
+
+    format: int
+    name: str
+    text: str
+    sha256: str
+    signature: str | None = None
+
+    @staticmethod
+    def around(name: str, text: str) -> Envelope:
+        """The envelope for a document."""
+        return Envelope(_FORMAT, name, text, hashlib.sha256(text.encode()).hexdigest())
+
+
+class _Failure(Enum):
+    MISSING = "missing"
+    DENIED = "denied"
+    NO_BACKEND = "no backend"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class _RemoteError(Exception):
+    """A request that failed, with the reason for a message."""
+
+    def __init__(self, failure: _Failure, reason: str) -> None:
+        super().__init__(reason)
+        self.failure = failure
+
+
+def _interrupted() -> _RemoteError:
+    return _RemoteError(_Failure.STOPPED, "the build was interrupted")
+
+
+class _DamagedError(Exception):
+    """What arrived is not what was sent; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """How requests of one kind of URL are made.
+
+    ``options`` are for opening it and ``upload`` for sending a file of so many bytes. With ``streams`` a
+    file is read in one request, because servers need not know ranges; with ``renames`` a file is
+    written under another name first, because others see it while it grows.
+    """
+
+    options: Callable[[], Mapping[str, Any]] = dict
+    upload: Callable[[int], Mapping[str, Any]] = lambda _: {}
+    streams: bool = False
+    renames: bool = False
+
+
+def _s3_options() -> Mapping[str, Any]:
+    timeouts = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+    # The file system repeats requests itself.
+    return {"config_kwargs": {**timeouts, "retries": {"max_attempts": 1}}}
+
+
+def _http_options() -> Mapping[str, Any]:
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
+    )
+    # Proxies, and users and passwords from .netrc.
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+
+
+def _http_upload(size: int) -> Mapping[str, Any]:
+    # Many servers refuse a body of unknown length.
+    return {"method": "put", "headers": {"Content-Length": str(size)}}
+
+
+_S3 = _Backend(_s3_options, lambda _: {"chunksize": _PART, "max_concurrency": 2})
+_GCS = _Backend(upload=lambda _: {"chunksize": _PART})
+_AZURE = _Backend(
+    lambda: {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS},
+    lambda _: {"overwrite": True, "max_concurrency": 2},
+)
+_HTTP = _Backend(_http_options, _http_upload, streams=True)
+_FILE = _Backend(lambda: {"auto_mkdir": True}, renames=True)
+
+_BACKENDS: Mapping[str, _Backend] = {
+    "s3": _S3,
+    "gs": _GCS,
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "http": _HTTP,
+    "https": _HTTP,
+    "file": _FILE,
+}
+
+
+_LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
+"""What the backends log to; nobody sees it in a build that configures no logging."""
+
+
+@dataclass
+class _State:
+    """What a build has learned about its remote.
+
+    ``damaged``: fingerprints and hashes that have to be sent again. ``waiting``: the requests that the
+    build waits for.
+    """
+
+    readable: bool = True
+    writable: bool = True
+    stopped: bool = False
+    reported: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
+    waiting: set[futures.Future[Any]] = field(default_factory=set)
+
+
+class Remote:
+    """The cache at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
+
+    ``warn`` gets a line when the remote cannot be used, and one for each damaged artifact. Without
+    ``can_write`` nothing is sent. ``patience``: seconds to wait for a document, or for a piece of a
+    file.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        warn: Callable[[str], None],
+        *,
+        can_write: bool = False,
+        patience: float = 20,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._scheme = url.partition("://")[0]
+        self._backend = _BACKENDS[self._scheme]
+        self._warn = warn
+        self._patience = patience
+        self._state = _State(writable=can_write)
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._opened: tuple[Any, str] | None = None
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the build may write to the remote, and could until now."""
+        return self._state.writable
+
+    def has(self, fingerprint: str) -> bool:
+        """Whether the remote has an artifact of that fingerprint; its files are not downloaded."""
+        return self._reading(lambda: self._record(fingerprint), fingerprint) is not None
+
+    def fetch(self, fingerprint: str, folder: Path) -> Record | None:
+        """Download the artifact of that fingerprint into ``folder``, which is made.
+
+        None, and nothing is left in the folder's place, if the remote has none or cannot be read, or if
+        anything in it is not as its record says.
+        """
+        record = self._reading(lambda: self._fetch(fingerprint, folder), fingerprint)
+        if record is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return record
+
+    def send(self, fingerprint: str, folder: Path, record: Record) -> None:
+        """Upload the artifact in ``folder``, if the remote may be written and has none that is intact."""
+        self._writing(lambda: self._send(fingerprint, folder, record))
+
+    def read(self, name: str) -> str | None:
+        """The text of the document ``name``, if there is one."""
+        return self._reading(lambda: self._document(name))
+
+    def write(self, name: str, text: str) -> None:
+        """Write the document ``name``, if the remote may be written."""
+        self._writing(lambda: self._upload_text(name, text))
+
+    def share(self, name: str, text: str) -> None:
+        """Write the document ``name`` if the remote has another one, or none, and may be written."""
+        if self.can_write and self.read(name) != text:
+            self.write(name, text)
+
+    def stop(self) -> None:
+        """End all requests of an interrupted build, and begin no others."""
+        with self._lock:
+            self._state.readable = self._state.writable = False
+            self._state.stopped = True
+            waiting = list(self._state.waiting)
+        for outcome in waiting:
+            with contextlib.suppress(futures.InvalidStateError):
+                outcome.set_exception(_interrupted())
+
+    def _reading(self, operation: Callable[[], T], fingerprint: str | None = None) -> T | None:
+        if not self._state.readable:
+            return None
+        try:
+            return operation()
+        except _DamagedError as error:
+            self._report_damaged(fingerprint, error)
+        except _RemoteError as error:
+            if error.failure is _Failure.DENIED:
+                self._report("read", f"does not allow reading ({error})")
+            elif error.failure is not _Failure.MISSING:
+                self._switch_off(error)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            self._report(
+                "store", f"is not used for an artifact that cannot be stored here ({reason})"
+            )
+        return None
+
+    def _writing(self, operation: Callable[[], None]) -> None:
+        if not self._state.writable:
+            return
+        try:
+            operation()
+        except _RemoteError as error:
+            self._state.writable = False
+            if error.failure is _Failure.NO_BACKEND:
+                self._switch_off(error)
+            elif error.failure is not _Failure.STOPPED and self._state.readable:
+                self._report(
+                    "write", f"cannot be written ({error}); this build does not write to it"
+                )
+        except OSError:
+            # The user's cache was cleaned at this moment.
+            return
+
+    def _switch_off(self, error: _RemoteError) -> None:
+        self._state.readable = self._state.writable = False
+        if error.failure is not _Failure.STOPPED:
+            verb = (
+                "needs a package" if error.failure is _Failure.NO_BACKEND else "cannot be reached"
+            )
+            self._report("read", f"{verb} ({error}); this build goes on without it")
+
+    def _report(self, topic: str, message: str) -> None:
+        with self._lock:
+            if topic in self._state.reported:
+                return
+            self._state.reported.add(topic)
+        self._warn(f"the shared cache {self._url} {message}")
+
+    def _report_damaged(self, fingerprint: str | None, error: _DamagedError) -> None:
+        if fingerprint in self._state.damaged:
+            return
+        if fingerprint is not None:
+            self._state.damaged.add(fingerprint)
+        what = "a document" if fingerprint is None else f"the artifact {fingerprint[:12]}"
+        self._warn(f"{what} in the shared cache {self._url} is damaged ({error}); it is not used")
+
+    def _fetch(self, fingerprint: str, folder: Path) -> Record:
+        record = self._record(fingerprint)
+        for name, file in record.files.items():
+            target = folder / PurePosixPath(name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._download(name, file, target)
+        return record
+
+    def _record(self, fingerprint: str) -> Record:
+        return _checked_record(self._document(_entry(fingerprint)), fingerprint)
+
+    def _download(self, name: str, file: FileRecord, target: Path) -> None:
+        digest, size = hashlib.sha256(), 0
+        try:
+            # Not an existing file, which another name on this file system can be the same as.
+            with target.open("xb") as output:
+                for chunk in self._chunks(_blob(file.sha256), file.size):
+                    size += len(chunk)
+                    digest.update(chunk)
+                    output.write(chunk)
+        except _RemoteError as error:
+            if error.failure is _Failure.MISSING:
+                self._state.damaged.add(file.sha256)
+                raise _DamagedError(f"its file {name} is missing") from None
+            raise
+        if (size, digest.hexdigest()) != (file.size, file.sha256):
+            self._state.damaged.add(file.sha256)
+            raise _DamagedError(f"its file {name} has other content")
+
+    def _chunks(self, name: str, size: int) -> Iterator[bytes]:
+        """The file ``name`` in pieces, and at most one piece more than ``size`` bytes."""
+        if size and self._backend.streams:
+            yield from self._stream(name, size)
+            return
+        for start in range(0, size, _CHUNK):
+            limits = {"start": start, "end": min(start + _CHUNK, size)}
+            yield self._ask(partial(_read, limits=limits), name, self._patience)
+
+    def _stream(self, name: str, size: int) -> Iterator[bytes]:
+        # With a size it does not ask for one first.
+        stream = self._ask(
+            lambda files, path: files.open(path, block_size=0, size=size), name, self._patience
+        )
+        with contextlib.closing(stream):
+            received = 0
+            while received <= size:
+                chunk: bytes = self._ask(lambda *_: stream.read(_CHUNK), name, self._patience)
+                if not chunk:
+                    return
+                received += len(chunk)
+                yield chunk
+
+    def _document(self, name: str) -> str:
+        """The text of a document, which is its own and as it was sent."""
+        # No document is as large. Without a limit some backends ask for the size first.
+        data = b"".join(self._chunks(name, _CHUNK))
+        try:
+            envelope = from_json(data, Envelope)
+        except ValueError:
+            raise _DamagedError("it is no document of a cache") from None
+        if envelope.format != _FORMAT:
+            raise _DamagedError(f"it has the format {envelope.format}, not {_FORMAT}")
+        if Envelope.around(envelope.name, envelope.text).sha256 != envelope.sha256:
+            raise _DamagedError("its text was changed")
+        if envelope.name != name:
+            raise _DamagedError("it is another document")
+        return envelope.text
+
+    def _send(self, fingerprint: str, folder: Path, record: Record) -> None:
+        if self._is_sent(_entry(fingerprint), fingerprint):
+            return
+        for name, file in record.files.items():
+            if not self._is_sent(_blob(file.sha256), file.sha256, file.size):
+                self._upload(folder / PurePosixPath(name), _blob(file.sha256), file.size)
+                self._state.damaged.discard(file.sha256)
+        self._upload_text(_entry(fingerprint), to_json(StoredRecord(fingerprint, record)))
+        self._state.damaged.discard(fingerprint)
+
+    def _is_sent(self, name: str, content: str, size: int = 1) -> bool:
+        """Whether ``name`` is there, and not known to be damaged; its first piece is asked for.
+
+        No listing, which needs a right of its own.
+        """
+        if content in self._state.damaged:
+            return False
+        try:
+            next(self._chunks(name, min(size, 1)), None)
+        except _RemoteError as error:
+            # A bucket that cannot be listed does not say what is missing.
+            if error.failure in (_Failure.MISSING, _Failure.DENIED):
+                return False
+            raise
+        return size > 0
+
+    def _upload(self, source: Path, name: str, size: int) -> None:
+        options = self._backend.upload(size)
+        # However long a large file takes.
+        self._put(name, lambda files, path: files.put_file(str(source), path, **options), None)
+
+    def _upload_text(self, name: str, text: str) -> None:
+        content = to_json(Envelope.around(name, text)).encode()
+        self._put(name, lambda files, path: files.pipe_file(path, content), self._patience)
+
+    def _put(self, name: str, put: Callable[[Any, str], object], patience: float | None) -> None:
+        def request(files: Any, path: str) -> None:
+            if not self._backend.renames:
+                put(files, path)
+                return
+            temporary = f"{path}.{os.urandom(8).hex()}.tmp"
+            try:
+                put(files, temporary)
+                Path(temporary).replace(path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+
+        self._ask(request, name, patience)
+
+    def _ask(self, request: Callable[[Any, str], T], name: str, patience: float | None) -> T:
+        """The result of ``request``, which gets the file system and the path of ``name``.
+
+        It runs in a thread of its own, because backends can wait for much longer than ``patience``
+        seconds. Raises _RemoteError.
+        """
+        outcome: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                files, root = self._files()
+                result = request(files, f"{root}/{_LAYOUT}/{name}")
+            except BaseException as error:
+                with contextlib.suppress(futures.InvalidStateError):
+                    outcome.set_exception(error)
+            else:
+                with contextlib.suppress(futures.InvalidStateError):
+                    outcome.set_result(result)
+
+        with self._lock:
+            if self._state.stopped:
+                raise _interrupted()
+            self._state.waiting.add(outcome)
+        threading.Thread(target=run, daemon=True, name="shared cache").start()
+        try:
+            return outcome.result(patience)
+        except Exception as error:
+            if not outcome.done():
+                reason = f"no answer within {patience:g} seconds"
+                raise _RemoteError(_Failure.FAILED, reason) from None
+            raise self._classified(error) from None
+        finally:
+            with self._lock:
+                self._state.waiting.discard(outcome)
+
+    def _files(self) -> tuple[Any, str]:
+        """The file system, and the path of its root."""
+        with self._opening:
+            if self._opened is None:
+                from fsspec.core import url_to_fs
+
+                # Some log whole tracebacks, with all that is in a request.
+                for logger in _LOGGERS:
+                    logging.getLogger(logger).addHandler(logging.NullHandler())
+                files, root = url_to_fs(
+                    self._url,
+                    skip_instance_cache=True,
+                    use_listings_cache=False,
+                    **self._backend.options(),
+                )
+                self._opened = files, root.rstrip("/")
+            return self._opened
+
+    def _classified(self, error: Exception) -> _RemoteError:
+        if isinstance(error, _RemoteError):
+            return error
+        if isinstance(error, ImportError):
+            command = pip_install([REQUIREMENTS[self._scheme]])
+            return _RemoteError(_Failure.NO_BACKEND, f"run: {command}")
+        # Amazon's code; a bucket that does not exist is no missing file.
+        response = getattr(error.__cause__, "response", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+            return _RemoteError(_Failure.MISSING, "it is missing")
+        if isinstance(error, PermissionError) or _status(error) in (401, 403):
+            return _RemoteError(_Failure.DENIED, _reason(error))
+        return _RemoteError(_Failure.FAILED, _reason(error))
+
+
+def _read(files: Any, path: str, limits: Mapping[str, int]) -> bytes:
+    data: bytes = files.cat_file(path, **limits)
+    return data
+
+
+def _entry(fingerprint: str) -> str:
+    return f"entries/{fingerprint[:2]}/{fingerprint}.json"
+
+
+def _blob(sha256: str) -> str:
+    return f"blobs/{sha256[:2]}/{sha256}"
+
+
+def _checked_record(text: str, fingerprint: str) -> Record:
+    """The record in the text of an entry for ``fingerprint``; raises _DamagedError."""
+    try:
+        stored = from_json(text, StoredRecord)
+    except ValueError:
+        raise _DamagedError("its record cannot be read") from None
+    if stored.fingerprint != fingerprint:
+        raise _DamagedError("its record is that of another artifact")
+    _check_files(stored.record)
+    return stored.record
+
+
+def _check_files(record: Record) -> None:
+    for name, file in record.files.items():
+        if not is_portable(name):
+            raise _DamagedError("its record has a file outside of the artifact")
+        if file.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
+            raise _DamagedError("its record has a file with an invalid size or hash")
+    if len({name.casefold() for name in record.files}) != len(record.files):
+        raise _DamagedError("its record has two files of one name")
+    if any(context.model_file not in record.files for context in record.contexts):
+        raise _DamagedError("its record has a model without a file")
+
+
+def _status(error: Exception) -> int | None:
+    """The status of an HTTP answer, which each backend names differently."""
+    for name in ("status", "status_code", "code"):
+        value = getattr(error, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without anything that can be a secret."""
+    lines = str(error).strip().splitlines()
+    text = hide_credentials(lines[0] if lines else type(error).__name__)
+    for name, value in os.environ.items():
+        if len(value) >= 6 and re.search("KEY|SECRET|TOKEN|PASS|CREDENTIAL|SAS|CONNECTION", name):
+            text = text.replace(value, "***")
+    return text if len(text) <= 200 else f"{text[:197]}..."

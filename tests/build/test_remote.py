@@ -1,0 +1,486 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.build.artifact import Artifact, Record, StoredRecord
+from hatch_epcontext.build.remote import Envelope, Remote
+from hatch_epcontext.files import FileRecord, record_files
+from hatch_epcontext.serialize import from_json, to_json
+from tests.conftest import make_record
+from tests.remotes import (
+    S3_KEY,
+    S3_SECRET,
+    WebServer,
+    make_bucket,
+    s3_server,
+    use_s3,
+    web_server,
+)
+
+KEY = "ab" * 32
+OTHER = "cd" * 32
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    with web_server(tmp_path / "served") as running:
+        yield running
+
+
+@pytest.fixture(params=["s3", "http", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty remote of each kind."""
+    if request.param == "s3":
+        server = request.getfixturevalue("s3")
+        use_s3(server, monkeypatch)
+        return f"s3://{make_bucket(server)}/team"
+    if request.param == "http":
+        return str(request.getfixturevalue("server").url)
+    return folder_url(tmp_path / "remote")
+
+
+def folder_url(folder: Path) -> str:
+    return f"file://{'' if folder.as_posix().startswith('/') else '/'}{folder.as_posix()}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a remote that the test can change."""
+    return tmp_path / "remote"
+
+
+@pytest.fixture
+def make(folder: Path, warnings: list[str]) -> Callable[[], Remote]:
+    """A build's view of the remote in `folder`, which the build may write."""
+    return lambda: Remote(folder_url(folder), warnings.append, can_write=True)
+
+
+def test_an_artifact_that_one_build_sends_is_fetched_by_another(
+    url: str, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    (artifact.folder / "parts").mkdir()
+    (artifact.folder / "parts" / "empty.bin").touch()
+    # More than one piece.
+    (artifact.folder / "parts" / "large.bin").write_bytes(bytes(range(256)) * 20_000)
+    (artifact.folder / "parts" / "larger.bin").write_bytes(bytes(range(256)) * 70_000)
+    record = make_record(record_files(artifact.folder))
+    first, second = (Remote(url, warnings.append, can_write=can) for can in (True, False))
+    assert not second.has(KEY)
+    assert second.fetch(KEY, tmp_path / "missing") is None
+    first.send(KEY, artifact.folder, record)
+    assert second.has(KEY)
+    assert not second.has(OTHER)
+    assert second.fetch(KEY, tmp_path / "fetched") == record
+    assert record_files(tmp_path / "fetched") == record.files
+    assert not (tmp_path / "missing").exists()
+    assert not warnings
+
+
+def test_documents_are_written_again_and_read(url: str, warnings: list[str]) -> None:
+    remote = Remote(url, warnings.append, can_write=True)
+    assert remote.read("latest/x") is None
+    remote.write("latest/x", "old\n")
+    remote.write("latest/x", "newer: ü\n")
+    assert Remote(url, warnings.append).read("latest/x") == "newer: ü\n"
+    assert not warnings
+
+
+def test_a_build_writes_only_when_it_may(
+    folder: Path, artifact: Artifact, warnings: list[str]
+) -> None:
+    remote = Remote(folder_url(folder), warnings.append)
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.write("latest/x", "text")
+    assert not remote.can_write
+    assert not folder.exists()
+    assert not warnings
+
+
+def test_files_that_the_remote_has_are_not_sent_again(
+    server: WebServer, artifact: Artifact, warnings: list[str]
+) -> None:
+    remote = Remote(server.url, warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
+    server.requests.clear()
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.send(OTHER, artifact.folder, artifact.record)
+    sent = [path for method, path in server.requests if method == "PUT"]
+    assert sent == [f"/cache/v3/entries/cd/{OTHER}.json"]
+    assert not warnings
+
+
+def test_an_entry_is_sent_after_its_files(
+    server: WebServer, artifact: Artifact, warnings: list[str]
+) -> None:
+    Remote(server.url, warnings.append, can_write=True).send(KEY, artifact.folder, artifact.record)
+    sent = [path for method, path in server.requests if method == "PUT"]
+    assert sent[-1].startswith("/cache/v3/entries/")
+    assert {path.split("/")[3] for path in sent[:-1]} == {"blobs"}
+
+
+def test_asking_for_an_artifact_downloads_none_of_its_files(
+    server: WebServer, artifact: Artifact, warnings: list[str]
+) -> None:
+    remote = Remote(server.url, warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
+    server.requests.clear()
+    assert remote.has(KEY)
+    assert server.requests == [("GET", f"/cache/v3/entries/ab/{KEY}.json")]
+
+
+def blob(folder: Path, file: FileRecord) -> Path:
+    return folder / "v3" / "blobs" / file.sha256[:2] / file.sha256
+
+
+def entry(folder: Path, fingerprint: str = KEY) -> Path:
+    return folder / "v3" / "entries" / fingerprint[:2] / f"{fingerprint}.json"
+
+
+@pytest.mark.parametrize("harm", ["changed", "shorter", "missing"])
+def test_a_damaged_file_is_a_miss_and_is_sent_again(
+    make: Callable[[], Remote],
+    folder: Path,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+    harm: str,
+) -> None:
+    make().send(KEY, artifact.folder, artifact.record)
+    damaged = blob(folder, artifact.record.files["a_ctx_qnn.bin"])
+    content = damaged.read_bytes()
+    if harm == "missing":
+        damaged.unlink()
+    else:
+        damaged.write_bytes(content[:-4] if harm == "shorter" else content[:-4] + b"BLOB")
+    build = make()
+    assert build.fetch(KEY, tmp_path / "fetched") is None
+    assert not (tmp_path / "fetched").exists()
+    (warning,) = warnings
+    assert f"the artifact {KEY[:12]} in the shared cache" in warning
+    assert "is damaged (its file a_ctx_qnn.bin " in warning
+    build.send(KEY, artifact.folder, artifact.record)
+    assert make().fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert len(warnings) == 1
+
+
+def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
+    server: WebServer, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    remote = Remote(server.url, warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
+    sent = blob(server.folder / "cache", artifact.record.files["a_ctx_qnn.bin"])
+    with sent.open("r+b") as file:
+        file.truncate(1 << 30)
+    assert remote.fetch(KEY, tmp_path / "fetched") is None
+    assert "has other content" in warnings[0]
+
+
+def test_the_record_of_another_artifact_is_a_miss(
+    make: Callable[[], Remote],
+    folder: Path,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+) -> None:
+    make().send(KEY, artifact.folder, artifact.record)
+    entry(folder, OTHER).parent.mkdir(parents=True)
+    shutil.copyfile(entry(folder), entry(folder, OTHER))
+    assert make().fetch(OTHER, tmp_path / "fetched") is None
+    assert "is damaged (it is another document)" in warnings[0]
+    # Not even where the envelope was rewritten around the record.
+    envelope = from_json(entry(folder).read_text(encoding="utf-8"), Envelope)
+    renamed = dataclasses.replace(envelope, name=f"entries/cd/{OTHER}.json")
+    entry(folder, OTHER).write_text(to_json(renamed), encoding="utf-8")
+    assert not make().has(OTHER)
+    assert "is damaged (its record is that of another artifact)" in warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is no document of a cache"),
+        ("<html>Please log in</html>", "it is no document of a cache"),
+        ("\ufeff[]", "it is no document of a cache"),
+        ('{"format": 2, "name": "x", "text": "", "sha256": ""}', "has the format 2, not 1"),
+        ('{"format": 1, "name": "x", "text": "", "sha256": ""}', "its text was changed"),
+    ],
+)
+def test_an_entry_that_is_none_is_a_miss(
+    make: Callable[[], Remote], folder: Path, warnings: list[str], text: str, reason: str
+) -> None:
+    entry(folder).parent.mkdir(parents=True)
+    entry(folder).write_text(text, encoding="utf-8")
+    assert not make().has(KEY)
+    assert reason in warnings[0]
+
+
+def seal(record: Record, folder: Path) -> None:
+    """Write an entry with a valid checksum for ``record``, whatever it says."""
+    envelope = Envelope.around(f"entries/ab/{KEY}.json", to_json(StoredRecord(KEY, record)))
+    entry(folder).parent.mkdir(parents=True, exist_ok=True)
+    entry(folder).write_text(to_json(envelope), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil.bin",
+        "/tmp/evil.bin",
+        "a/../../evil.bin",
+        "..\\evil.bin",
+        "C:evil.bin",
+        "C:/evil.bin",
+        "a//evil.bin",
+        "a/./evil.bin",
+        "evil.bin:stream",
+        "evil.bin.",
+        "",
+        "a\n",
+    ],
+)
+def test_a_record_that_names_files_elsewhere_is_a_miss(
+    make: Callable[[], Remote],
+    folder: Path,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+    name: str,
+) -> None:
+    make().send(KEY, artifact.folder, artifact.record)
+    file = artifact.record.files["a_ctx_qnn.bin"]
+    seal(dataclasses.replace(artifact.record, files={**artifact.record.files, name: file}), folder)
+    before = sorted(tmp_path.rglob("*"))
+    assert make().fetch(KEY, tmp_path / "fetched") is None
+    assert "has a file outside of the artifact" in warnings[0]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"a_ctx.onnx": FileRecord(7, "x"), "A_CTX.onnx": FileRecord(7, "x")}, "invalid size or h"),
+        (
+            {"a_ctx.onnx": FileRecord(7, KEY), "A_CTX.onnx": FileRecord(7, KEY)},
+            "two files of one name",
+        ),
+        ({"a_ctx.onnx": FileRecord(7, "../../secret")}, "invalid size or hash"),
+        ({"a_ctx.onnx": FileRecord(-7, KEY)}, "invalid size or hash"),
+        ({"other.onnx": FileRecord(7, KEY)}, "a model without a file"),
+    ],
+)
+def test_a_record_that_no_build_writes_is_a_miss(
+    make: Callable[[], Remote],
+    folder: Path,
+    warnings: list[str],
+    files: dict[str, FileRecord],
+    reason: str,
+) -> None:
+    seal(make_record(files), folder)
+    assert not make().has(KEY)
+    assert reason in warnings[0]
+
+
+def test_many_threads_and_builds_send_and_fetch_at_once(
+    url: str, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    remotes = [Remote(url, warnings.append, can_write=True) for _ in range(2)]
+
+    def work(index: int) -> Record | None:
+        remote = remotes[index % 2]
+        remote.send(KEY, artifact.folder, artifact.record)
+        return remote.fetch(KEY, tmp_path / f"fetched-{index}")
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(map(to_json, pool.map(work, range(8)))) == {to_json(artifact.record)}
+    assert not warnings
+
+
+def closed_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_an_unreachable_remote_is_one_warning(
+    scheme: str,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = f"http://127.0.0.1:{closed_port()}"
+    use_s3(address, monkeypatch)
+    url = "s3://bucket/team" if scheme == "s3" else f"{address}/cache"
+    remote = Remote(url, warnings.append, can_write=True)
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(remote.has, [KEY, OTHER] * 2))
+    assert remote.fetch(KEY, tmp_path / "fetched") is None
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.write("latest/x", "text")
+    (warning,) = warnings
+    assert warning.startswith(f"the shared cache {url} cannot be reached (")
+    assert warning.endswith("this build goes on without it")
+
+
+def test_a_remote_that_does_not_answer_is_asked_once(warnings: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
+        remote = Remote(url, warnings.append, patience=0.5)
+        assert remote.read("latest/x") is None
+        assert remote.read("latest/y") is None
+    (warning,) = warnings
+    assert "no answer within 0.5 seconds" in warning
+
+
+def test_a_missing_bucket_is_not_taken_for_an_empty_one(
+    s3: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_s3(s3, monkeypatch)
+    assert not Remote("s3://a-bucket-that-nobody-made/team", warnings.append).has(KEY)
+    assert "cannot be reached (The specified bucket does not exist)" in warnings[0]
+
+
+def test_a_server_that_takes_no_files_is_one_warning_and_still_read(
+    server: WebServer, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    Remote(server.url, warnings.append, can_write=True).send(KEY, artifact.folder, artifact.record)
+    server.takes_files = False
+    remote = Remote(server.url, warnings.append, can_write=True)
+    remote.send(OTHER, artifact.folder, artifact.record)
+    remote.write("latest/x", "text")
+    (warning,) = warnings
+    assert "cannot be written (" in warning
+    assert not remote.can_write
+    assert remote.fetch(KEY, tmp_path / "fetched") == artifact.record
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    remote = Remote(folder_url(tmp_path / "file" / "cache"), warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.write("latest/x", "text")
+    assert len(warnings) == 1
+
+
+def test_passwords_come_from_the_users_files_and_are_never_printed(
+    server: WebServer,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server.password = "the-password-of-the-test"
+    netrc = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc))
+    netrc.write_text("machine 127.0.0.1 login builder password wrong\n", encoding="utf-8")
+    denied = Remote(server.url, warnings.append, can_write=True)
+    assert not denied.has(KEY)
+    assert not denied.has(OTHER)
+    denied.send(KEY, artifact.folder, artifact.record)
+    assert "does not allow reading (" in warnings[0]
+    assert "cannot be written (" in warnings[1]
+    assert len(warnings) == 2
+    assert "wrong" not in "".join(warnings)
+    netrc.write_text(
+        f"machine 127.0.0.1 login builder password {server.password}\n", encoding="utf-8"
+    )
+    allowed = Remote(server.url, warnings.append, can_write=True)
+    allowed.send(KEY, artifact.folder, artifact.record)
+    assert allowed.fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert len(warnings) == 2
+    assert server.password not in "".join(warnings)
+
+
+def test_warnings_contain_no_secret_of_the_environment(
+    warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The backend's message has the whole address.
+    address = f"http://127.0.0.1:{closed_port()}/{S3_KEY}?sig={S3_SECRET}"
+    use_s3(address, monkeypatch)
+    assert not Remote("s3://bucket/team", warnings.append).has(KEY)
+    assert "cannot be reached" in warnings[0]
+    assert S3_SECRET not in warnings[0]
+    assert S3_KEY not in warnings[0]
+
+
+def test_an_interrupted_build_waits_for_no_request(warnings: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
+        remote = Remote(url, warnings.append, patience=3600)
+        results: list[str | None] = ["not yet"]
+
+        def read() -> None:
+            results[0] = remote.read("latest/x")
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        silent.accept()[0].close()
+        remote.stop()
+        thread.join()
+    assert results == [None]
+    assert not remote.has(KEY)
+
+
+_WITHOUT_BACKEND = """
+import json, sys
+sys.modules[sys.argv[1]] = None
+from hatch_epcontext.build.remote import Remote
+warnings = []
+remote = Remote(sys.argv[2], warnings.append, can_write=True)
+print(json.dumps([remote.read("a"), remote.has("ab" * 32), remote.write("a", "b"), warnings]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "url", "requirement"),
+    [
+        ("s3fs", "s3://bucket/team", "s3fs>="),
+        ("gcsfs", "gs://bucket/team", "gcsfs>="),
+        ("adlfs", "az://container/team", "adlfs>="),
+        ("adlfs", "abfs://container@account.dfs.core.windows.net/team", "adlfs>="),
+        ("aiohttp", "https://example.invalid/team", "fsspec[http]>="),
+        ("fsspec", "file:///team", "fsspec>="),
+    ],
+)
+def test_a_missing_backend_is_one_warning_with_the_command_that_installs_it(
+    package: str, url: str, requirement: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_BACKEND, package, url],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result: list[Any] = json.loads(done.stdout)
+    assert result[:3] == [None, False, None]
+    (warning,) = result[3]
+    assert warning.startswith(f"the shared cache {url} needs a package (run: ")
+    assert f'-m pip install "{requirement}' in warning
+    assert not done.stderr

@@ -1,0 +1,61 @@
+"""A wheel whose models come from a shared cache, with a real front end and a real S3 server."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, needs_qnn
+from tests.integration.conftest import run
+from tests.projects import make_project
+from tests.remotes import S3_KEY, S3_SECRET, make_bucket, s3_server, s3_variables
+
+TOML = """
+models = [{{ path = "models/a.onnx", dims = {{ batch = 1 }} }}]
+build = {{ cache = "{url}" }}
+[tool.epcontext.targets.npu]
+provider = "qnn"
+provider-options = {{ soc_model = 60, htp_arch = 73 }}
+[tool.epcontext.targets.any]
+provider = "cpu"
+"""
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@needs_qnn
+def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    with s3_server() as server:
+        env = {**env, **s3_variables(server), "PYTHONPATH": str(REPOSITORY)}
+        url = f"s3://{make_bucket(server)}/team"
+        project = make_project(tmp_path / "project", TOML.format(url=url))
+
+        def build(machine: str, *options: str, **settings: str) -> str:
+            settings = {"CACHE_DIR": str(tmp_path / machine), **settings}
+            variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in settings.items()}
+            return run(
+                sys.executable, "-m", "build", "-w", *options, "-o", tmp_path / machine, project,
+                cwd=project, env={**env, **variables},
+            )  # fmt: skip
+
+        for target in ("npu", "any"):
+            # Without isolation: what it needs is installed here.
+            compiled = build(target, "-nx", TARGETS=target, CACHE_WRITE="1")
+            assert f"a -> {target} " in compiled
+            assert "from the cache" not in compiled
+        taken = build("last", FROM_CACHE="all")
+    assert "s3fs" in taken
+    assert "onnxruntime" not in taken
+    assert taken.count("from the cache") == 2
+    assert "warning" not in taken.lower()
+    (wheel,) = (tmp_path / "last").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "my_app/epcontext/a/npu/a_ctx.onnx" in names
+    assert "my_app/epcontext/a/any/a_optimized.onnx" in names
+    for secret in (S3_KEY, S3_SECRET):
+        assert secret not in taken + compiled
