@@ -68,6 +68,8 @@ PROVIDER = Provider(
     product="context",
     distributions=("onnxruntime-gpu", "onnxruntime"),
     devices=("gpu",),
+    # Its builder measures kernels on the GPU, and two at once would disturb each other.
+    one_user=True,
     tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
     needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
     verified=(

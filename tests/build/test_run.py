@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +20,16 @@ from hatch_epcontext.build.artifact import Result, ValidationStatus
 from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.executors import local
 from hatch_epcontext.build.plan import Job, plan
-from hatch_epcontext.build.run import build
+from hatch_epcontext.build.run import IncompleteError, build
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.files import is_intact
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest
+from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
-from tests.models import half_for_the_cpu, network, save, transformer
+from tests.models import half_for_the_cpu, network, save, transformer, unknown_operator
 
 QNN = """
 provider = "qnn"
@@ -35,6 +40,7 @@ models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 Run = Callable[..., Result]
+RunWith = Callable[[str, Workers], Result]
 
 
 @pytest.fixture
@@ -56,6 +62,21 @@ def run(project: Path, tmp_path: Path, log: list[str]) -> Run:
         return build(
             plan(load(project, parse(toml), {}, environ or {})), staging, cache, log.append
         )
+
+    return built
+
+
+@pytest.fixture
+def run_with(project: Path, tmp_path: Path, log: list[str]) -> RunWith:
+    """Build the project with a configuration and workers; all builds share one cache."""
+    save(network(), project / "models" / "a.onnx")
+    count = iter(range(100))
+
+    def built(toml: str, workers: Workers) -> Result:
+        staging = tmp_path / f"staging-{next(count)}"
+        staging.mkdir()
+        planned = plan(load(project, parse(toml), {}, {}))
+        return build(planned, staging, Cache(tmp_path / "cache", log.append), log.append, workers)
 
     return built
 
@@ -230,6 +251,169 @@ def test_a_miss_of_a_target_from_the_cache_is_an_error(project: Path, run: Run) 
     save(network(3), project / "models" / "a.onnx")
     with pytest.raises(BuildError, match="the cache has no artifact of this model"):
         run(CPU, FROM_CACHE)
+
+
+def test_without_packages_everything_comes_from_the_cache(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(CPU)
+    monkeypatch.setattr(requirements, "installed", lambda name: None)
+    environ = {"HATCH_EPCONTEXT_FROM_CACHE": "all"}
+    (built,) = run(CPU, environ).built
+    assert built.validations == first.built[0].validations
+    with pytest.raises(BuildError, match="the cache does not know this model"):
+        run(
+            CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", dims = { batch = 2 } }'),
+            environ,
+        )
+
+
+TWO = """
+models = ["models/a.onnx", "models/b.onnx"]
+[targets.first]
+provider = "cpu"
+[targets.second]
+provider = "cpu"
+optimization = "all"
+"""
+
+
+@pytest.fixture
+def second_model(project: Path) -> None:
+    save(network(3), project / "models" / "b.onnx")
+
+
+def steps(log: list[str], action: str) -> list[str]:
+    return [line for line in log if line.endswith(f": {action} ...")]
+
+
+@pytest.mark.usefixtures("second_model")
+def test_a_model_is_prepared_once_for_targets_that_want_the_same(
+    run_with: RunWith, log: list[str], tmp_path: Path
+) -> None:
+    result = run_with(TWO, Workers(120, log.append))
+    assert len(result.built) == 4
+    assert len(steps(log, "prepare")) == 2
+    assert len(steps(log, "compile")) == 4
+    assert not list(tmp_path.glob("staging-*/prepared/*"))
+
+
+def test_another_preparation_is_not_shared(run_with: RunWith, log: list[str]) -> None:
+    toml = TWO.replace(', "models/b.onnx"', "").replace('"all"', '"none"')
+    run_with(toml, Workers(120, log.append))
+    assert len(steps(log, "prepare")) == 2
+
+
+@pytest.mark.usefixtures("second_model")
+def test_results_are_in_the_listed_order(run: Run, log: list[str]) -> None:
+    run(TWO)
+    assert [line.partition(" (")[0] for line in log] == [
+        "a -> first",
+        "a -> second",
+        "b -> first",
+        "b -> second",
+    ]
+
+
+def overlaps(log: list[str], action: str) -> bool:
+    """Whether two steps of this kind ran at the same time."""
+    running = 0
+    for line in log:
+        running += line.endswith(f": {action} ...")
+        running -= f": {action} took " in line
+        if running > 1:
+            return True
+    return False
+
+
+@pytest.mark.usefixtures("second_model")
+@pytest.mark.parametrize("one_user", [True, False])
+def test_only_one_step_at_once_uses_a_device_for_one_user(
+    run_with: RunWith, log: list[str], monkeypatch: pytest.MonkeyPatch, one_user: bool
+) -> None:
+    provider = dataclasses.replace(PROVIDERS["cpu"], one_user=one_user)
+    monkeypatch.setitem(PROVIDERS, "cpu", provider)
+    run_with("build.jobs = 4\n" + TWO, Workers(120, log.append))
+    together = overlaps(log, "compile") or overlaps(log, "validate")
+    assert together is not one_user
+    assert overlaps(log, "prepare")
+
+
+@pytest.mark.usefixtures("second_model")
+def test_only_one_run_at_once_has_all_cores(
+    run_with: RunWith, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = dataclasses.replace(PROVIDERS["cpu"], simulates=True)
+    monkeypatch.setitem(PROVIDERS, "cpu", provider)
+    monkeypatch.setattr(local, "_SMALL", 1)
+    run_with("build.jobs = 4\n" + TWO, Workers(120, log.append))
+    assert not overlaps(log, "validate")
+    assert overlaps(log, "compile")
+
+
+FAILING = """
+models = ["models/bad.onnx", "models/a.onnx"]
+provider = "cpu"
+build = { jobs = 1, fail-fast = false }
+"""
+
+
+@pytest.fixture
+def failing(project: Path) -> str:
+    save(unknown_operator(), project / "models" / "bad.onnx")
+    return FAILING
+
+
+def test_all_jobs_are_run_although_one_fails(run: Run, failing: str) -> None:
+    with pytest.raises(IncompleteError) as raised:
+        run(failing)
+    assert [each.job.name for each in raised.value.result.built] == ["a"]
+    assert [each.job.name for each in raised.value.result.failures] == ["bad"]
+
+
+def test_the_first_failed_job_can_end_the_build(
+    run_with: RunWith, failing: str, log: list[str]
+) -> None:
+    toml = failing.replace("fail-fast = false", "fail-fast = true")
+    with pytest.raises(IncompleteError) as raised:
+        run_with(toml, Workers(120, progress=log.append))
+    result = raised.value.result
+    assert (result.built, [each.job.name for each in result.failures]) == ((), ["bad"])
+    assert log[-1] == "1 job did not run to the end, because fail-fast is set"
+
+
+def test_two_builds_at_once_compile_a_job_once(run_with: RunWith, log: list[str]) -> None:
+    waits = threading.Event()
+
+    def compiles(line: str) -> None:
+        log.append(line)
+        if line.endswith(": compile ..."):
+            assert waits.wait(60)
+
+    def waiting(line: str) -> None:
+        if line == "a -> cpu: waiting for another build, which compiles the same":
+            waits.set()
+
+    workers = [Workers(120, compiles, progress=waiting) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda each: run_with(CPU, each), workers))
+    assert len(steps(log, "compile")) == 1
+    assert sorted(result.built[0].cached for result in results) == [False, True]
+
+
+def test_a_cache_that_is_removed_in_the_middle_costs_nothing_but_itself(
+    run_with: RunWith, log: list[str], tmp_path: Path
+) -> None:
+    def remove(line: str) -> None:
+        log.append(line)
+        if line.endswith((": compile ...", ": validate ...")):
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+    (built,) = run_with(CPU, Workers(120, remove)).built
+    assert is_intact(built.artifact.folder, built.artifact.record.files)
+    assert built.validations["a"].status is ValidationStatus.RAN
+    (again,) = run_with(CPU, Workers(120)).built
+    assert not again.cached
 
 
 SHARED = """

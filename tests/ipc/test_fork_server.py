@@ -34,11 +34,11 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Python imports it when it starts, and the server later imports the same module.
     (folder / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
-            import sys
+            import pathlib, sys
             if "hatch_epcontext.worker" in " ".join(sys.orig_argv):
                 from hatch_epcontext.worker import check
                 def handle(request):
-                    exec(open({str(body)!r}).read(), {{"request": request}})
+                    exec(pathlib.Path({str(body)!r}).read_text(), {{"request": request}})
                 check.handle = handle
             """),
         encoding="utf-8",
