@@ -44,6 +44,9 @@ _CHUNK = 4 << 20
 _PART = 5 << 20
 """Bytes of a file that are sent at once: the least that Amazon takes."""
 
+_PIECE_PATIENCE = 6
+"""How many times longer than a document such a piece may take, on a slow line."""
+
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 30
 
@@ -173,8 +176,8 @@ class Remote:
     """The cache at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
     ``warn`` gets a line when the remote cannot be used, and one for each damaged artifact. Without
-    ``can_write`` nothing is sent. ``patience``: seconds to wait for a document, or for a piece of a
-    file.
+    ``can_write`` nothing is sent. ``patience``: seconds to wait for a document; a piece of a file may take
+    longer.
     """
 
     def __init__(
@@ -317,7 +320,8 @@ class Remote:
         try:
             # Not an existing file, which another name on this file system can be the same as.
             with target.open("xb") as output:
-                for chunk in self._chunks(_blob(file.sha256), file.size):
+                patience = _PIECE_PATIENCE * self._patience
+                for chunk in self._chunks(_blob(file.sha256), file.size, patience):
                     size += len(chunk)
                     digest.update(chunk)
                     output.write(chunk)
@@ -330,24 +334,24 @@ class Remote:
             self._state.damaged.add(file.sha256)
             raise _DamagedError(f"its file {name} has other content")
 
-    def _chunks(self, name: str, size: int) -> Iterator[bytes]:
+    def _chunks(self, name: str, size: int, patience: float) -> Iterator[bytes]:
         """The file ``name`` in pieces, and at most one piece more than ``size`` bytes."""
         if size and self._backend.streams:
-            yield from self._stream(name, size)
+            yield from self._stream(name, size, patience)
             return
         for start in range(0, size, _CHUNK):
             limits = {"start": start, "end": min(start + _CHUNK, size)}
-            yield self._ask(partial(_read, limits=limits), name, self._patience)
+            yield self._ask(partial(_read, limits=limits), name, patience)
 
-    def _stream(self, name: str, size: int) -> Iterator[bytes]:
+    def _stream(self, name: str, size: int, patience: float) -> Iterator[bytes]:
         # With a size it does not ask for one first.
         stream = self._ask(
-            lambda files, path: files.open(path, block_size=0, size=size), name, self._patience
+            lambda files, path: files.open(path, block_size=0, size=size), name, patience
         )
         with contextlib.closing(stream):
             received = 0
             while received <= size:
-                chunk: bytes = self._ask(lambda *_: stream.read(_CHUNK), name, self._patience)
+                chunk: bytes = self._ask(lambda *_: stream.read(_CHUNK), name, patience)
                 if not chunk:
                     return
                 received += len(chunk)
@@ -356,7 +360,7 @@ class Remote:
     def _document(self, name: str) -> str:
         """The text of a document, which is its own and as it was sent."""
         # No document is as large. Without a limit some backends ask for the size first.
-        data = b"".join(self._chunks(name, _CHUNK))
+        data = b"".join(self._chunks(name, _CHUNK, self._patience))
         try:
             envelope = from_json(data, Envelope)
         except ValueError:
@@ -387,7 +391,7 @@ class Remote:
         if content in self._state.damaged:
             return False
         try:
-            next(self._chunks(name, min(size, 1)), None)
+            next(self._chunks(name, min(size, 1), self._patience), None)
         except _RemoteError as error:
             # A bucket that cannot be listed does not say what is missing.
             if error.failure in (_Failure.MISSING, _Failure.DENIED):
