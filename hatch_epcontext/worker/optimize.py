@@ -5,19 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+import onnxruntime as ort
 
 from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 
 
-def optimize(source: Path, result: Path, level: str, target: TargetSpec | None = None) -> None:
+def optimize(
+    source: Path, result: Path, level: str, target: TargetSpec | None = None
+) -> ort.InferenceSession:
     """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``.
 
-    Without ``target`` it is optimized for the CPU EP. ``level``: ``"none"`` or ``"basic"``, which are
-    the same for all EPs and need only the CPU's; ``"extended"`` or ``"all"``, which insert operators
-    that only that EP can run. Initializers stay in external data where the source has them there.
-    Raises UnavailableError when the EP is needed and unavailable.
+    Returns the session that has written it, and runs the same graph. Without ``target`` it is optimized
+    for the CPU EP. ``level``: ``"none"`` or ``"basic"``, which are the same for all EPs and need only the
+    CPU's; ``"extended"`` or ``"all"``, which insert operators that only that EP can run. Initializers stay
+    in external data where the source has them there. Raises UnavailableError when the EP is needed and
+    unavailable.
     """
     if target is None or level in ("none", "basic"):
         session_options = cpu_options()
@@ -35,4 +39,4 @@ def optimize(source: Path, result: Path, level: str, target: TargetSpec | None =
         session_options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", str(threshold)
         )
-    open_session(source, session_options)
+    return open_session(source, session_options)

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import onnx
+import onnxruntime as ort
 
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
@@ -16,7 +17,6 @@ from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.reference import check_outputs, reference, write_reference
-from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
 
 _SIMPLIFIED = Tolerance(rtol=1e-2, atol=1e-3, cosine=0.999)
@@ -40,9 +40,12 @@ def handle(request: PrepareRequest) -> PrepareReply:
     outputs_path = write_reference(expected, folder / "reference.npz") if expected else None
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
-    result = _simplify(fixed, own / f"{spec.name}.onnx", request.simplifier)
-    if result != fixed and request.compare:
-        outputs = run(open_session(result, cpu_options()), feeds)
+    result = own / f"{spec.name}.onnx"
+    if (simplified := _simplify(fixed, result, request.simplifier)) is None:
+        result = fixed
+    elif request.compare:
+        # The session that has written it: opening it once more takes as long as simplifying it.
+        outputs = run(simplified, feeds)
         check_outputs(outputs, expected, _SIMPLIFIED, spec, "the source model's")
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
@@ -51,9 +54,10 @@ def handle(request: PrepareRequest) -> PrepareReply:
     )
 
 
-def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> Path:
+def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> ort.InferenceSession | None:
+    """Write the simplified model to ``result``; returns a session that runs it, None for ``"none"``."""
     if simplifier == "none":
-        return fixed
+        return None
     source = fixed
     if simplifier == "onnxslim":
         import onnxslim
@@ -62,8 +66,7 @@ def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> Path:
         slim = onnxslim.slim(onnx.load(fixed))
         large = slim.ByteSize() > PROTOBUF_LIMIT
         onnx.save(slim, source, save_as_external_data=large, location=f"{source.name}.data")
-    optimize(source, result, "basic")
-    return result
+    return optimize(source, result, "basic")
 
 
 def _write_fixed(spec: ModelSpec, folder: Path, simplifier: Simplifier) -> Path:
