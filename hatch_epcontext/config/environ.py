@@ -48,21 +48,25 @@ class Variable:
     """A variable: an example of its value, its documentation, and how its text is read.
 
     ``read`` raises ValueError with what is allowed. ``table`` is the table of `Environment` that gets
-    the value.
+    the value. With ``empty_switches_off`` an empty variable is the value None.
     """
 
     example: str
     doc: str
     read: Callable[[str], Any]
     table: Literal["build", "wheel"] | None = None
+    empty_switches_off: bool = False
 
 
 def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
-    """Return the settings in ``environ``, and yield what is invalid; an empty variable counts as unset."""
+    """Return the settings in ``environ``, and yield what is invalid.
+
+    An empty variable counts as unset, unless it switches something off.
+    """
     given = {
         name.removeprefix(PREFIX): value.strip()
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIX) and value.strip()
+        if name.startswith(PREFIX) and _counts(name.removeprefix(PREFIX), value.strip())
     }
     settings: dict[str, Any] = {"build": {}, "wheel": {}}
     for name, text in given.items():
@@ -72,7 +76,7 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
             yield Problem(Kind.INVALID_VARIABLE, location, "is not a known variable.", hint)
             continue
         try:
-            value = variable.read(text)
+            value = variable.read(text) if text else None
         except ValueError as allowed:
             message = f"must be {allowed}, not {show(text)}."
             yield Problem(Kind.INVALID_VARIABLE, location, message)
@@ -80,6 +84,11 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
         (settings[variable.table] if variable.table else settings)[name.lower()] = value
     overrides = tuple(f"{PREFIX}{name}={text}" for name, text in given.items())
     return Environment(**settings, overrides=overrides)
+
+
+def _counts(name: str, text: str) -> bool:
+    variable = VARIABLES.get(name)
+    return bool(text) or (variable is not None and variable.empty_switches_off)
 
 
 def _switch(text: str) -> bool:
@@ -124,9 +133,11 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
     return {
         key.name.upper(): Variable(
             "VALUE",
-            f"Wins over `{name}.{toml_key(key.name)}`.",
+            f"Wins over `{name}.{toml_key(key.name)}`"
+            + (", and switches it off when empty." if key.metadata["empty_switches_off"] else "."),
             _reader(hints[key.name], key.metadata["check"]),
             name,
+            key.metadata["empty_switches_off"],
         )
         for key in dataclasses.fields(table)
     }

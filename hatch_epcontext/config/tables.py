@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -11,6 +12,7 @@ from packaging.tags import parse_tag
 
 from hatch_epcontext.config.settings import (
     Editable,
+    ExecutorName,
     Fallback,
     Optimization,
     Policy,
@@ -34,11 +36,13 @@ def _key(
     otherwise: Any = None,
     when_missing: str = "",
     check: Check | None = None,
+    empty_switches_off: bool = False,
 ) -> Any:
     """A key with its documentation.
 
     ``otherwise`` is the value that holds where neither the model nor the target has the key;
-    ``when_missing`` describes that where it depends on other things.
+    ``when_missing`` describes that where it depends on other things. With ``empty_switches_off`` an
+    empty environment variable is the value None.
     """
     metadata = {
         "doc": doc,
@@ -46,6 +50,7 @@ def _key(
         "when_missing": when_missing,
         "check": check,
         "required": False,
+        "empty_switches_off": empty_switches_off,
     }
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -90,6 +95,16 @@ def _size(value: int | str) -> str | None:
     except ValueError as allowed:
         return str(allowed)
     return None
+
+
+def _resources(value: Mapping[str, float]) -> str | None:
+    valid = all(name and 0 < number < math.inf for name, number in value.items())
+    return None if valid else "names with numbers above 0, such as { NPU = 1 }"
+
+
+def _address(value: str) -> str | None:
+    valid = re.fullmatch(r"[a-z]+://\S+", value)
+    return None if valid else 'the address of a scheduler, such as "tcp://host:8786"'
 
 
 def _wheel_tag(value: str) -> str | None:
@@ -189,6 +204,12 @@ class _WholeTarget(NarrowableTable):
     requirements: tuple[str, ...] | None = _key(
         "Packages to install for compiling, instead of the provider's own.",
         when_missing="the provider's",
+    )
+    resources: Mapping[str, float] = _key(
+        "Resources of the dask workers that may compile for this target, such as `{ NPU = 1 }`: see "
+        "`docs/farm.md`.",
+        {},
+        check=_resources,
     )
     allow_unknown_options: bool = _key(
         "Take provider options without a check, session options with unknown names, and "
@@ -309,6 +330,16 @@ class BuildTable:
         check=_size,
     )
     fail_fast: bool = _key("End the build at the first job that fails.", False)
+    executor: ExecutorName = _key(
+        "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/farm.md`.",
+        "local",
+        empty_switches_off=True,
+    )
+    scheduler: str | None = _key(
+        'The address of the scheduler of the dask cluster, such as `"tcp://host:8786"`.',
+        check=_address,
+        empty_switches_off=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,19 +55,24 @@ class LocalExecutor:
         at_once: int,
         installed: Mapping[str, str],
         jobs: Iterable[Job],
+        locks: dict[str, threading.Lock] | None = None,
     ) -> LocalExecutor:
-        """An executor for ``jobs``, which prepares a model once for all that want it prepared alike."""
+        """An executor for ``jobs``, which prepares a model once for all that want it prepared alike.
+
+        Executors with the same ``locks`` wait for each other where a device takes one user.
+        """
         preparations = Preparations(workers, staging / "prepared", jobs)
-        return LocalExecutor(workers, staging, at_once, installed, preparations)
+        own = {} if locks is None else locks
+        return LocalExecutor(workers, staging, at_once, installed, preparations, _locks=own)
 
     @property
     def stopped(self) -> bool:
         """Whether `stop` was called."""
         return self.workers.stopped
 
-    def versions(self, target: Target) -> Mapping[str, str]:
-        """The versions of everything installed that can change what is compiled for ``target``."""
-        return versions_of(target, self.installed)
+    def versions(self, job: Job) -> Mapping[str, str]:
+        """The versions of everything installed that can change what is compiled for ``job``."""
+        return versions_of(job.target, self.installed)
 
     def reason_not_to_run(self, job: Job) -> str | None:
         """Why the job's result cannot be run on this machine, if that is known without the EP."""
@@ -96,7 +101,7 @@ class LocalExecutor:
             reply.contexts,
             # Hashed before any other process opens them.
             record_files(folder),
-            self.versions(job.target),
+            self.versions(job),
             Times(prepare_seconds, reply.seconds),
         )
 
@@ -133,6 +138,9 @@ class LocalExecutor:
     def stop(self) -> None:
         """Kill all workers, and start no more."""
         self.workers.stop()
+
+    def close(self) -> None:
+        """Do nothing: the workers belong to the caller."""
 
     def _scratch(self, step: str) -> Path:
         return self.staging / "steps" / f"{next(self._numbers)}-{step}"
