@@ -34,6 +34,7 @@ class Sender:
             chunk = read_chunk(self.path, offset, self.chunk)
             if not self.store.receive(record.sha256, offset, chunk):
                 return
+        self.store.refuse(record.sha256, "too late")
 
 
 def test_a_file_arrives_once_and_is_kept(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import Context
 from hatch_epcontext.text import count, pairs
 
-CHUNK = 16 << 20
+CHUNK = 4 << 20
 """Bytes of a file that one message has."""
 
 CONNECT_SECONDS = 10.0
@@ -115,8 +115,8 @@ class DaskExecutor:
         # Those of the target names, with or without the need of an EP.
         self._fitting: dict[tuple[str, bool], _Fitting | BuildError] = {}
         self._target_locks: dict[tuple[str, bool], threading.Lock] = {}
-        # By the sha256 of what workers may ask for.
-        self._files: dict[str, Path] = {}
+        # What workers may ask for by its sha256: its path, and its size in bytes.
+        self._files: dict[str, tuple[Path, int]] = {}
         # By the token of a job: its running step, the one that compiled it, and the workers that have it.
         self._running: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
@@ -215,7 +215,7 @@ class DaskExecutor:
         """Validate on a worker, if possible on the one that compiled the artifact."""
         fitting = self._find(job)
         for name, file in artifact.record.files.items():
-            self._files[file.sha256] = artifact.folder / PurePosixPath(name)
+            self._files[file.sha256] = artifact.folder / PurePosixPath(name), file.size
         step = ValidateStep(
             self._info,
             _token(job),
@@ -431,32 +431,39 @@ class DaskExecutor:
     def _offer(self, path: Path) -> FileRecord:
         """The record of a file that workers may ask for from now on."""
         record = FileRecord(path.stat().st_size, self._index.sha256(path))
-        self._files[record.sha256] = path
+        self._files[record.sha256] = path, record.size
         return record
 
     def _send(self, sha256: str, address: str) -> None:
+        path, size = self._files[sha256]
+        offset = 0
         try:
-            with self._files[sha256].open("rb") as file:
-                offset = 0
-                while not self._closed.is_set():
+            with path.open("rb") as file:
+                while offset < size and not self._closed.is_set():
                     with self._transfers:
                         chunk = file.read(CHUNK)
-                        if not chunk or not self._call(
-                            address, dask_worker.receive, self._info.id, sha256, offset, chunk
-                        ):
-                            break
+                        if not self._send_chunk(sha256, address, offset, chunk):
+                            return
                     offset += len(chunk)
-                if not chunk:
-                    # More than this is only wanted of a file that became shorter.
-                    reason = "it changed while the build was running"
-                    self._call(address, dask_worker.refuse, self._info.id, sha256, reason)
-        except _LostError:
-            # Dask gives its job to another worker.
-            return
-        except OSError as error:
+        except (_LostError, OSError) as error:
+            # If the worker itself is lost, dask gives its job to another one.
             with contextlib.suppress(_LostError):
-                reason = f"{self._files[sha256]}: {error.strerror or error}"
-                self._call(address, dask_worker.refuse, self._info.id, sha256, reason)
+                self._call(address, dask_worker.refuse, self._info.id, sha256, f"{path}: {error}")
+
+    def _send_chunk(self, sha256: str, address: str, offset: int, chunk: bytes) -> bool:
+        """Send a chunk to a worker; False if it does not wait for it any more."""
+        if not chunk:
+            raise _LostError("it changed while the build was running")
+        try:
+            # Five times as fast as an argument of a function.
+            [sent] = self._client.scatter([chunk], workers=[address], hash=False)
+        except Exception as error:
+            raise _LostError(f"{address}: {error}") from error
+        wanted: bool = self._call(
+            address, dask_worker.receive, self._info.id, sha256, offset, sent.key
+        )
+        sent.release()
+        return wanted
 
     def _fetch(self, compiled: Compiled, folder: Path) -> None:
         """Fetch the files of an artifact into ``folder``, which is made; raises _LostError."""

@@ -173,10 +173,15 @@ def run_step(data: bytes, after: object = None) -> Compiled | ValidationRun | Ep
         return error
 
 
-async def receive(build: str, sha256: str, offset: int, chunk: bytes) -> bool:
-    """Take a chunk of a file; False if nobody waits for it any more."""
+async def receive(build: str, sha256: str, offset: int, chunk: str, dask_worker: Any) -> bool:
+    """Take a chunk of a file, which dask has under the key ``chunk``; False if nobody waits for it any more.
+
+    Dask passes ``dask_worker``.
+    """
     found = _Machine.find(build)
-    return found is not None and await asyncio.to_thread(found.store.receive, sha256, offset, chunk)
+    return found is not None and await asyncio.to_thread(
+        lambda: found.store.receive(sha256, offset, dask_worker.data[chunk])
+    )
 
 
 def refuse(build: str, sha256: str, reason: str) -> None:

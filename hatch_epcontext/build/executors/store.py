@@ -60,7 +60,8 @@ class _Arrival:
 
     def refuse(self, reason: str) -> None:
         with self.changed:
-            self._fail(reason)
+            if not self.is_complete:
+                self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         self.reason = reason
