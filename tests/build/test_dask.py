@@ -83,6 +83,15 @@ class Cluster:
             **environ,
         )
 
+    def start_slow(self) -> None:
+        """Start those of two workers with `SLOW_LIBRARY` that do not run."""
+        folder = self.folder / "slow"
+        folder.mkdir(exist_ok=True)
+        (folder / "slow_qnn.py").write_text(SLOW_LIBRARY, encoding="utf-8")
+        for name in {"slow-1", "slow-2"} - self.workers.keys():
+            environ = {"PYTHONPATH": str(folder), "SLOW_FOLDER": str(folder), "SLOW_NAME": name}
+            self.start(name, "SLOW=1", **environ)
+
     def wait(self) -> None:
         """Return when all workers are connected."""
         for name, process in self.workers.items():
@@ -99,14 +108,15 @@ class Cluster:
     def _start(
         self, role: str, *arguments: str, log: str = "scheduler", **environ: str
     ) -> subprocess.Popen[bytes]:
-        paths = [str(REPOSITORY), *filter(None, [environ.pop("PYTHONPATH", "")])]
+        own, around = environ.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")
+        paths = os.pathsep.join(filter(None, [own, str(REPOSITORY), around]))
         command = [sys.executable, "-m", "dask", role, "--host=127.0.0.1", "--no-dashboard"]
         with (self.folder / f"{log}.log").open("wb") as file:
             return subprocess.Popen(
                 [*command, *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(reversed(paths)), **environ},
+                env={**os.environ, "PYTHONPATH": paths, **environ},
             )
 
 
@@ -133,6 +143,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         started.start("other", "OTHER=1,MIXED=1", PYTHONPATH=other)
         old = fake_package(folder, "hatch_epcontext", "0.0.1")
         started.start("old", "OLD=1", PYTHONPATH=old)
+        started.start_slow()
         started.wait()
         yield started
     finally:
@@ -425,12 +436,14 @@ resources = { SLOW = 1 }
 
 
 class Slow:
-    """Two more workers, which compile only when there is no file ``hold``."""
+    """The workers with the resource ``SLOW``, which compile only when there is no file ``hold``."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.hold = folder / "hold"
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.folder = cluster, cluster.folder / "slow"
+        self.hold = self.folder / "hold"
         self.hold.touch()
+        for file in self.folder.glob("*.pid"):
+            file.unlink()
 
     def taken(self, *names: str) -> list[str]:
         """The names of the workers that wait in a compilation, once all of ``names`` or any do."""
@@ -449,23 +462,10 @@ class Slow:
 
 
 @pytest.fixture
-def slow(cluster: Cluster, tmp_path: Path) -> Iterator[Slow]:
-    folder = tmp_path / "slow"
-    folder.mkdir()
-    (folder / "slow_qnn.py").write_text(SLOW_LIBRARY, encoding="utf-8")
-    before = set(cluster.workers)
-    for name in ("slow-1", "slow-2"):
-        cluster.start(
-            name, "SLOW=1", PYTHONPATH=str(folder), SLOW_FOLDER=str(folder), SLOW_NAME=name
-        )
+def slow(cluster: Cluster) -> Slow:
+    cluster.start_slow()
     cluster.wait()
-    try:
-        yield Slow(cluster, folder)
-    finally:
-        for name in set(cluster.workers) - before:
-            process = cluster.workers.pop(name)
-            process.kill()
-            process.wait()
+    return Slow(cluster)
 
 
 @pytest.fixture

@@ -301,6 +301,7 @@ class _Build:
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
         self._users: Counter[Path] = Counter()
+        self._installed: dict[tuple[str, bool], Mapping[str, str]] = {}
 
     @contextlib.contextmanager
     def running(self, step: Step) -> Iterator[_Job]:
@@ -318,6 +319,9 @@ class _Build:
             with self._lock:
                 job.running -= 1
             self._free(job)
+            if self.executor.stopped:
+                # The step may have written after the end of the build.
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def forget(self, token: str) -> None:
         with self._lock:
@@ -336,6 +340,13 @@ class _Build:
 
     def ask(self, record: FileRecord) -> None:
         self.send("wants", record.sha256)
+
+    def installed(self, job: Job) -> Mapping[str, str]:
+        """What was installed for the job's target when the build began here, and imported."""
+        target = (job.target.name, job.target.needs_ep)
+        if target not in self._installed:
+            self._installed[target] = _installed(job)
+        return self._installed[target]
 
     def check_running(self) -> None:
         """Raise BuildError if the build has ended."""
@@ -402,7 +413,7 @@ class _Job:
     def _run(self, step: Step) -> Compiled | ValidationRun:
         for place in self._places:
             self._place(place.files)
-        executor = replace(self._build.executor, installed=_installed(step.job))
+        executor = replace(self._build.executor, installed=self._build.installed(step.job))
         if (found := executor.versions(self._job)) != step.versions:
             message = (
                 f"the worker {self._build.address} has {pairs(found)}, and the build began with "
