@@ -228,6 +228,18 @@ class Kind(Enum):
         "The EP offers no device that fits the target.",
         "Change `device` and `device-filter`, or build where such a device is.",
     )
+    UNREACHABLE_SCHEDULER = (
+        "EPC107",
+        "Scheduler cannot be reached",
+        "The scheduler of the dask cluster does not answer, or the connection to it was lost.",
+        "Check `build.scheduler`, the network, and TLS. An empty `HATCH_EPCONTEXT_SCHEDULER` builds here.",
+    )
+    UNEQUAL_WORKERS = (
+        "EPC108",
+        "Workers of the cluster do not fit",
+        "Machines of the dask cluster have other versions than each other or than this machine.",
+        "Install the same versions, or give the target `resources` that only equal workers have.",
+    )
     INVALID_MODEL = (
         "EPC201",
         "Invalid model",
@@ -353,6 +365,18 @@ class Kind(Enum):
         "Out of memory",
         "A worker needs more memory than `build.memory-limit` allows.",
         "Raise `build.memory-limit` or `HATCH_EPCONTEXT_MEMORY_LIMIT`.",
+    )
+    NO_WORKER = (
+        "EPC313",
+        "No worker for the job",
+        "No worker of the dask cluster has the resources of the target.",
+        "Start a worker with these `--resources`, or change `resources` of the target.",
+    )
+    WORKER_LOST = (
+        "EPC314",
+        "Worker of the cluster was lost",
+        "Workers of the dask cluster ended again and again in the middle of a job, or failed outside of it.",
+        "Read the logs of the dask workers. Often memory or disk space is short.",
     )
     OUTPUT_DIFFERS = (
         "EPC401",

@@ -136,7 +136,7 @@ class JobRunner:
         return key, artifact
 
     def _key(self, job: Job) -> str:
-        return self._fingerprint(job, self.executor.versions(job.target))
+        return self._fingerprint(job, self.executor.versions(job))
 
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         sha256 = {name: source.sha256 for name, source in self.sources.items()}

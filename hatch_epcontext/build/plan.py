@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hatch_epcontext.build.requirements import requirements
+from hatch_epcontext.build.requirements import FARM, requirements
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.ipc.facts import ModelSpec, TargetSpec
@@ -87,11 +87,21 @@ class Plan:
     jobs: tuple[Job, ...]
     requirements: tuple[str, ...]
 
+    @property
+    def local_targets(self) -> tuple[Target, ...]:
+        """The targets that this machine compiles for, and not the workers of a cluster."""
+        return self.config.targets if self.config.build.scheduler is None else ()
+
 
 def plan(config: Config) -> Plan:
     """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
-    needed = () if config.only_from_cache else requirements(config.targets)
-    return Plan(config, _jobs(config), needed)
+    return Plan(config, _jobs(config), _requirements(config))
+
+
+def _requirements(config: Config) -> tuple[str, ...]:
+    if config.only_from_cache:
+        return ()
+    return requirements(config.targets) if config.build.scheduler is None else FARM
 
 
 def _jobs(config: Config) -> tuple[Job, ...]:

@@ -48,6 +48,11 @@ class Preparations:
             _key(each, model) for job in jobs for each in (job, *job.alone) for model in each.models
         )
 
+    def want(self, job: Job) -> None:
+        """Keep what is prepared for ``job``, which is not one of those known from the beginning."""
+        with self._lock:
+            self._wanted.update(_key(job, model) for model in job.models)
+
     def get(self, job: Job, model: Model) -> Prepared:
         """``model`` as ``job`` wants it prepared; raises BuildError when no simplifier works."""
         key = _key(job, model)

@@ -32,6 +32,9 @@ TOOLS = ("onnx>=1.19", "onnxslim>=0.1.80", "numpy>=2.0")
 INSPECTION = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *TOOLS)
 """The requirements to read models without compiling any."""
 
+FARM = (*INSPECTION, "distributed>=2025.4")
+"""The requirements to read models, and to give jobs to a dask cluster."""
+
 _IN_TURN = (
     "Build some targets with HATCH_EPCONTEXT_TARGETS=<names>, which fills the cache, and then all "
     "with HATCH_EPCONTEXT_FROM_CACHE=<names>."

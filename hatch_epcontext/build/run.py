@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from hatch_epcontext.build.artifact import Built, Failure, Result
 from hatch_epcontext.build.cache import Cache, default_root
+from hatch_epcontext.build.executors.executor import Executor
 from hatch_epcontext.build.executors.local import LocalExecutor
 from hatch_epcontext.build.job import JobRunner
 from hatch_epcontext.build.machine import jobs_at_once
@@ -58,23 +60,31 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
     Raises as `build` does.
     """
     runner = job_runner(plan, staging, cache, Workers(plan.config.build.timeout))
-    return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
+    with contextlib.closing(runner.executor):
+        return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
 
 
 def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
     """The runner for the jobs of ``plan``, after a check of the environment and the models.
 
-    Raises RequirementError when the environment cannot build the plan, and BuildError when a model is
-    invalid.
+    The caller closes its executor. Raises RequirementError when the environment cannot build the plan, and
+    BuildError when a model is invalid, or when the scheduler of a cluster cannot be reached.
     """
     config = plan.config
-    installed = check_environment(config.targets, plan.requirements)
+    installed = check_environment(plan.local_targets, plan.requirements)
     index = cache.index()
     read = read_sources(config, index, workers, staging / "check")
-    largest = max((source.size for source in read), default=0)
-    at_once = jobs_at_once(config.build.jobs, largest)
-    executor = LocalExecutor.make(workers, staging, at_once, installed, plan.jobs)
     sources = {source.model.name: source for source in read}
+    executor: Executor
+    # A build that takes everything from the cache contacts nobody.
+    if config.build.scheduler is not None and not all(j.target.from_cache for j in plan.jobs):
+        from hatch_epcontext.build.executors.dask import DaskExecutor
+
+        executor = DaskExecutor.connect(config.build, workers, sources, index)
+    else:
+        largest = max((source.size for source in read), default=0)
+        at_once = jobs_at_once(config.build.jobs, largest)
+        executor = LocalExecutor.make(workers, staging, at_once, installed, plan.jobs)
     return JobRunner(sources, cache, index, executor, staging, workers.progress or _ignore)
 
 
@@ -99,7 +109,8 @@ def build(
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
         runner = job_runner(plan, staging, cache, started)
-        built, failures = _run(runner, plan, log)
+        with contextlib.closing(runner.executor):
+            built, failures = _run(runner, plan, log)
     result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
     if failures:
         raise IncompleteError(result)

@@ -85,7 +85,7 @@ def bench_(
     known = find(provider)
     both = embed is None and known is not None and known.product == "context"
     plans: dict[bool | None, Plan] = {
-        each: plan(configure(named, provider, dataclasses.replace(job, embed=each)))
+        each: plan(configure(named, provider, dataclasses.replace(job, embed=each)).on_this_machine)
         for each in ((False, True) if both else (embed,))
     }
     workers = verbosity.workers(next(iter(plans.values())).config.build.timeout)

@@ -18,7 +18,7 @@ from hatch_epcontext.config.settings import (
     ValidationMode,
     WheelSettings,
 )
-from hatch_epcontext.config.tables import RootTable
+from hatch_epcontext.config.tables import BuildTable, RootTable
 from hatch_epcontext.errors import ROOT, Checked, ConfigError, Key, Kind, Problem, collect
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size
@@ -77,6 +77,7 @@ def _load(
     # An invalid part is left out: nothing else is reported about it. A moved key leaves no gap.
     gaps = [each for each in mistyped if each.kind is not Kind.MOVED_KEY]
     yield from (each for each in invalid if not _is_about(each, gaps))
+    yield from _check_scheduler(parsed, environment)
     return _config(root, parsed, models, environment)
 
 
@@ -90,8 +91,27 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
     )
 
 
+def _check_scheduler(table: RootTable, environment: Environment) -> Checked[None]:
+    build = _build_table(table, environment)
+    if (
+        build.executor == "dask"
+        and build.scheduler is None
+        and "scheduler" not in environment.build
+    ):
+        yield Problem.at(
+            Key() / "build" / "scheduler",
+            Kind.MISSING_KEY,
+            'is required with executor = "dask": the address of the scheduler.',
+            f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.',
+        )
+
+
+def _build_table(table: RootTable, environment: Environment) -> BuildTable:
+    return dataclasses.replace(table.build, **environment.build)
+
+
 def _config(root: Path, table: RootTable, models: list[Model], environment: Environment) -> Config:
-    build = dataclasses.replace(table.build, **environment.build)
+    build = _build_table(table, environment)
     wheel = dataclasses.replace(table.wheel, **environment.wheel)
     return Config(
         root=root,
@@ -110,6 +130,7 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
             build.fail_fast,
             None if environment.no_cache else build.cache,
             environment.cache_write,
+            build.scheduler if build.executor == "dask" else None,
         ),
         wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify),
         cache_dir=environment.cache_dir,

@@ -216,6 +216,7 @@ class Resolver:
             platforms=merged.platforms,
             requirements=merged.requirements,
             min_coverage=merged.min_coverage,
+            resources=merged.resources,
             from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
         )
 

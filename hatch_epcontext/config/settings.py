@@ -24,6 +24,7 @@ Policy = Literal[
 Fallback = Literal["auto", "source", "none"]
 Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]
+ExecutorName = Literal["local", "dask"]
 Verification = Literal["record", "full"]
 
 SYNTHETIC = ("ones", "random", "zeros")
@@ -68,7 +69,7 @@ class Target:
 
     ``key`` is the place of the optimization profiles in the configuration; they are also in
     ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled for
-    the target in this build.
+    the target in this build. ``resources`` are those that a dask worker must have to compile for it.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Target:
     requirements: tuple[str, ...] | None
     min_coverage: float
     from_cache: bool
+    resources: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def needs_ep(self) -> bool:
@@ -166,6 +168,7 @@ class BuildSettings:
     ``jobs``: jobs at once, None for as many as the machine can do. ``timeout``: seconds for each worker;
     ``memory_limit``: its bytes of memory. With ``fail_fast`` the first failed job ends the build.
     ``cache`` is the URL of the shared cache, which ``cache_write`` lets the build write to.
+    ``scheduler``: the address of the dask scheduler that jobs are given to; None to run them on this machine.
     """
 
     jobs: int | None
@@ -174,6 +177,7 @@ class BuildSettings:
     fail_fast: bool = False
     cache: str | None = None
     cache_write: bool = False
+    scheduler: str | None = None
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,11 @@ class Config:
     only_from_cache: bool
     report: Path | None
     overrides: tuple[str, ...]
+
+    @property
+    def on_this_machine(self) -> Config:
+        """The same configuration with all jobs on this machine."""
+        return dataclasses.replace(self, build=dataclasses.replace(self.build, scheduler=None))
 
     @property
     def targets(self) -> tuple[Target, ...]:

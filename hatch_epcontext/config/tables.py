@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from packaging.tags import parse_tag
 from hatch_epcontext.config.cache_url import check_cache_url
 from hatch_epcontext.config.settings import (
     Editable,
+    ExecutorName,
     Fallback,
     Optimization,
     Policy,
@@ -94,6 +96,16 @@ def _size(value: int | str) -> str | None:
     except ValueError as allowed:
         return str(allowed)
     return None
+
+
+def _resources(value: Mapping[str, float]) -> str | None:
+    valid = all(name and 0 < number < math.inf for name, number in value.items())
+    return None if valid else "names with numbers above 0, such as { NPU = 1 }"
+
+
+def _address(value: str) -> str | None:
+    valid = re.fullmatch(r"[a-z]+://\S+", value)
+    return None if valid else 'the address of a scheduler, such as "tcp://host:8786"'
 
 
 def _wheel_tag(value: str) -> str | None:
@@ -193,6 +205,12 @@ class _WholeTarget(NarrowableTable):
     requirements: tuple[str, ...] | None = _key(
         "Packages to install for compiling, instead of the provider's own.",
         when_missing="the provider's",
+    )
+    resources: Mapping[str, float] = _key(
+        "Resources of the dask workers that may compile for this target, such as `{ NPU = 1 }`: see "
+        "`docs/farm.md`.",
+        {},
+        check=_resources,
     )
     allow_unknown_options: bool = _key(
         "Take provider options without a check, session options with unknown names, and "
@@ -317,6 +335,16 @@ class BuildTable:
         "The URL of a cache that teams and CI share: `s3://`, `gs://`, `az://`, `file://` or `https://`. "
         "Builds read from it, and write to it with `HATCH_EPCONTEXT_CACHE_WRITE=1`: see `docs/ci.md`.",
         check=check_cache_url,
+        empty_switches_off=True,
+    )
+    executor: ExecutorName = _key(
+        "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/farm.md`.",
+        "local",
+        empty_switches_off=True,
+    )
+    scheduler: str | None = _key(
+        'The address of the scheduler of the dask cluster, such as `"tcp://host:8786"`.',
+        check=_address,
         empty_switches_off=True,
     )
 

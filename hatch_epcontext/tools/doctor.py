@@ -147,7 +147,7 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
         return "The hook is not switched on.", (problem,)
     try:
         planned = plan(load(folder, table, wheel or everywhere or {}, environ))
-        check_environment(planned.config.targets, planned.requirements)
+        check_environment(planned.local_targets, planned.requirements)
     except EpcontextError as error:
         return "The hook is switched on.", error.problems
     return f"The hook is switched on, with {count(len(planned.jobs), 'job')}.", ()

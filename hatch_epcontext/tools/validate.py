@@ -84,7 +84,8 @@ def validate_context(
     verify_model(context, model)
     known = _provider_of(context, model, provider)
     (name,) = name_models([context])
-    planned = plan(configure({name: source or context}, known.name, job_settings))
+    config = configure({name: source or context}, known.name, job_settings)
+    planned = plan(config.on_this_machine)
     _refuse_several_shapes(planned.config)
     (job,) = planned.jobs
     check_chip(context, model, job.target.provider, job.target.settings)

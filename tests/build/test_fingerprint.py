@@ -124,3 +124,9 @@ def test_load_options_and_coverage_do_not_change_the_fingerprint(job: Job) -> No
     target = dataclasses.replace(job.target, load_options={"a": "1"}, min_coverage=0.1)
     changed = dataclasses.replace(job, target=target)
     assert fingerprint(changed, SHA256, VERSIONS) == fingerprint(job, SHA256, VERSIONS)
+
+
+def test_where_it_is_compiled_does_not_change_the_fingerprint(job: Job) -> None:
+    target = dataclasses.replace(job.target, resources={"NPU": 1})
+    changed = dataclasses.replace(job, target=target)
+    assert fingerprint(changed, SHA256, VERSIONS) == fingerprint(job, SHA256, VERSIONS)

@@ -42,6 +42,8 @@ def test_all_variables(tmp_path: Path) -> None:
         TIMEOUT="2.5",
         MEMORY_LIMIT="8 GB",
         FAIL_FAST="on",
+        EXECUTOR="dask",
+        SCHEDULER="tls://host:8786",
         VERIFY="full",
         TAG="any",
         MAX_SIZE="250 MB",
@@ -60,6 +62,8 @@ def test_all_variables(tmp_path: Path) -> None:
         "memory_limit": "8 GB",
         "fail_fast": True,
         "cache": "s3://bucket/team",
+        "executor": "dask",
+        "scheduler": "tls://host:8786",
     }
     assert settings.wheel == {"tag": "any", "max_size": "250 MB", "verify": "full"}
     assert settings.cache_write
@@ -168,7 +172,13 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
 
 def keys_with_a_variable() -> list[tuple[str, str]]:
     tables = (("build", BuildTable), ("wheel", WheelTable))
-    return [(name, key.name) for name, table in tables for key in dataclasses.fields(table)]
+    return [
+        (name, key.name)
+        for name, table in tables
+        for key in dataclasses.fields(table)
+        # These two need each other.
+        if key.name not in ("executor", "scheduler")
+    ]
 
 
 @pytest.mark.parametrize(("table", "name"), keys_with_a_variable())
@@ -190,3 +200,23 @@ def test_a_variable_wins_over_each_key_of_build_and_wheel(
 def test_a_variable_of_a_table_leaves_its_other_keys(project: Path) -> None:
     config = load(project, f"{CPU}build = {{ timeout = 7 }}", None, JOBS="3")
     assert (config.build.jobs, config.build.timeout) == (3, 7)
+
+
+def test_variables_give_jobs_to_a_cluster(project: Path) -> None:
+    address = "tcp://host:8786"
+    assert load(project, CPU).build.scheduler is None
+    assert load(project, CPU, None, SCHEDULER=address).build.scheduler is None
+    assert load(project, CPU, None, EXECUTOR="dask", SCHEDULER=address).build.scheduler == address
+    assert problems(project, CPU, EXECUTOR="spark").keys() == {f"{PREFIX}EXECUTOR"}
+    assert problems(project, CPU, EXECUTOR="dask").keys() == {"build.scheduler"}
+
+
+def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> None:
+    toml = f'{CPU}build = {{ executor = "dask", scheduler = "tcp://host:8786", jobs = 3 }}'
+    assert load(project, toml).build.scheduler == "tcp://host:8786"
+    for name in ("EXECUTOR", "SCHEDULER"):
+        config = load(project, toml, None, **{name: " "})
+        assert config.build == dataclasses.replace(load(project, CPU).build, jobs=3)
+        assert config.overrides == (f"{PREFIX}{name}=",)
+        assert VARIABLES[name].doc.endswith("switches it off when empty.")
+    assert load(project, toml, None, EXECUTOR="local").build.scheduler is None

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from hatch_epcontext.build.artifact import Artifact, Record, ValidationRun
 from hatch_epcontext.build.plan import Job
-from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.ipc.facts import Context
 
 
@@ -19,8 +19,11 @@ class Executor(Protocol):
     def at_once(self) -> int:
         """How many jobs it works on at the same time."""
 
-    def versions(self, target: Target) -> Mapping[str, str]:
-        """The versions of everything that can change what is compiled for ``target``."""
+    def versions(self, job: Job) -> Mapping[str, str]:
+        """The versions of everything that can change what is compiled for ``job``.
+
+        Raises BuildError if there are several, or if nothing can compile it.
+        """
 
     def reason_not_to_run(self, job: Job) -> str | None:
         """Why the job's result cannot be run there, if that is known without asking the EP."""
@@ -44,6 +47,9 @@ class Executor(Protocol):
 
     def stop(self) -> None:
         """End all that runs, and start nothing more: each call then raises BuildError."""
+
+    def close(self) -> None:
+        """Free all that it holds, when all jobs have ended."""
 
     @property
     def stopped(self) -> bool:

@@ -56,19 +56,25 @@ class LocalExecutor:
         at_once: int,
         installed: Mapping[str, str],
         jobs: Iterable[Job],
+        locks: dict[str, threading.Lock] | None = None,
     ) -> LocalExecutor:
-        """An executor for ``jobs``, which prepares a model once for all that want it prepared alike."""
+        """An executor for ``jobs``, which prepares a model once for all that want it prepared alike.
+
+        Executors with the same ``locks`` wait for each other where a device takes one user.
+        """
         preparations = Preparations(workers, staging / "prepared", jobs)
-        return LocalExecutor(workers, staging, at_once, installed, preparations)
+        own = {} if locks is None else locks
+        return LocalExecutor(workers, staging, at_once, installed, preparations, _locks=own)
 
     @property
     def stopped(self) -> bool:
         """Whether `stop` was called."""
         return self.workers.stopped
 
-    def versions(self, target: Target) -> Mapping[str, str]:
-        """The versions of everything installed that can change what is compiled for ``target``."""
+    def versions(self, job: Job) -> Mapping[str, str]:
+        """The versions of everything installed that can change what is compiled for ``job``."""
         # Of all models that are compiled for the target: asking is slow in a large environment.
+        target = job.target
         key = (target.name, target.requirements, target.provider.plugin)
         if key not in self._versions:
             self._versions[key] = versions_of(target, self.installed)
@@ -104,7 +110,7 @@ class LocalExecutor:
             reply.contexts,
             # Hashed before any other process opens them.
             record_files(folder),
-            self.versions(job.target),
+            self.versions(job),
             Times(prepare_seconds, reply.seconds),
         )
 
@@ -143,6 +149,9 @@ class LocalExecutor:
     def stop(self) -> None:
         """Kill all workers, and start no more."""
         self.workers.stop()
+
+    def close(self) -> None:
+        """Do nothing: the workers belong to the caller."""
 
     def _scratch(self, step: str) -> Path:
         return self.staging / "steps" / f"{next(self._numbers)}-{step}"

@@ -22,6 +22,9 @@ CPU = f'{MODELS}provider = "cpu"\n'
          "targets.source", "is reserved for the source model"),
         (f'{MODELS}[targets.Q]\nprovider = "qnn"\n[targets.q]\nprovider = "qnn"',
          "targets.q", "has the same name as"),
+        (f"{CPU}resources = {{ NPU = 0 }}", "resources", "names with numbers above 0"),
+        (f"{CPU}resources = {{ NPU = nan }}", "resources", "names with numbers above 0"),
+        (f'{CPU}resources = {{ NPU = "1" }}', "resources.NPU", "must be a number"),
         (f"{MODELS}[targets.q]\nembed = true", "targets.q.provider", "is required"),
     ],
 )  # fmt: skip
