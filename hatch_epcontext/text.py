@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -90,6 +89,9 @@ def parse_size(size: int | str) -> int:
 
 def near_name(name: str, allowed: Iterable[str]) -> str | None:
     """A question about the nearest of ``allowed`` to an unknown ``name``, if one is near."""
+    # Only messages about mistakes need it.
+    import difflib
+
     near = difflib.get_close_matches(name, list(allowed), n=1)
     return f'Did you mean "{near[0]}"?' if near else None
 
