@@ -13,6 +13,9 @@ _JOB_MEMORY = 1 << 30
 _MODEL_COPIES = 4
 """How many times a job has its model in memory, at most: as it is read, simplified and compiled."""
 
+_OWN_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
 
 def jobs_at_once(wanted: int | None, largest_model: int) -> int:
     """How many jobs to run at once; ``wanted`` is the configured number, None for as many as fit.
@@ -53,13 +56,12 @@ def _group_memory() -> list[int]:
     """What the limits of this process's control group and those around it leave (version 2)."""
     found = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
             if not line.startswith("0::/"):
                 continue
-            root = Path("/sys/fs/cgroup")
-            inside = root / line[len("0::/") :]
+            inside = _GROUPS / line[len("0::/") :]
             for group in (inside, *inside.parents):
-                if group.is_relative_to(root):
+                if group.is_relative_to(_GROUPS):
                     with contextlib.suppress(OSError, ValueError):
                         limit = int((group / "memory.max").read_text(encoding="ascii"))
                         used = int((group / "memory.current").read_text(encoding="ascii"))
