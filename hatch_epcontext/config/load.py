@@ -76,8 +76,8 @@ def _load(
     models, invalid = collect(resolver.models())
     # An invalid part is left out: nothing else is reported about it. A moved key leaves no gap.
     gaps = [each for each in mistyped if each.kind is not Kind.MOVED_KEY]
-    yield from (each for each in invalid if not _is_about(each, gaps))
-    yield from _check_scheduler(parsed, environment)
+    _, missing = collect(_check_scheduler(parsed, environment))
+    yield from (each for each in (*invalid, *missing) if not _is_about(each, gaps))
     return _config(root, parsed, models, environment)
 
 

@@ -7,6 +7,7 @@ have by an event, and the client fetches an artifact's files from the worker tha
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import itertools
@@ -382,8 +383,8 @@ class DaskExecutor:
             raise _lost_scheduler(job.location, error) from None
         except KilledWorker as error:
             message = (
-                f"{error.allowed_failures + 1} workers ended in the middle of the job; the last one was "
-                f"{error.last_worker.address}."
+                f"{count(error.allowed_failures + 1, 'worker')} ended in the middle of the job; the last one "
+                f"was {error.last_worker.address}."
             )
             hint = "Read the logs of the dask workers. Often their machine has too little memory."
             raise BuildError(Problem(Kind.WORKER_LOST, job.location, message, hint)) from None
@@ -573,9 +574,13 @@ def _connect(address: str) -> Any:
 
     make_client: Any = distributed.Client
     try:
+        # A client whose constructor fails holds up the end of the process for 20 seconds. This is done in a
+        # thread, because the caller may have an event loop.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: asyncio.run(_greet(address))).result()
         return make_client(address, timeout=CONNECT_SECONDS, set_as_default=False, name=TOPIC)
-    # ValueError for an address that distributed does not know, RuntimeError for TLS without certificates.
-    except (OSError, ValueError, RuntimeError, TypeError) as error:
+    # Anything, because another kind of server may answer at that address.
+    except Exception as error:
         raise BuildError(
             Problem.at(
                 Key() / "build" / "scheduler",
@@ -584,6 +589,23 @@ def _connect(address: str) -> Any:
                 "Start it, or correct the address. An empty HATCH_EPCONTEXT_SCHEDULER builds here.",
             )
         ) from None
+
+
+async def _greet(address: str) -> None:
+    """Connect to the scheduler once; raises any exception if it does not answer as one."""
+    import dask
+    import distributed
+    from distributed.comm import core
+
+    if dask.config.get("distributed.client.security-loader", None):
+        # Only the client knows how to call it.
+        return
+    # Both have no types.
+    security: Any = distributed.Security
+    connect: Any = core.connect
+    arguments = security().get_connection_args("client")
+    connection = await connect(address, timeout=CONNECT_SECONDS, **arguments)
+    await connection.close()
 
 
 def _check_scheduler(client: Any) -> None:

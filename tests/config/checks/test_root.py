@@ -21,6 +21,7 @@ CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
         (f"{CPU}build = {{ timeout = 0 }}", "build.timeout", "must be a number of seconds above 0"),
         (f'{CPU}build = {{ executor = "dask" }}', "build.scheduler", "is required with executor"),
         (f'{CPU}build = {{ executor = "spark" }}', "build.executor", '"local" or "dask"'),
+        (f'{CPU}build = {{ executor = "dask", scheduler = 5 }}', "build.scheduler", "a string"),
         (f'{CPU}build = {{ scheduler = "host" }}', "build.scheduler", "the address of a scheduler"),
         (f'{CPU}wheel = {{ tag = "x" }}', "wheel.tag", "or a wheel tag such as"),
         (f'{CPU}output = "my-app"', "output", "a package's path"),
