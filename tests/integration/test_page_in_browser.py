@@ -76,7 +76,7 @@ def test_the_page_has_no_errors_at_any_width(browser: Browser, file: Path, width
     assert shown.locator("h2").all_inner_texts() == [
         "Failed",
         "Models by targets",
-        "Opening a session",
+        "Compiling and opening",
         "Jobs",
     ]
     assert shown.locator("article.failed").count() == 2
