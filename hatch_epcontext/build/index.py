@@ -46,9 +46,10 @@ class Index:
         key = _digest_of(status)
         found = self._known.get(key) or self._read(key)
         if found is None:
-            found = file_sha256(path)
             # A file that was written at this moment may be written again without another status.
-            if _is_settled(status) and _digest_of(path.stat()) == key:
+            settled = _is_settled(status)
+            found = file_sha256(path)
+            if settled and _digest_of(path.stat()) == key:
                 self._write(key, found)
         self._known[key] = found
         return found

@@ -28,6 +28,7 @@ from hatch_epcontext.build.validation import (
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, Context
+from hatch_epcontext.ipc.process import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class JobRunner:
             return Artifact(folder, record), False
 
     def _waiting(self, job: Job) -> Callable[[], None]:
+        beat = Heartbeat()
+        line = f"{job.location}: waiting for another build, which compiles the same"
         said: list[str] = []
 
         def wait() -> None:
@@ -115,8 +118,10 @@ class JobRunner:
                 message = "the build was interrupted."
                 raise BuildError(Problem(Kind.INTERRUPTED, job.location, message))
             if not said:
-                said.append(f"{job.location}: waiting for another build, which compiles the same")
-                self.log(said[0])
+                said.append(line)
+                self.log(line)
+            elif (seconds := beat.due()) is not None:
+                self.log(f"{line}, for {seconds:.0f} s")
 
         return wait
 

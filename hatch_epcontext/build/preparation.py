@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,17 @@ from hatch_epcontext.build.artifact import Preparation
 from hatch_epcontext.build.fingerprint import value_sha256
 from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, ModelError
+from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.ipc.facts import SIMPLIFIERS, Simplifier
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.serialize import to_plain
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import PrepareReply
+
+
+_NOT_THE_SIMPLIFIERS = (Kind.OUT_OF_MEMORY, Kind.WORKER_TIMEOUT, Kind.INTERRUPTED)
+"""What no other simplifier would mend; its result would stay in the cache, although it is weaker."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Preparations:
         self._lock = threading.Lock()
         self._busy: dict[str, threading.Lock] = {}
         self._prepared: dict[str, Prepared] = {}
+        self._failed: dict[str, tuple[Job, BuildError]] = {}
         self._wanted = Counter(
             _key(each, model) for job in jobs for each in (job, *job.alone) for model in each.models
         )
@@ -59,12 +64,16 @@ class Preparations:
         with self._lock:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:
+            if key in self._failed:
+                raise _for_job(job, *self._failed[key])
             if key not in self._prepared:
-                # A failure is not kept: it has the job's own location.
                 scratch = self._folder / key[:16]
-                shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
-                self._prepared[key] = prepare(job, model, scratch, self._workers)
+                try:
+                    self._prepared[key] = prepare(job, model, scratch, self._workers)
+                except BuildError as error:
+                    self._failed[key] = job, error
+                    raise
             return self._prepared[key]
 
     def reference(self, job: Job, model: Model) -> str | None:
@@ -82,6 +91,16 @@ class Preparations:
             if unwanted:
                 self._prepared.pop(key, None)
                 shutil.rmtree(self._folder / key[:16], ignore_errors=True)
+
+
+def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
+    """The ``error`` that ``first`` got, with the location of ``job``."""
+    return type(error)(
+        *(
+            replace(each, location=each.location.replace(first.location, job.location, 1))
+            for each in error.problems
+        )
+    )
 
 
 def _key(job: Job, model: Model) -> str:
@@ -119,6 +138,8 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
         except ModelError:
             raise
         except BuildError as error:
+            if any(problem.kind in _NOT_THE_SIMPLIFIERS for problem in error.problems):
+                raise
             failures.append((simplifier, error))
             continue
         if best is None or len(reply.control_flow) < len(best[1].control_flow):

@@ -82,7 +82,7 @@ class Fork:
         with contextlib.suppress(ServerGoneError), contextlib.closing(self._connection):
             self.kill()
             if self.wait(_GRACE) is None:
-                self._server.close()
+                self._server.kill()
 
 
 class ForkServer:
@@ -101,6 +101,8 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 # Ctrl-C is for the build process, which ends its workers itself.
                 start_new_session=True,
+                # Not the project's folder: Python 3.10 would find its modules before all others.
+                cwd="/",
             )
         self._control = ours
 
@@ -116,6 +118,11 @@ class ForkServer:
                 ours.close()
                 raise ServerGoneError from error
         return Fork(ours, self)
+
+    def kill(self) -> None:
+        """End the server at once, and all its workers with it: it is stopped, or stuck."""
+        self._process.kill()
+        self.close()
 
     def close(self) -> None:
         """End the server and all its workers, and wait for that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import threading
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.ipc.running import Interpreter, Order, Running
@@ -33,7 +35,7 @@ _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 _NO_MEMORY = re.compile(
-    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory",
+    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena",
     re.IGNORECASE,
 )
 """How Python, C++ and ONNX Runtime say that memory is short."""
@@ -45,6 +47,22 @@ _WINDOWS_CRASHES = {
     0xC0000374: "heap corruption",
     0xC000001D: "illegal instruction",
 }
+
+
+class Heartbeat:
+    """When to report that something still runs: after ten seconds, and then every thirty."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.next = self.start + _FIRST_BEAT
+
+    def due(self) -> float | None:
+        """Seconds since the start, if it is time for a report."""
+        now = time.monotonic()
+        if now < self.next:
+            return None
+        self.next = now + _NEXT_BEATS
+        return now - self.start
 
 
 class _Processes:
@@ -165,15 +183,10 @@ class Workers:
         if self._processes.stopped:
             raise _interrupted(location)
         if exit_code is None:
-            raise BuildError(
-                Problem(
-                    Kind.WORKER_TIMEOUT,
-                    location,
-                    f"the worker was stopped after {self.timeout:g} seconds.",
-                    settings=(Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3)),),
-                    log=tail,
-                )
-            )
+            limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
+            message = f"the worker was stopped after {self.timeout:g} seconds."
+            problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
+            raise BuildError(_with_variable(problem, "TIMEOUT"))
         if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
             message = f"the worker {_describe_exit(exit_code)}."
             problem = Problem(
@@ -189,7 +202,7 @@ class Workers:
             for each in from_json(text, Refusal).problems
         ]
         if exit_code == REFUSED:
-            raise ModelError(*problems)
+            raise ModelError(*map(self._explained, problems))
         raise BuildError(*(self._explained(replace(each, log=tail)) for each in problems))
 
     @property
@@ -212,30 +225,35 @@ class Workers:
                 self._processes.without_server()
 
     def _wait(self, process: Running, order: Order, location: str) -> int | None:
-        start = time.monotonic()
-        beat = start + _FIRST_BEAT
-        while (now := time.monotonic()) < start + self.timeout:
-            code = process.wait(min(start + self.timeout, beat) - now)
+        beat = Heartbeat()
+        end = beat.start + self.timeout
+        while (now := time.monotonic()) < end:
+            code = process.wait(min(end, beat.next) - now)
             if code is not None:
                 return code
-            if (now := time.monotonic()) >= beat:
-                beat = now + _NEXT_BEATS
-                if self.progress is not None:
-                    self.progress(f"{location}: {order.action} runs for {now - start:.0f} s")
+            seconds = beat.due()
+            if seconds is not None and self.progress is not None:
+                self.progress(f"{location}: {order.action} runs for {seconds:.0f} s")
         return None
 
     def _explained(self, problem: Problem) -> Problem:
-        """``problem``, or that the worker had too little memory if a limit is the reason."""
-        if self.memory_limit is None or not _NO_MEMORY.search(f"{problem.message}\n{problem.log}"):
+        """``problem``, or that the worker had too little memory if a limit is or may be the reason."""
+        if self.memory_limit is None:
             return problem
-        key = Key() / "build" / "memory-limit"
-        return replace(
-            problem,
-            kind=Kind.OUT_OF_MEMORY,
-            message=f"the worker needs more memory than {key} allows "
-            f"({show_size(self.memory_limit)}): {problem.message}",
-            hint="Raise the limit, or remove it.",
-            settings=(Setting(key, f"{-(-2 * self.memory_limit // 10**6)} MB"),),
+        key, size = Key() / "build" / "memory-limit", show_size(self.memory_limit)
+        if not _NO_MEMORY.search(f"{problem.message}\n{problem.log}"):
+            # Some EPs only say that they cannot do what they could do with more memory.
+            hint = f"Or the worker had too little memory: {key} is {size}."
+            return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
+        return _with_variable(
+            replace(
+                problem,
+                kind=Kind.OUT_OF_MEMORY,
+                message=f"the worker needs more memory than {key} allows ({size}): {problem.message}",
+                hint="Raise the limit, or remove it.",
+                settings=(Setting(key, f"{-(-2 * self.memory_limit // 10**6)} MB"),),
+            ),
+            "MEMORY_LIMIT",
         )
 
     @contextlib.contextmanager
@@ -255,6 +273,15 @@ class Workers:
             ended.set()
             thread.join()
             self.log(f"{location}: {action} took {time.monotonic() - start:.1f} s")
+
+
+def _with_variable(problem: Problem, name: str) -> Problem:
+    """``problem``, with the environment variable to change instead of the key if it is set."""
+    variable = PREFIX + name
+    if not os.environ.get(variable):
+        return problem
+    hint = f"Raise {variable}, which wins over the configuration."
+    return replace(problem, hint=hint, settings=())
 
 
 def _follow(

@@ -70,21 +70,27 @@ class _Server:
         while True:
             for key, _ in self._selector.select():
                 found: Any = key.fileobj
+                if found.fileno() < 0:
+                    # Its worker has ended, and an earlier event of the same moment has closed it.
+                    continue
                 if found is self._awake:
                     self._awake.recv(4096)
                     self._reap()
                 elif found is not self._control:
                     self._receive(found)
-                elif (connection := self._accept()) is None:
+                elif not self._accept():
                     for process_id in self._running:
                         _kill(process_id)
                     return
-                else:
-                    self._selector.register(connection, selectors.EVENT_READ)
 
-    def _accept(self) -> socket.socket | None:
+    def _accept(self) -> bool:
+        """Take the connection for the next order; False when the build process has closed its end."""
         message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
-        return socket.socket(fileno=descriptors[0]) if message and descriptors else None
+        # Without a descriptor this process has too many: the build process sees that nobody answers.
+        for descriptor in descriptors:
+            connection = socket.socket(fileno=descriptor)
+            self._selector.register(connection, selectors.EVENT_READ)
+        return bool(message)
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -110,7 +116,13 @@ class _Server:
             warnings.filterwarnings(
                 "ignore", "This process .* is multi-threaded", DeprecationWarning
             )
-            process_id = os.fork()
+            try:
+                process_id = os.fork()
+            except OSError:
+                # Too many processes, or too little memory: the build process sees that nobody answers.
+                self._selector.unregister(connection)
+                connection.close()
+                return
         if process_id:
             self._running[process_id] = connection
             with contextlib.suppress(OSError):

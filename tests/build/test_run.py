@@ -298,6 +298,20 @@ def test_a_model_is_prepared_once_for_targets_that_want_the_same(
     assert not list(tmp_path.glob("staging-*/prepared/*"))
 
 
+def test_a_failed_preparation_is_an_error_of_each_job_and_is_not_repeated(
+    run_with: RunWith, project: Path, log: list[str]
+) -> None:
+    save(unknown_operator(), project / "models" / "bad.onnx")
+    toml = TWO.replace('"models/a.onnx", "models/b.onnx"', '"models/bad.onnx"')
+    with pytest.raises(IncompleteError) as raised:
+        run_with("build.jobs = 1\n" + toml, Workers(120, log.append))
+    assert [each.job.location for each in raised.value.result.failures] == [
+        "bad -> first",
+        "bad -> second",
+    ]
+    assert len({line for line in steps(log, "prepare") if "second" in line}) == 0
+
+
 def test_another_preparation_is_not_shared(run_with: RunWith, log: list[str]) -> None:
     toml = TWO.replace(', "models/b.onnx"', "").replace('"all"', '"none"')
     run_with(toml, Workers(120, log.append))

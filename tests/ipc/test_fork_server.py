@@ -17,8 +17,11 @@ import pytest
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.ipc.fork_server import ForkServer
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest
+from hatch_epcontext.ipc.running import Order
+from hatch_epcontext.serialize import to_json
 from tests.ipc.test_process import KEY, request_for
 from tests.models import network, save
 
@@ -217,6 +220,28 @@ def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
     assert problem(workers, tmp_path / "two").message == "OSError: another"
 
 
+def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
+    tmp_path: Path, check: Path
+) -> None:
+    check.write_text("", encoding="utf-8")
+    save(network(), tmp_path / "a.onnx")
+    request_path = tmp_path / "request.json"
+    request_path.write_text(to_json(request_for(tmp_path / "a.onnx")), encoding="utf-8")
+    order = Order("check", tmp_path, request_path, tmp_path / "reply.json", tmp_path / "log")
+    server = ForkServer()
+    try:
+        for _ in range(40):
+            forks = [server.start(order) for _ in range(12)]
+            for fork in forks:
+                fork.wait(0.01)
+                fork.kill()
+            for fork in forks:
+                fork.close()
+        assert server._process.poll() is None
+    finally:
+        server.close()
+
+
 def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Workers) -> None:
     check.write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
@@ -279,6 +304,37 @@ def test_too_little_memory_is_an_error_of_its_own(tmp_path: Path, check: Path, f
     assert [str(each) for each in limited.settings] == [
         'tool.epcontext.build.memory-limit = "4000 MB"'
     ]
+
+
+def test_a_refusal_for_too_little_memory_names_the_limit(tmp_path: Path, check: Path) -> None:
+    check.write_text(
+        "from hatch_epcontext.errors import Kind, ModelError, Problem\n"
+        "text = 'the source model itself cannot be run on the CPU: std::bad_alloc'\n"
+        "raise ModelError(Problem(Kind.SOURCE_FAILED, 'models[0]', text))\n",
+        encoding="utf-8",
+    )
+    with Workers(60, memory_limit=2 * 10**9) as workers:
+        limited = problem(workers, tmp_path)
+    assert (limited.kind, limited.location) == (Kind.OUT_OF_MEMORY, "models[0]")
+    assert limited.message.endswith("cannot be run on the CPU: std::bad_alloc")
+
+
+def test_with_a_limit_every_failure_may_be_its_fault(tmp_path: Path, check: Path) -> None:
+    check.write_text("raise OSError('a node was not selected')\n", encoding="utf-8")
+    with Workers(60, memory_limit=2 * 10**9) as workers:
+        failed = problem(workers, tmp_path)
+    assert failed.kind is Kind.COMPILE_FAILED
+    assert "too little memory: tool.epcontext.build.memory-limit is 2.0 GB" in failed.advice()
+
+
+def test_the_hint_names_the_variable_that_sets_the_limit(
+    tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "3")
+    check.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    with Workers(3) as workers:
+        stopped = problem(workers, tmp_path)
+    assert stopped.advice() == "Raise HATCH_EPCONTEXT_TIMEOUT, which wins over the configuration."
 
 
 def test_without_a_limit_short_memory_is_not_blamed_on_it(
