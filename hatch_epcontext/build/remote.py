@@ -563,7 +563,10 @@ def _status(error: Exception) -> int | None:
 def _reason(error: Exception) -> str:
     """The first line of an error, without anything that can be a secret."""
     lines = str(error).strip().splitlines()
-    text = hide_credentials(lines[0] if lines else type(error).__name__)
+    text = lines[0] if lines else type(error).__name__
+    # aiohttp names its TLS setting for addresses without TLS too.
+    refused = re.fullmatch(r"Cannot connect to host \S+ ssl:.*? \[(.+)\]", text)
+    text = hide_credentials(refused[1] if refused else text)
     for name, value in os.environ.items():
         if len(value) >= 6 and re.search("KEY|SECRET|TOKEN|PASS|CREDENTIAL|SAS|CONNECTION", name):
             text = text.replace(value, "***")
