@@ -236,8 +236,8 @@ class Kind(Enum):
     )
     UNEQUAL_WORKERS = (
         "EPC108",
-        "Workers of the cluster do not fit",
-        "Machines of the dask cluster have other versions than each other or than this machine.",
+        "Workers of the cluster have different versions",
+        "Machines of the dask cluster and this one have different versions of packages.",
         "Install the same versions, or give the target `resources` that only equal workers have.",
     )
     INVALID_MODEL = (
@@ -357,7 +357,7 @@ class Kind(Enum):
     NOT_CACHED = (
         "EPC311",
         "Not in the cache",
-        "`HATCH_EPCONTEXT_FROM_CACHE` names a target that the cache does not have.",
+        "`HATCH_EPCONTEXT_FROM_CACHE` takes a target only from the cache, and the cache does not have it.",
         "Build the target where it can be built, with the same cache.",
     )
     OUT_OF_MEMORY = (

@@ -41,6 +41,15 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a build that waits for another one shall end."""
 
+_STAGED, _TRASH = ".staged-", ".trash-"
+"""How folders beside the artifacts begin, before an artifact is there and before it is removed."""
+
+_LEFTOVER_AGE = datetime.timedelta(days=1)
+"""A build that wrote a file so long ago, and did not finish it, does not run any more."""
+
+_SMALL_FILES = ("latest", "locks", "index")
+"""The folders of the layout with small files, which are named by hashes."""
+
 LAYOUT = "v3"
 """The folder of this format below the cache's root."""
 
@@ -246,7 +255,7 @@ class Cache:
     def _store(self, root: Path, fingerprint: str, folder: Path, record: Record) -> None:
         entry = _entry_folder(root, fingerprint)
         entry.parent.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=".staged-", dir=entry.parent))
+        staged = Path(tempfile.mkdtemp(prefix=_STAGED, dir=entry.parent))
         try:
             shutil.copytree(folder, staged / "files", copy_function=link_or_copy)
             for file in (staged / "files").rglob("*"):
@@ -266,7 +275,7 @@ def _publish(staged: Path, entry: Path) -> None:
         # Another build was faster, or the existing entry is damaged.
         if _intact(entry, entry.name) is not None:
             return
-        trash = Path(tempfile.mkdtemp(prefix=".trash-", dir=entry.parent))
+        trash = Path(tempfile.mkdtemp(prefix=_TRASH, dir=entry.parent))
         entry.rename(trash / "entry")
         staged.rename(entry)
         shutil.rmtree(trash, ignore_errors=True)
@@ -387,7 +396,10 @@ class Store:
         ]
 
     def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
-        """Remove artifacts unused for ``older_than``, and the longest unused beyond ``max_size`` bytes."""
+        """Remove artifacts unused for ``older_than``, and the longest unused beyond ``max_size`` bytes.
+
+        Also what killed builds left in the folder more than a day ago.
+        """
         oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
         kept, removed = 0, []
         for entry in self.entries():
@@ -400,12 +412,14 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 if oldest is not None and _changed(file) < oldest:
                     file.unlink()
+        self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
         return self._remove(removed)
 
     def clear(self) -> list[Entry]:
         """Remove all artifacts, and everything else that builds wrote into the folder."""
         removed = self._remove(self.entries())
-        for file in self._small_files("latest", "locks", "index"):
+        self._remove_leftovers()
+        for file in self._small_files(*_SMALL_FILES):
             file.unlink(missing_ok=True)
         for file in (self.root / "reports").glob("*.json"):
             if f'"generator": "{GENERATOR} ' in file.read_text(encoding="utf-8", errors="replace"):
@@ -418,13 +432,43 @@ class Store:
             found = (self.root / LAYOUT / folder).glob("*")
             yield from (file for file in found if _is_fingerprint(file.name))
 
+    def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
+        """Remove what killed builds left in the cache's own folders, and did not change since ``before``."""
+        for path in list(self._leftovers()):
+            # It can be that of a running build, which removes it itself.
+            with contextlib.suppress(OSError):
+                if before is not None and _changed(path) >= before:
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+
+    def _leftovers(self) -> Iterator[Path]:
+        layout = self.root / LAYOUT
+        for folder in layout.glob("[0-9a-f][0-9a-f]"):
+            yield from filter(_is_staging, folder.glob(".*"))
+            found = filter(_is_temporary, folder.glob("*/.*.tmp"))
+            yield from (file for file in found if _is_fingerprint(file.parent.name))
+        for folder in (*(layout / name for name in _SMALL_FILES), self.root / "reports"):
+            yield from filter(_is_temporary, folder.glob(".*.tmp"))
+
     def _remove(self, entries: list[Entry]) -> list[Entry]:
         for entry in entries:
             # Renamed first: a build finds the whole entry or nothing.
-            trash = Path(tempfile.mkdtemp(prefix=".trash-", dir=entry.folder.parent))
+            trash = Path(tempfile.mkdtemp(prefix=_TRASH, dir=entry.folder.parent))
             entry.folder.rename(trash / "entry")
             shutil.rmtree(trash, ignore_errors=True)
         return entries
+
+
+def _is_staging(path: Path) -> bool:
+    return path.name.startswith((_STAGED, _TRASH)) and path.is_dir() and not path.is_symlink()
+
+
+def _is_temporary(file: Path) -> bool:
+    """Whether `write_atomically` was writing ``file``."""
+    return re.fullmatch(r"\..+\.\d+-\d+\.tmp", file.name) is not None
 
 
 def _entry(folder: Path) -> Entry:

@@ -133,8 +133,8 @@ class JobRunner:
                 Problem(
                     Kind.NOT_CACHED,
                     job.location,
-                    "HATCH_EPCONTEXT_FROM_CACHE names its target, and the cache has no artifact of "
-                    "this model with these settings.",
+                    "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the cache has no "
+                    "artifact of this model with these settings.",
                     _build_elsewhere(job),
                 )
             )
@@ -178,8 +178,8 @@ class JobRunner:
                 Problem(
                     Kind.NOT_CACHED,
                     f"{job.location}: validation",
-                    "HATCH_EPCONTEXT_FROM_CACHE names its target, and the artifact in the cache was "
-                    "not validated with these inputs, this tolerance and these options.",
+                    "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the artifact in "
+                    "the cache was not validated with these inputs, this tolerance and these options.",
                     _build_elsewhere(job),
                 )
             )

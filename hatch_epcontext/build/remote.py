@@ -79,6 +79,10 @@ class _Failure(Enum):
     STOPPED = "stopped"
 
 
+_UNKNOWN = (_Failure.MISSING, _Failure.DENIED)
+"""A bucket that cannot be listed does not say what is missing."""
+
+
 class _RemoteError(Exception):
     """A request that failed, with the reason for a message."""
 
@@ -219,7 +223,7 @@ class Remote:
         return record
 
     def send(self, fingerprint: str, folder: Path, record: Record) -> None:
-        """Upload the artifact in ``folder``, if the remote may be written and has none that is intact."""
+        """Upload the artifact in ``folder``, if the remote may be written and has none that is complete."""
         self._writing(lambda: self._send(fingerprint, folder, record))
 
     def read(self, name: str) -> str | None:
@@ -335,7 +339,7 @@ class Remote:
             raise _DamagedError(f"its file {name} has other content")
 
     def _chunks(self, name: str, size: int, patience: float) -> Iterator[bytes]:
-        """The file ``name`` in pieces, and at most one piece more than ``size`` bytes."""
+        """The file ``name`` in pieces, and at most one byte more than ``size``."""
         if size and self._backend.streams:
             yield from self._stream(name, size, patience)
             return
@@ -351,7 +355,8 @@ class Remote:
         with contextlib.closing(stream):
             received = 0
             while received <= size:
-                chunk: bytes = self._ask(lambda *_: stream.read(_CHUNK), name, patience)
+                length = min(_CHUNK, size + 1 - received)
+                chunk: bytes = self._ask(partial(_read_stream, stream, length), name, patience)
                 if not chunk:
                     return
                 received += len(chunk)
@@ -374,30 +379,43 @@ class Remote:
         return envelope.text
 
     def _send(self, fingerprint: str, folder: Path, record: Record) -> None:
-        if self._is_sent(_entry(fingerprint), fingerprint):
+        sent = self._sent(fingerprint)
+        # A store that removes files by age can remove one of an artifact that it keeps.
+        if sent is not None and all(map(self._has_blob, sent.files.values())):
             return
         for name, file in record.files.items():
-            if not self._is_sent(_blob(file.sha256), file.sha256, file.size):
+            if not self._has_blob(file):
                 self._upload(folder / PurePosixPath(name), _blob(file.sha256), file.size)
                 self._state.damaged.discard(file.sha256)
-        self._upload_text(_entry(fingerprint), to_json(StoredRecord(fingerprint, record)))
+        if sent != record:
+            self._upload_text(_entry(fingerprint), to_json(StoredRecord(fingerprint, record)))
         self._state.damaged.discard(fingerprint)
 
-    def _is_sent(self, name: str, content: str, size: int = 1) -> bool:
-        """Whether ``name`` is there, and not known to be damaged; its first piece is asked for.
+    def _sent(self, fingerprint: str) -> Record | None:
+        """The record in the remote, which can name other files than another machine compiled."""
+        try:
+            return self._record(fingerprint)
+        except _DamagedError:
+            return None
+        except _RemoteError as error:
+            if error.failure in _UNKNOWN:
+                return None
+            raise
 
-        No listing, which needs a right of its own.
+    def _has_blob(self, file: FileRecord) -> bool:
+        """Whether ``file`` is there, and not known to be damaged; its first byte is asked for.
+
+        No listing, which needs a right of its own. Nobody reads an empty file.
         """
-        if content in self._state.damaged:
+        if file.sha256 in self._state.damaged:
             return False
         try:
-            next(self._chunks(name, min(size, 1), self._patience), None)
+            found = b"".join(self._chunks(_blob(file.sha256), min(file.size, 1), self._patience))
         except _RemoteError as error:
-            # A bucket that cannot be listed does not say what is missing.
-            if error.failure in (_Failure.MISSING, _Failure.DENIED):
+            if error.failure in _UNKNOWN:
                 return False
             raise
-        return size > 0
+        return bool(found) or file.size == 0
 
     def _upload(self, source: Path, name: str, size: int) -> None:
         options = self._backend.upload(size)
@@ -491,6 +509,11 @@ class Remote:
         return _RemoteError(_Failure.FAILED, _reason(error))
 
 
+def _read_stream(stream: Any, length: int, *_: object) -> bytes:
+    data: bytes = stream.read(length)
+    return data
+
+
 def _read(files: Any, path: str, limits: Mapping[str, int]) -> bytes:
     data: bytes = files.cat_file(path, **limits)
     return data
@@ -540,7 +563,10 @@ def _status(error: Exception) -> int | None:
 def _reason(error: Exception) -> str:
     """The first line of an error, without anything that can be a secret."""
     lines = str(error).strip().splitlines()
-    text = hide_credentials(lines[0] if lines else type(error).__name__)
+    text = lines[0] if lines else type(error).__name__
+    # aiohttp names its TLS setting for addresses without TLS too.
+    refused = re.fullmatch(r"Cannot connect to host \S+ ssl:.*? \[(.+)\]", text)
+    text = hide_credentials(refused[1] if refused else text)
     for name, value in os.environ.items():
         if len(value) >= 6 and re.search("KEY|SECRET|TOKEN|PASS|CREDENTIAL|SAS|CONNECTION", name):
             text = text.replace(value, "***")

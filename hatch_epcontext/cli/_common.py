@@ -69,7 +69,7 @@ class Verbosity:
     def workers(self, timeout: float, memory_limit: int | None = None) -> Workers:
         """Workers with these limits, in seconds and bytes.
 
-        It is printed what runs for long, and the workers' log if the command is verbose.
+        Steps that run for long are printed, and the workers' log if the command is verbose.
         """
         log = self._print if self.verbose else None
         return Workers(timeout, log, self.verbose > 1, memory_limit, progress=self._print)

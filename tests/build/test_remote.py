@@ -187,6 +187,38 @@ def test_a_damaged_file_is_a_miss_and_is_sent_again(
     assert len(warnings) == 1
 
 
+def test_an_incomplete_artifact_is_sent_again_by_a_build_that_has_it(
+    url: str, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    (artifact.folder / "empty.bin").touch()
+    record = make_record(record_files(artifact.folder))
+    # As after a store has removed a file by its age: an entry, and only some of its files.
+    documents = Remote(url, warnings.append, can_write=True)
+    documents.write(f"entries/ab/{KEY}.json", to_json(StoredRecord(KEY, record)))
+    Remote(url, warnings.append, can_write=True).send(KEY, artifact.folder, record)
+    assert Remote(url, warnings.append).fetch(KEY, tmp_path / "fetched") == record
+    assert not warnings
+
+
+def test_an_incomplete_artifact_is_replaced_by_one_with_other_files(
+    make: Callable[[], Remote],
+    folder: Path,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+) -> None:
+    make().send(KEY, artifact.folder, artifact.record)
+    first = artifact.record.files["a_ctx_qnn.bin"]
+    (artifact.folder / "a_ctx_qnn.bin").write_bytes(b"compiled on another machine")
+    other = make_record(record_files(artifact.folder))
+    make().send(KEY, artifact.folder, other)
+    assert make().fetch(KEY, tmp_path / "first") == artifact.record
+    blob(folder, first).unlink()
+    make().send(KEY, artifact.folder, other)
+    assert make().fetch(KEY, tmp_path / "second") == other
+    assert not warnings
+
+
 def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
     server: WebServer, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
@@ -345,6 +377,8 @@ def test_an_unreachable_remote_is_one_warning(
     (warning,) = warnings
     assert warning.startswith(f"the shared cache {url} cannot be reached (")
     assert warning.endswith("this build goes on without it")
+    # aiohttp's, which would only confuse.
+    assert "ssl:" not in warning
 
 
 def test_a_remote_that_does_not_answer_is_asked_once(warnings: list[str]) -> None:

@@ -237,7 +237,10 @@ ONNX = ("onnxruntime", "onnx", "onnxslim", "numpy")
 
 
 def test_a_miss_of_a_target_from_the_cache_is_an_error(project: Path, run: Run) -> None:
-    with pytest.raises(BuildError, match="the cache has no artifact of this model") as raised:
+    with pytest.raises(
+        BuildError,
+        match="takes its target only from the cache, and the cache has no artifact of this model",
+    ) as raised:
         run(CPU, FROM_CACHE)
     assert "HATCH_EPCONTEXT_TARGETS=cpu" in str(raised.value)
     run(CPU)
@@ -249,7 +252,10 @@ def test_a_miss_of_a_target_from_the_cache_is_an_error(project: Path, run: Run) 
             FROM_CACHE,
         )
     save(network(3), project / "models" / "a.onnx")
-    with pytest.raises(BuildError, match="the cache has no artifact of this model"):
+    with pytest.raises(
+        BuildError,
+        match="takes its target only from the cache, and the cache has no artifact of this model",
+    ):
         run(CPU, FROM_CACHE)
 
 

@@ -144,6 +144,18 @@ def test_a_build_that_may_write_also_sends_what_was_compiled_before(
     assert len(sent) == len(set(sent))
 
 
+def test_a_build_that_may_write_repairs_what_the_store_removed(
+    machine: Callable[[str], Machine], server: WebServer
+) -> None:
+    first, last = machine("first"), machine("last")
+    first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
+    for blob in (server.folder / "cache" / "v3" / "blobs").glob("*/*"):
+        blob.unlink()
+    first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
+    last.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
+    assert not first.warnings + last.warnings
+
+
 def test_an_empty_variable_and_no_cache_ask_nobody(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:

@@ -19,7 +19,7 @@ def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
 
 
 def entries(cache: Path) -> list[Path]:
-    return sorted((cache / "v3").glob("??/*"))
+    return sorted((cache / "v3").glob("??/[!.]*"))
 
 
 def age(entry: Path, days: float) -> None:
@@ -79,6 +79,58 @@ def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> Non
         file.write_text("{}", encoding="utf-8")
     assert cli("cache", "clear").stdout.startswith("removed 2 artifacts, ")
     assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
+
+
+def leave(cache: Path) -> list[Path]:
+    """What killed builds can leave in ``cache``."""
+    entry = entries(cache)[0]
+    folders = [entry.parent / ".staged-x1", entry.parent / ".trash-x1"]
+    for folder in folders:
+        (folder / "files").mkdir(parents=True)
+        (folder / "files" / "a_ctx.onnx").write_bytes(b"model")
+    files = [
+        cache / "v3" / "latest" / f".{'ab' * 32}.17-4711.tmp",
+        cache / "v3" / "index" / f".{'ab' * 32}.17-4711.tmp",
+        cache / "reports" / ".digits-app.json.17-4711.tmp",
+        entry / ".seal.json.17-4711.tmp",
+    ]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    return [*folders, *files]
+
+
+def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> None:
+    leave(filled)
+    mine = [
+        filled / ".mine.17-4711.tmp",
+        filled / "mine" / ".staged-x1",
+        filled / "reports" / ".mine.tmp",
+        filled / "v3" / "my" / ".trash-x1" / "mine",
+        filled / "v3" / "ab" / "mine" / ".mine.17-4711.tmp",
+    ]
+    for file in mine:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    cli("cache", "clear")
+    assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
+    assert not list(filled.rglob(".staged-x1/files"))
+
+
+@pytest.mark.parametrize("arguments", [("--older-than", "30d"), ("--max-size", "1GB")])
+def test_pruning_removes_what_builds_left_that_were_killed_more_than_a_day_ago(
+    cli: Cli, filled: Path, arguments: tuple[str, str]
+) -> None:
+    left = leave(filled)
+    for path in left:
+        age(path, 0.9)
+    cli("cache", "prune", *arguments)
+    assert all(path.exists() for path in left)
+    for path in left:
+        age(path, 1.1)
+    cli("cache", "prune", *arguments)
+    assert not any(path.exists() for path in left)
+    assert len(entries(filled)) == 2
 
 
 def test_damaged_artifacts_are_found(cli: Cli, filled: Path) -> None:
