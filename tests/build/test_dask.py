@@ -22,6 +22,7 @@ import pytest
 from hatch_epcontext.build.artifact import Record, Result, Times, ValidationStatus
 from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.executors import dask as dask_module
+from hatch_epcontext.build.executors import dask_worker
 from hatch_epcontext.build.executors.dask import DaskExecutor
 from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.requirements import FARM
@@ -36,8 +37,11 @@ from tests.models import network, save, save_with_data, unknown_operator
 PRELOAD = """
 from hatch_epcontext.ipc import process
 process._FIRST_BEAT = process._NEXT_BEATS = 0.5
+
+from hatch_epcontext.build.executors import store
+store.SILENCE_SECONDS = 1.0
 """
-"""What each dask worker runs at its start, so that no test waits for the first sign of life."""
+"""What each dask worker runs at its start, so that no test waits for long."""
 
 SLOW_LIBRARY = """
 import os, pathlib, time
@@ -328,6 +332,26 @@ def test_a_model_that_changes_while_it_is_sent_is_refused(
     monkeypatch.setattr(DaskExecutor, "_send", changed)
     with pytest.raises(BuildError, match="it changed while the build was running"):
         run(CPU)
+
+
+def test_a_file_whose_transfer_failed_without_a_word_is_sent_again(
+    run: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dask_module, "CHUNK", 1000)
+    save(network(6), run.root / "models" / "a.onnx")
+    lost: list[object] = []
+    call = DaskExecutor._call
+
+    def call_with_hiccup(self: Any, address: str, function: Any, *arguments: Any) -> Any:
+        is_second_chunk = function is dask_worker.receive and arguments[2] == 1000
+        if len(lost) < 2 and (is_second_chunk or function is dask_worker.refuse):
+            lost.append(function)
+            raise dask_module._LostError("a hiccup")
+        return call(self, address, function, *arguments)
+
+    monkeypatch.setattr(DaskExecutor, "_call", call_with_hiccup)
+    assert run(CPU).built[0].validations["a"].status is ValidationStatus.RAN
+    assert lost == [dask_worker.receive, dask_worker.refuse]
 
 
 def test_errors_and_their_logs_are_as_locally(run: Builder) -> None:

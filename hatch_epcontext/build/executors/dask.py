@@ -136,6 +136,8 @@ class DaskExecutor:
         self._target_locks: dict[tuple[str, bool], threading.Lock] = {}
         # What workers may ask for by its sha256: its path, and its size in bytes.
         self._files: dict[str, tuple[Path, int]] = {}
+        # The files that are being sent, with the addresses of their workers: these may ask again meanwhile.
+        self._sending: set[tuple[str, str]] = set()
         # By the token of a job: its last step, the one that compiled it, and the workers that have it.
         self._running: dict[str, _Running] = {}
         self._compiled: dict[str, Any] = {}
@@ -479,9 +481,17 @@ class DaskExecutor:
                             return
                     offset += len(chunk)
         except (_LostError, OSError) as error:
-            # If the worker itself is lost, dask gives its job to another one.
+            self._note_sent(sha256, address)
+            # If the worker itself is lost, dask gives its job to another one. If only this message is lost,
+            # the worker asks again.
             with contextlib.suppress(_LostError):
                 self._call(address, dask_worker.refuse, self._info.id, sha256, f"{path}: {error}")
+        finally:
+            self._note_sent(sha256, address)
+
+    def _note_sent(self, sha256: str, address: str) -> None:
+        with self._lock:
+            self._sending.discard((sha256, address))
 
     def _send_chunk(self, sha256: str, address: str, offset: int, chunk: bytes) -> bool:
         """Send a chunk to a worker; False if it does not wait for it any more."""
@@ -551,9 +561,14 @@ class DaskExecutor:
                         running.place = address
                     self._places.setdefault(event["started"], set()).add(address)
             elif "wants" in event:
+                wanted = (event["wants"], address)
+                with self._lock:
+                    is_sent = wanted in self._sending
+                    self._sending.add(wanted)
                 # A closed pool takes nothing more.
                 with contextlib.suppress(RuntimeError):
-                    self._senders.submit(self._send, event["wants"], address)
+                    if not is_sent:
+                        self._senders.submit(self._send, *wanted)
 
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT_SECONDS):
