@@ -44,7 +44,7 @@ from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Proble
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.text import count, pairs
+from hatch_epcontext.text import count, hide_credentials, pairs
 
 CHUNK = 4 << 20
 """Bytes of a file that one message has."""
@@ -681,7 +681,9 @@ def _connect(address: str) -> Any:
             Problem.at(
                 Key() / "build" / "scheduler",
                 Kind.UNREACHABLE_SCHEDULER,
-                f"the scheduler {address} cannot be reached: {error or type(error).__name__}",
+                hide_credentials(
+                    f"the scheduler {address} cannot be reached: {error or type(error).__name__}"
+                ),
                 "Start it, or correct the address. An empty HATCH_EPCONTEXT_SCHEDULER builds here.",
             )
         ) from None
@@ -797,7 +799,7 @@ def _flag(resources: Mapping[str, float]) -> str:
 
 def _lost_scheduler(location: str, error: BaseException) -> BuildError:
     message = f"the connection to the scheduler was lost: {error or type(error).__name__}"
-    return BuildError(Problem(Kind.UNREACHABLE_SCHEDULER, location, message))
+    return BuildError(Problem(Kind.UNREACHABLE_SCHEDULER, location, hide_credentials(message)))
 
 
 def _name(address: str, name: object) -> str:
