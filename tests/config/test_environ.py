@@ -225,3 +225,11 @@ def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> N
         assert config.overrides == (f"{PREFIX}{name}=",)
         assert VARIABLES[name].doc.endswith("switches it off when empty.")
     assert load(project, toml, None, EXECUTOR="local").build.scheduler is None
+
+
+def test_a_variable_may_decide_about_a_scheduler_in_pyproject(project: Path) -> None:
+    toml = f'{CPU}build = {{ scheduler = "tcp://host:8786" }}'
+    assert problems(project, toml).keys() == {"build.scheduler"}
+    assert load(project, toml, None, EXECUTOR="dask").build.scheduler == "tcp://host:8786"
+    for name, value in (("EXECUTOR", "local"), ("EXECUTOR", ""), ("SCHEDULER", "")):
+        assert load(project, toml, None, **{name: value}).build.scheduler is None
