@@ -19,7 +19,7 @@ from hatch_epcontext.config.settings import (
     WheelSettings,
 )
 from hatch_epcontext.config.tables import BuildTable, RootTable
-from hatch_epcontext.errors import ROOT, Checked, ConfigError, Key, Kind, Problem, collect
+from hatch_epcontext.errors import ROOT, Checked, ConfigError, Key, Kind, Problem, Setting, collect
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size
 
@@ -78,6 +78,9 @@ def _load(
     gaps = [each for each in mistyped if each.kind is not Kind.MOVED_KEY]
     _, missing = collect(_check_scheduler(parsed, environment))
     yield from (each for each in (*invalid, *missing) if not _is_about(each, gaps))
+    cluster = (Key() / "build" / "executor", Key() / "build" / "scheduler")
+    if not any(each.key in cluster for each in (*mistyped, *invalid)):
+        yield from _check_executor(parsed, environment)
     return _config(root, parsed, models, environment)
 
 
@@ -103,6 +106,24 @@ def _check_scheduler(table: RootTable, environment: Environment) -> Checked[None
             Kind.MISSING_KEY,
             'is required with executor = "dask": the address of the scheduler.',
             f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.',
+        )
+
+
+def _check_executor(table: RootTable, environment: Environment) -> Checked[None]:
+    build = _build_table(table, environment)
+    # A variable may switch the cluster of a project on or off.
+    if (
+        build.executor == "local"
+        and build.scheduler is not None
+        and table.build.scheduler is not None
+        and "executor" not in environment.build
+    ):
+        yield Problem.at(
+            Key() / "build" / "scheduler",
+            Kind.CONFLICTING_KEYS,
+            'is used only with executor = "dask".',
+            "Remove it, or set this:",
+            Setting(Key() / "build" / "executor", "dask"),
         )
 
 

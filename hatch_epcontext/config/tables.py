@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from packaging.tags import parse_tag
 
@@ -104,8 +105,18 @@ def _resources(value: Mapping[str, float]) -> str | None:
 
 
 def _address(value: str) -> str | None:
-    valid = re.fullmatch(r"[a-z]+://\S+", value)
+    if "@" in value:
+        return "an address without a user and a password (TLS certificates come from dask's configuration)"
+    valid = re.fullmatch(r"[a-z]+://\S+", value) and _has_valid_port(value)
     return None if valid else 'the address of a scheduler, such as "tcp://host:8786"'
+
+
+def _has_valid_port(url: str) -> bool:
+    """Whether the URL has a number as its port, or none."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _wheel_tag(value: str) -> str | None:

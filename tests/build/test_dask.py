@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 from hatch_epcontext.build.artifact import Record, Result, Times, ValidationStatus
 from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.executors import dask as dask_module
+from hatch_epcontext.build.executors import dask_worker
 from hatch_epcontext.build.executors.dask import DaskExecutor
 from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.requirements import FARM
@@ -36,8 +37,11 @@ from tests.models import network, save, save_with_data, unknown_operator
 PRELOAD = """
 from hatch_epcontext.ipc import process
 process._FIRST_BEAT = process._NEXT_BEATS = 0.5
+
+from hatch_epcontext.build.executors import store
+store.SILENCE_SECONDS = 1.0
 """
-"""What each dask worker runs at its start, so that no test waits for the first sign of life."""
+"""What each dask worker runs at its start, so that no test waits for long."""
 
 SLOW_LIBRARY = """
 import os, pathlib, time
@@ -52,6 +56,9 @@ def get_library_path():
     return onnxruntime_qnn.get_library_path()
 """
 """A package with QNN's library, which is not found while there is a file ``hold``."""
+
+
+SLOW_WORKERS = frozenset({"slow-1", "slow-2"})
 
 
 class Cluster:
@@ -83,14 +90,14 @@ class Cluster:
             **environ,
         )
 
-    def start_slow(self) -> None:
-        """Start those of two workers with `SLOW_LIBRARY` that do not run."""
+    def start_slow(self, names: Set[str] = SLOW_WORKERS, resources: str = "SLOW=1") -> None:
+        """Start those of the workers ``names`` with `SLOW_LIBRARY` that do not run."""
         folder = self.folder / "slow"
         folder.mkdir(exist_ok=True)
         (folder / "slow_qnn.py").write_text(SLOW_LIBRARY, encoding="utf-8")
-        for name in {"slow-1", "slow-2"} - self.workers.keys():
+        for name in names - self.workers.keys():
             environ = {"PYTHONPATH": str(folder), "SLOW_FOLDER": str(folder), "SLOW_NAME": name}
-            self.start(name, "SLOW=1", **environ)
+            self.start(name, resources, **environ)
 
     def wait(self) -> None:
         """Return when all workers are connected."""
@@ -327,6 +334,26 @@ def test_a_model_that_changes_while_it_is_sent_is_refused(
         run(CPU)
 
 
+def test_a_file_whose_transfer_failed_without_a_word_is_sent_again(
+    run: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dask_module, "CHUNK", 1000)
+    save(network(6), run.root / "models" / "a.onnx")
+    lost: list[object] = []
+    call = DaskExecutor._call
+
+    def call_with_hiccup(self: Any, address: str, function: Any, *arguments: Any) -> Any:
+        is_second_chunk = function is dask_worker.receive and arguments[2] == 1000
+        if len(lost) < 2 and (is_second_chunk or function is dask_worker.refuse):
+            lost.append(function)
+            raise dask_module._LostError("a hiccup")
+        return call(self, address, function, *arguments)
+
+    monkeypatch.setattr(DaskExecutor, "_call", call_with_hiccup)
+    assert run(CPU).built[0].validations["a"].status is ValidationStatus.RAN
+    assert lost == [dask_worker.receive, dask_worker.refuse]
+
+
 def test_errors_and_their_logs_are_as_locally(run: Builder) -> None:
     save(unknown_operator(), run.root / "models" / "a.onnx")
     found = []
@@ -489,6 +516,34 @@ def test_another_worker_takes_up_the_job_of_one_that_was_killed(
     (built,) = building.result().built
     assert built.validations["a"].status is ValidationStatus.RAN
     assert len([line for line in run.lines if line.endswith("compile ...")]) == 2
+
+
+@needs_qnn
+def test_a_build_that_loses_the_only_worker_for_a_job_says_so_and_ends(
+    run: Builder, slow: Slow, aside: Callable[..., Future[Result]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dask_module, "WORKER_SECONDS", 1.5)
+    for name in ("_WATCH_SECONDS", "_BEAT_SECONDS"):
+        monkeypatch.setattr(dask_module, name, 0.2)
+    slow.cluster.start_slow({"alone"}, "ALONE=1")
+    slow.cluster.wait()
+    save(network(1), run.root / "models" / "a.onnx")
+    save(network(2), run.root / "models" / "b.onnx")
+    # The second job waits for the same worker.
+    toml = SLOW.replace("models = [", 'models = [{ path = "models/b.onnx", targets = ["npu"] }, ')
+    building = aside(run, toml.replace("SLOW", "ALONE"))
+    slow.taken("alone")
+    slow.kill("alone")
+    error = building.exception()
+    assert isinstance(error, BuildError)
+    assert {(each.kind, each.location) for each in error.problems} == {
+        (Kind.NO_WORKER, "a -> npu"),
+        (Kind.NO_WORKER, "b -> npu"),
+    }
+    assert all("the job needs a worker with ALONE 1" in each.message for each in error.problems)
+    lost = "the cluster has lost its last worker with ALONE 1; 2 jobs wait for another one"
+    assert run.progress.count(lost) == 1
+    assert "2 jobs wait for a free worker" in run.progress[run.progress.index(lost) :]
 
 
 def is_running(process_id: int) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.build.executors import store as store_module
 from hatch_epcontext.build.executors.store import ArrivalError, Store, read_chunk
 from hatch_epcontext.files import FileRecord, record_file
 
@@ -88,6 +89,47 @@ def test_a_sender_can_say_why_it_does_not_send(tmp_path: Path) -> None:
 
     with pytest.raises(ArrivalError, match="the disk is gone"):
         store.place(record, tmp_path / "a", refuse, nothing)
+
+
+def test_a_file_is_asked_for_again_when_nothing_comes_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "SILENCE_SECONDS", 0.1)
+    store = Store(tmp_path / "store", 1000)
+    record = written(tmp_path / "file", b"0123456789")
+    sender = Sender(store, tmp_path / "file")
+    asked = 0
+
+    def ask(record: FileRecord) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            # The sender was lost after this.
+            assert store.receive(record.sha256, 0, b"012")
+        elif asked == 3:
+            sender(record)
+
+    store.place(record, tmp_path / "a", ask, nothing)
+    assert asked == 3
+    assert record_file(tmp_path / "a") == record
+
+
+def test_a_file_that_the_store_forgets_at_once_is_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store", 15)
+    first, second = (written(tmp_path / name, name.encode() * 10) for name in ("a", "b"))
+    add = Store._add
+
+    def add_with_another(self: Store, record: FileRecord) -> None:
+        add(self, record)
+        if record == first:
+            self.adopt(tmp_path / "b", second)
+
+    monkeypatch.setattr(Store, "_add", add_with_another)
+    store.place(first, tmp_path / "placed", Sender(store, tmp_path / "a"), nothing)
+    assert {file.name for file in (tmp_path / "store").iterdir()} == {second.sha256}
+    assert record_file(tmp_path / "placed") == first
 
 
 def test_waiting_ends_with_the_build(tmp_path: Path) -> None:

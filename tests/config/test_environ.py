@@ -206,9 +206,14 @@ def test_variables_give_jobs_to_a_cluster(project: Path) -> None:
     address = "tcp://host:8786"
     assert load(project, CPU).build.scheduler is None
     assert load(project, CPU, None, SCHEDULER=address).build.scheduler is None
-    assert load(project, CPU, None, EXECUTOR="dask", SCHEDULER=address).build.scheduler == address
+    for address in ("tcp://host:8786", "tls://host", "tcp://[::1]:8786", "inproc://10.0.0.1/2/3"):
+        config = load(project, CPU, None, EXECUTOR="dask", SCHEDULER=address)
+        assert config.build.scheduler == address
     assert problems(project, CPU, EXECUTOR="spark").keys() == {f"{PREFIX}EXECUTOR"}
     assert problems(project, CPU, EXECUTOR="dask").keys() == {"build.scheduler"}
+    found = problems(project, CPU, EXECUTOR="dask", SCHEDULER="tcp://user:secret@host:8786")
+    assert "without a user and a password" in found[f"{PREFIX}SCHEDULER"].message
+    assert not any("secret" in each.text() for each in found.values())
 
 
 def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> None:
@@ -220,3 +225,11 @@ def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> N
         assert config.overrides == (f"{PREFIX}{name}=",)
         assert VARIABLES[name].doc.endswith("switches it off when empty.")
     assert load(project, toml, None, EXECUTOR="local").build.scheduler is None
+
+
+def test_a_variable_may_decide_about_a_scheduler_in_pyproject(project: Path) -> None:
+    toml = f'{CPU}build = {{ scheduler = "tcp://host:8786" }}'
+    assert problems(project, toml).keys() == {"build.scheduler"}
+    assert load(project, toml, None, EXECUTOR="dask").build.scheduler == "tcp://host:8786"
+    for name, value in (("EXECUTOR", "local"), ("EXECUTOR", ""), ("SCHEDULER", "")):
+        assert load(project, toml, None, **{name: value}).build.scheduler is None

@@ -44,7 +44,7 @@ from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Proble
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.text import count, pairs
+from hatch_epcontext.text import count, hide_credentials, pairs
 
 CHUNK = 4 << 20
 """Bytes of a file that one message has."""
@@ -53,7 +53,10 @@ CONNECT_SECONDS = 10.0
 """Seconds in which the scheduler must answer."""
 
 WORKER_SECONDS = 30.0
-"""Seconds to wait for the first worker with the resources of a target."""
+"""Seconds to wait for a worker with the resources of a target: at first, and when the last one is lost."""
+
+_WATCH_SECONDS = 5.0
+"""Seconds between two looks at whether the cluster still has workers for the steps that were submitted."""
 
 _BEAT_SECONDS = 30.0
 """Seconds between two signs of life to the workers, and between two lines about jobs that wait."""
@@ -91,6 +94,21 @@ class _Fitting:
     reason: str | None
 
 
+@dataclass
+class _Running:
+    """A step of ``job`` that was submitted, and may run on the workers ``able``; see `_Fitting`.
+
+    ``place`` is the address of the worker that runs it, None while it waits; ``reason`` is why the build
+    gave it up.
+    """
+
+    job: Job
+    future: Any
+    able: tuple[str, ...] | None
+    place: str | None = None
+    reason: Exception | None = None
+
+
 class DaskExecutor:
     """Jobs on the workers of a cluster; see `Executor`. ``close`` ends the connection."""
 
@@ -118,11 +136,14 @@ class DaskExecutor:
         self._target_locks: dict[tuple[str, bool], threading.Lock] = {}
         # What workers may ask for by its sha256: its path, and its size in bytes.
         self._files: dict[str, tuple[Path, int]] = {}
-        # By the token of a job: its running step, the one that compiled it, and the workers that have it.
-        self._running: dict[str, Any] = {}
+        # The files that are being sent, with the addresses of their workers: these may ask again meanwhile.
+        self._sending: set[tuple[str, str]] = set()
+        # By the token of a job: its last step, the one that compiled it, and the workers that have it.
+        self._running: dict[str, _Running] = {}
         self._compiled: dict[str, Any] = {}
         self._places: dict[str, set[str]] = {}
-        self._waiting: set[str] = set()
+        # Since when no worker has these resources.
+        self._missing: dict[frozenset[tuple[str, float]], float] = {}
         self._addresses: set[str] = set()
         self._events: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._transfers = threading.BoundedSemaphore(_TRANSFERS)
@@ -130,7 +151,7 @@ class DaskExecutor:
         self._errands = ThreadPoolExecutor(_TRANSFERS, "hatch-epcontext-free")
         self._threads = [
             threading.Thread(target=each, name=TOPIC, daemon=True)
-            for each in (self._handle_events, self._beat)
+            for each in (self._handle_events, self._beat, self._watch)
         ]
         client.subscribe_topic(TOPIC, self._receive_event)
         for thread in self._threads:
@@ -189,8 +210,8 @@ class DaskExecutor:
             step = CompileStep(
                 self._info, _token(job), _portable(job), key, self._models(job), versions
             )
-            future = self._submit(step)
-            compiled = cast("Compiled", self._result(future, job))
+            running = self._submit(step)
+            compiled = cast("Compiled", self._result(running))
             try:
                 self._fetch(compiled, folder)
             except _LostError as error:
@@ -199,16 +220,11 @@ class DaskExecutor:
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             with self._lock:
-                self._compiled[step.token] = future
+                self._compiled[step.token] = running.future
                 self._places.setdefault(step.token, set()).add(compiled.worker)
             return compiled.record
-        raise BuildError(
-            Problem(
-                Kind.WORKER_LOST,
-                job.location,
-                f"the worker was lost {_ATTEMPTS} times before its artifact was fetched: {reason}",
-            )
-        )
+        message = f"the worker was lost {_ATTEMPTS} times before its artifact was fetched: {reason}"
+        raise BuildError(Problem(Kind.WORKER_LOST, job.location, message))
 
     def validate(
         self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
@@ -228,8 +244,18 @@ class DaskExecutor:
             artifact.record,
             context,
         )
-        future = self._submit(step, self._compiled.get(step.token), fitting.able)
-        return cast("ValidationRun", self._result(future, job))
+        after = self._compiled.get(step.token)
+        for _ in range(_ATTEMPTS):
+            try:
+                running = self._submit(step, after, fitting.able)
+                return cast("ValidationRun", self._result(running))
+            except _LostError:
+                fitting, after = self._find(job, lost=fitting), None
+            if fitting.reason is not None:
+                message = f"the workers that can run its artifact were lost: {fitting.reason}"
+                raise BuildError(Problem(Kind.NO_WORKER, job.location, message))
+        message = f"the workers that can run its artifact were lost {_ATTEMPTS} times."
+        raise BuildError(Problem(Kind.WORKER_LOST, job.location, message))
 
     def finished(self, job: Job) -> None:
         """Free what workers keep for ``job``."""
@@ -237,7 +263,6 @@ class DaskExecutor:
         with self._lock:
             self._compiled.pop(token, None)
             self._running.pop(token, None)
-            self._waiting.discard(token)
             places = self._places.pop(token, set())
         for address in places if not self._closing else ():
             self._errands.submit(self._forget, address, token)
@@ -246,7 +271,7 @@ class DaskExecutor:
         """Cancel all tasks, and end the steps that run."""
         with self._lock:
             first, self._stopped = not self._stopped, True
-            running = list(self._running.values())
+            running = [each.future for each in self._running.values()]
         self._workers.stop()
         if first:
             _limited(lambda: self._client.cancel(running, force=True))
@@ -269,20 +294,28 @@ class DaskExecutor:
 
     # The cluster's workers.
 
-    def _find(self, job: Job) -> _Fitting:
+    def _find(self, job: Job, *, lost: _Fitting | None = None) -> _Fitting:
+        """The workers of the job's target; they are examined again if they still are ``lost``."""
         name = (job.target.name, job.target.needs_ep)
         with self._lock:
             lock = self._target_locks.setdefault(name, threading.Lock())
         with lock:
             self._check_running(job)
-            if name not in self._fitting:
+            if self._fitting.get(name) is lost:
                 try:
-                    self._fitting[name] = self._examine(job)
+                    self._fitting[name] = self._examine_again(job) if lost else self._examine(job)
                 except BuildError as error:
                     self._fitting[name] = error
         found = self._fitting[name]
         if isinstance(found, BuildError):
             raise BuildError(*(replace(each, location=job.location) for each in found.problems))
+        return found
+
+    def _examine_again(self, job: Job) -> _Fitting:
+        """The workers, when the last one that can run artifacts was lost: another one may come."""
+        end = time.monotonic() + WORKER_SECONDS
+        while (found := self._examine(job)).reason is not None and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
         return found
 
     def _examine(self, job: Job) -> _Fitting:
@@ -330,7 +363,7 @@ class DaskExecutor:
             names = {
                 address: _name(address, each["name"])
                 for address, each in cluster.items()
-                if all(each["resources"].get(name, 0) >= n for name, n in wanted.items())
+                if _has(each, wanted)
             }
             if names:
                 return names
@@ -338,8 +371,7 @@ class DaskExecutor:
                 raise _no_worker(job, cluster)
             if not said and self._workers.progress is not None:
                 said = True
-                what = f" with {_numbers(wanted)}" if wanted else ""
-                self._workers.progress(f"{job.location}: waiting for a worker{what}")
+                self._workers.progress(f"{job.location}: waiting for a {_wanted(wanted)}")
             time.sleep(_POLL_SECONDS)
 
     def _cluster(self, location: str) -> Mapping[str, Any]:
@@ -352,10 +384,10 @@ class DaskExecutor:
 
     # The steps.
 
-    def _submit(self, step: Step, after: Any = None, able: Sequence[str] | None = None) -> Any:
+    def _submit(
+        self, step: Step, after: Any = None, able: tuple[str, ...] | None = None
+    ) -> _Running:
         kind = "compile" if isinstance(step, CompileStep) else "validate"
-        with self._lock:
-            self._waiting.add(step.token)
         future = self._client.submit(
             dask_worker.run_step,
             dump(step),
@@ -366,13 +398,15 @@ class DaskExecutor:
             priority=0 if kind == "compile" else _FIRST,
             pure=False,
         )
+        running = _Running(step.job, future, able)
         with self._lock:
-            self._running[step.token] = future
-        return future
+            self._running[step.token] = running
+        return running
 
-    def _result(self, future: Any, job: Job) -> Compiled | ValidationRun:
+    def _result(self, running: _Running) -> Compiled | ValidationRun:
         from distributed import CancelledError, KilledWorker
 
+        job, future = running.job, running.future
         if self._stopped:
             # Too late for `stop`.
             future.cancel(force=True)
@@ -380,7 +414,7 @@ class DaskExecutor:
             outcome: Compiled | ValidationRun | EpcontextError = future.result()
         except CancelledError as error:
             self._check_running(job)
-            raise _lost_scheduler(job.location, error) from None
+            raise running.reason or _lost_scheduler(job.location, error) from None
         except KilledWorker as error:
             message = (
                 f"{count(error.allowed_failures + 1, 'worker')} ended in the middle of the job; the last one "
@@ -447,9 +481,17 @@ class DaskExecutor:
                             return
                     offset += len(chunk)
         except (_LostError, OSError) as error:
-            # If the worker itself is lost, dask gives its job to another one.
+            self._note_sent(sha256, address)
+            # If the worker itself is lost, dask gives its job to another one. If only this message is lost,
+            # the worker asks again.
             with contextlib.suppress(_LostError):
                 self._call(address, dask_worker.refuse, self._info.id, sha256, f"{path}: {error}")
+        finally:
+            self._note_sent(sha256, address)
+
+    def _note_sent(self, sha256: str, address: str) -> None:
+        with self._lock:
+            self._sending.discard((sha256, address))
 
     def _send_chunk(self, sha256: str, address: str, offset: int, chunk: bytes) -> bool:
         """Send a chunk to a worker; False if it does not wait for it any more."""
@@ -515,21 +557,75 @@ class DaskExecutor:
             elif "started" in event:
                 with self._lock:
                     self._addresses.add(address)
-                    self._waiting.discard(event["started"])
+                    if running := self._running.get(event["started"]):
+                        running.place = address
                     self._places.setdefault(event["started"], set()).add(address)
             elif "wants" in event:
+                wanted = (event["wants"], address)
+                with self._lock:
+                    is_sent = wanted in self._sending
+                    self._sending.add(wanted)
                 # A closed pool takes nothing more.
                 with contextlib.suppress(RuntimeError):
-                    self._senders.submit(self._send, event["wants"], address)
+                    if not is_sent:
+                        self._senders.submit(self._send, *wanted)
 
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT_SECONDS):
             self._everywhere(dask_worker.keep_alive)
-            with self._lock:
-                waiting = len(self._waiting)
+            waiting = sum(each.place is None for each in self._submitted())
             if waiting and self._workers.progress is not None:
-                verb = "waits" if waiting == 1 else "wait"
-                self._workers.progress(f"{count(waiting, 'job')} {verb} for a free worker")
+                self._workers.progress(f"{_who_waits(waiting)} a free worker")
+
+    def _submitted(self) -> list[_Running]:
+        with self._lock:
+            return [each for each in self._running.values() if not each.future.done()]
+
+    def _watch(self) -> None:
+        """Give up the steps for which there has been no worker for too long: dask lets them wait for ever."""
+        while not self._closed.wait(_WATCH_SECONDS):
+            # A worker that starts a step from now on may be missing in the answer of the scheduler.
+            places = [(each, each.place) for each in self._submitted()]
+            if not places and not self._missing:
+                continue
+            # The connection may be lost, and then the steps end by themselves.
+            with contextlib.suppress(Exception):
+                cluster = self._cluster("")
+                for each, place in places:
+                    if place not in cluster and each.place == place:
+                        each.place = None
+                self._give_up([each for each, _ in places], cluster)
+
+    def _give_up(self, steps: Sequence[_Running], cluster: Mapping[str, Any]) -> None:
+        by_resources: dict[frozenset[tuple[str, float]], list[_Running]]
+        by_resources = {resources: [] for resources in self._missing}
+        for step in steps:
+            by_resources.setdefault(frozenset(step.job.target.resources.items()), []).append(step)
+        given_up = []
+        for resources, same in by_resources.items():
+            wanted = dict(sorted(resources))
+            fitting = {address for address, each in cluster.items() if _has(each, wanted)}
+            if fitting:
+                self._missing.pop(resources, None)
+                lost = [each for each in same if each.able and fitting.isdisjoint(each.able)]
+                for each in lost:
+                    each.reason = _LostError("no worker that can run the artifact")
+                given_up += lost
+            elif self._is_missing(
+                resources, f"{_wanted(wanted)}; {_who_waits(len(same))} another one"
+            ):
+                for each in same:
+                    each.reason = _no_worker(each.job, cluster)
+                given_up += same
+        if given_up:
+            self._client.cancel([each.future for each in given_up], force=True)
+
+    def _is_missing(self, resources: frozenset[tuple[str, float]], what: str) -> bool:
+        """Whether no worker has had the resources for too long; says ``what`` when that begins."""
+        now = time.monotonic()
+        if resources not in self._missing and self._workers.progress is not None:
+            self._workers.progress(f"the cluster has lost its last {what}")
+        return now >= self._missing.setdefault(resources, now) + WORKER_SECONDS
 
     def _end_everywhere(self) -> None:
         self._everywhere(dask_worker.end)
@@ -585,7 +681,9 @@ def _connect(address: str) -> Any:
             Problem.at(
                 Key() / "build" / "scheduler",
                 Kind.UNREACHABLE_SCHEDULER,
-                f"the scheduler {address} cannot be reached: {error or type(error).__name__}",
+                hide_credentials(
+                    f"the scheduler {address} cannot be reached: {error or type(error).__name__}"
+                ),
                 "Start it, or correct the address. An empty HATCH_EPCONTEXT_SCHEDULER builds here.",
             )
         ) from None
@@ -660,18 +758,29 @@ def _unequal(job: Job, what: str, facts: Mapping[str, str]) -> BuildError:
     return BuildError(Problem(Kind.UNEQUAL_WORKERS, job.location, message, hint))
 
 
+def _has(worker: Mapping[str, Any], wanted: Mapping[str, float]) -> bool:
+    return all(worker["resources"].get(name, 0) >= number for name, number in wanted.items())
+
+
+def _wanted(resources: Mapping[str, float]) -> str:
+    return f"worker with {_numbers(resources)}" if resources else "worker"
+
+
+def _who_waits(jobs: int) -> str:
+    return f"{count(jobs, 'job')} {'waits' if jobs == 1 else 'wait'} for"
+
+
 def _no_worker(job: Job, cluster: Mapping[str, Any]) -> BuildError:
     offers: dict[str, int] = {}
     for each in cluster.values():
         offer = _numbers(each["resources"]) or "no resources"
         offers[offer] = offers.get(offer, 0) + 1
     offered = "; ".join(f"{count(n, 'worker')} with {offer}" for offer, n in sorted(offers.items()))
-    wanted = f" with {_numbers(job.target.resources)}" if job.target.resources else ""
     return BuildError(
         Problem(
             Kind.NO_WORKER,
             job.location,
-            f"the job needs a worker{wanted}, and in {WORKER_SECONDS:.0f} seconds none came. "
+            f"the job needs a {_wanted(job.target.resources)}, and none came in {WORKER_SECONDS:.0f} s. "
             f"The cluster has {offered or 'no workers'}.",
             f'Start one: dask worker <scheduler> --resources "{_flag(job.target.resources)}"'
             if job.target.resources
@@ -690,7 +799,7 @@ def _flag(resources: Mapping[str, float]) -> str:
 
 def _lost_scheduler(location: str, error: BaseException) -> BuildError:
     message = f"the connection to the scheduler was lost: {error or type(error).__name__}"
-    return BuildError(Problem(Kind.UNREACHABLE_SCHEDULER, location, message))
+    return BuildError(Problem(Kind.UNREACHABLE_SCHEDULER, location, hide_credentials(message)))
 
 
 def _name(address: str, name: object) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,10 @@ from hatch_epcontext.files import FileRecord, link_or_copy
 
 _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a job that waits for a file shall end."""
+
+
+SILENCE_SECONDS = 60.0
+"""Seconds without a chunk of a file after which a job asks for it again: its sender may have given up."""
 
 
 class ArrivalError(Exception):
@@ -41,18 +46,20 @@ class _Arrival:
         return self.received == self.record.size
 
     def receive(self, offset: int, chunk: bytes) -> bool:
-        """Append ``chunk``; False if it is not the next one."""
+        """Append ``chunk``; False if it is neither the next one nor the first one again."""
         with self.changed:
-            if offset != self.received or self.reason is not None:
+            if offset not in (0, self.received) or self.is_complete or self.reason is not None:
                 return False
             try:
-                with self.path.open("ab") as file:
+                with self.path.open("ab" if offset else "wb") as file:
                     file.write(chunk)
             except OSError as error:
                 self._fail(f"{self.path.parent} cannot be written: {error.strerror or error}")
                 return False
+            if offset == 0:
+                self._digest = hashlib.sha256()
             self._digest.update(chunk)
-            self.received += len(chunk)
+            self.received = offset + len(chunk)
             if self.is_complete and self._digest.hexdigest() != self.record.sha256:
                 self._fail("it changed while the build was running")
             self.changed.notify_all()
@@ -62,6 +69,23 @@ class _Arrival:
         with self.changed:
             if not self.is_complete:
                 self._fail(reason)
+
+    def wait(self, ask: Callable[[FileRecord], None], on_wait: Callable[[], None]) -> None:
+        """Return when the file is complete; raises ArrivalError if it is refused or wrong."""
+        received, last = 0, time.monotonic()
+        if not self.is_complete:
+            ask(self.record)
+        with self.changed:
+            while not self.is_complete and self.reason is None:
+                if not self.changed.wait(_POLL_SECONDS):
+                    on_wait()
+                if received != self.received:
+                    received, last = self.received, time.monotonic()
+                elif time.monotonic() > last + SILENCE_SECONDS:
+                    last = time.monotonic()
+                    ask(self.record)
+            if self.reason is not None:
+                raise ArrivalError(self.reason)
 
     def _fail(self, reason: str) -> None:
         self.reason = reason
@@ -93,15 +117,15 @@ class Store:
     ) -> None:
         """Put the file of ``record`` at ``path``, whose folder is made, unless it is there already.
 
-        If the store does not have it, ``ask`` must have it sent to `receive`. Meanwhile ``on_wait`` is called
-        again and again; what it raises ends the waiting. Raises ArrivalError if it does not arrive as it
-        is recorded.
+        If the store does not have it, ``ask`` must have it sent to `receive`, from its beginning; it is
+        called again when nothing has arrived for `SILENCE_SECONDS`. Meanwhile ``on_wait`` is called again
+        and again; what it raises ends the waiting. Raises ArrivalError if it does not arrive as it is
+        recorded.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._one_at_a_time(record.sha256):
             if not path.exists() and not self._link(record.sha256, path):
-                self._wait(record, ask, on_wait)
-                self._link(record.sha256, path)
+                self._wait(record, path, ask, on_wait)
 
     def adopt(self, path: Path, record: FileRecord) -> None:
         """Keep the file at ``path``, to which nothing writes any more."""
@@ -140,19 +164,18 @@ class Store:
             return True
 
     def _wait(
-        self, record: FileRecord, ask: Callable[[FileRecord], None], on_wait: Callable[[], None]
+        self,
+        record: FileRecord,
+        path: Path,
+        ask: Callable[[FileRecord], None],
+        on_wait: Callable[[], None],
     ) -> None:
         arrival = _Arrival(self._folder / f".{record.sha256}", record)
         self._arrivals[record.sha256] = arrival
         try:
-            if not arrival.is_complete:
-                ask(record)
-            with arrival.changed:
-                while not arrival.is_complete and arrival.reason is None:
-                    if not arrival.changed.wait(_POLL_SECONDS):
-                        on_wait()
-                if arrival.reason is not None:
-                    raise ArrivalError(arrival.reason)
+            arrival.wait(ask, on_wait)
+            # Other arrivals may make the store forget this file at once.
+            link_or_copy(arrival.path, path)
             arrival.path.replace(self._folder / record.sha256)
             self._add(record)
         finally:

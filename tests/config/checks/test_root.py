@@ -23,6 +23,15 @@ CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
         (f'{CPU}build = {{ executor = "spark" }}', "build.executor", '"local" or "dask"'),
         (f'{CPU}build = {{ executor = "dask", scheduler = 5 }}', "build.scheduler", "a string"),
         (f'{CPU}build = {{ scheduler = "host" }}', "build.scheduler", "the address of a scheduler"),
+        (f'{CPU}build = {{ scheduler = "tcp://host:1" }}', "build.scheduler", "only with executor"),
+        (f'{CPU}build = {{ executor = "local", scheduler = "tcp://host:1" }}',
+         "build.scheduler", 'is used only with executor = "dask"'),
+        (f'{CPU}build = {{ executor = "spark", scheduler = "tcp://host:1" }}',
+         "build.executor", '"local" or "dask"'),
+        (f'{CPU}build = {{ executor = "dask", scheduler = "tcp://user:secret@host:8786" }}',
+         "build.scheduler", "without a user and a password"),
+        (f'{CPU}build = {{ executor = "dask", scheduler = "tcp://host:secret" }}',
+         "build.scheduler", "the address of a scheduler"),
         (f'{CPU}wheel = {{ tag = "x" }}', "wheel.tag", "or a wheel tag such as"),
         (f'{CPU}output = "my-app"', "output", "a package's path"),
         (f'{CPU}output = "../x"', "output", "a package's path"),
@@ -35,6 +44,7 @@ def test_an_invalid_root_is_reported_with_its_key(
     project: Path, toml: str, location: str, message: str
 ) -> None:
     assert_one_problem(project, toml, location, message)
+    assert not any("secret" in each.text() for each in problems(project, toml).values())
 
 
 @pytest.mark.parametrize("written", ["0", "-1", '"many"', '"10 MiB"', "true", "1.5"])
