@@ -295,6 +295,11 @@ def from_json(text: str | bytes, type_: type[T]) -> T:
     return from_plain(json.loads(text), type_)
 
 
+def make_ready(type_: type[Any]) -> None:
+    """Generate now what reads values of ``type_``, and not at the first use."""
+    _JSON.get_structure_hook(type_)
+
+
 def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
     """The ``type_`` of plain values, as JSON has them; raises InvalidJsonError if they are not one.
 

@@ -20,6 +20,8 @@ from types import FrameType
 from typing import Any
 
 from hatch_epcontext.ipc.fork_server import STARTED
+from hatch_epcontext.ipc.protocol import REQUESTS
+from hatch_epcontext.serialize import make_ready
 from hatch_epcontext.worker.__main__ import main
 
 _PRELOADED = (
@@ -44,6 +46,9 @@ def _preload() -> None:
             importlib.import_module(name)
     if own:
         del os.environ[threads]
+    # Each fork would generate it again for its only request.
+    for request in REQUESTS.values():
+        make_ready(request)
     # The garbage collector of a fork must not copy what all share.
     gc.collect()
     gc.freeze()
