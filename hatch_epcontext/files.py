@@ -109,6 +109,11 @@ def is_portable(name: str) -> bool:
     )
 
 
+def is_sha256(text: str) -> bool:
+    """Whether ``text`` is a hex sha256, as this package writes it."""
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
+
+
 def record_file(path: Path) -> FileRecord:
     """The record of the file at ``path``."""
     return FileRecord(path.stat().st_size, file_sha256(path))

@@ -32,7 +32,14 @@ from hatch_epcontext.build.artifact import (
     ValidationRun,
 )
 from hatch_epcontext.build.index import Index
-from hatch_epcontext.files import FileRecord, is_intact, link_or_copy, sync, write_atomically
+from hatch_epcontext.files import (
+    FileRecord,
+    is_intact,
+    is_sha256,
+    link_or_copy,
+    sync,
+    write_atomically,
+)
 from hatch_epcontext.serialize import from_json, to_json
 
 if TYPE_CHECKING:
@@ -116,12 +123,12 @@ class Cache:
         The system releases the lock of a process that ends in any way. Without a cache that can be locked
         nothing is held.
         """
-        # It imports asyncio, which builds from the cache do without.
-        import filelock
-
         if self._root is None:
             yield
             return
+        # It imports asyncio, which builds from the cache do without.
+        import filelock
+
         file = self._root / LAYOUT / "locks" / fingerprint
         held = filelock.FileLock(file, thread_local=False)
         try:
@@ -158,7 +165,7 @@ class Cache:
         if text is None and self._root is not None:
             text = self._read(self._latest(self._root, settings_key))
         found = (text or "").strip()
-        return found if _is_fingerprint(found) else None
+        return found if is_sha256(found) else None
 
     def store(self, fingerprint: str, folder: Path, record: Record) -> None:
         """Store the files in ``folder``, to which nothing writes any more, under ``fingerprint``."""
@@ -181,9 +188,10 @@ class Cache:
 
     def store_validation(self, fingerprint: str, key: str, run: ValidationRun) -> None:
         """Store ``run`` beside the artifact, where the cache has it and can be written."""
-        self._keep_validation(fingerprint, key, to_json(run))
+        text = to_json(run)
+        self._keep_validation(fingerprint, key, text)
         if self._remote is not None:
-            self._remote.write(_validation_name(fingerprint, key), to_json(run))
+            self._remote.write(_validation_name(fingerprint, key), text)
 
     def store_report(self, name: str, text: str) -> Path | None:
         """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
@@ -247,7 +255,7 @@ class Cache:
         if self._root is None:
             return None
         entry = _entry_folder(self._root, fingerprint)
-        record = _intact(entry, fingerprint)
+        record = _intact(entry)
         if record is None and entry.exists():
             self._warn(f"the cached artifact in {entry} is damaged; compiling again")
         return record
@@ -273,7 +281,7 @@ def _publish(staged: Path, entry: Path) -> None:
         staged.rename(entry)
     except OSError:
         # Another build was faster, or the existing entry is damaged.
-        if _intact(entry, entry.name) is not None:
+        if _intact(entry) is not None:
             return
         trash = Path(tempfile.mkdtemp(prefix=_TRASH, dir=entry.parent))
         entry.rename(trash / "entry")
@@ -297,10 +305,6 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def _is_fingerprint(text: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
-
-
 def _record(entry: Path) -> Record | None:
     """The record of the entry in the folder ``entry``, if it can be read and is its own."""
     try:
@@ -310,10 +314,10 @@ def _record(entry: Path) -> Record | None:
     return stored.record if stored.fingerprint == entry.name else None
 
 
-def _intact(entry: Path, fingerprint: str) -> Record | None:
+def _intact(entry: Path) -> Record | None:
     """The record of an entry whose files are as they were stored; files that changed are read again."""
     record = _record(entry)
-    if record is None or entry.name != fingerprint:
+    if record is None:
         return None
     sealed = _read_seal(entry)
     changed: dict[str, FileRecord] = {}
@@ -384,7 +388,7 @@ class Store:
         """All artifacts, the most recently used first."""
         folders = (self.root / LAYOUT).glob("??/*")
         # In any folder that a user names, only entries that a build can have stored are touched.
-        found = [_entry(f) for f in folders if _is_fingerprint(f.name) and f.is_dir()]
+        found = [_entry(f) for f in folders if is_sha256(f.name) and f.is_dir()]
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
     def damaged(self) -> list[Entry]:
@@ -430,7 +434,7 @@ class Store:
         """The files that builds wrote into folders of the layout, named by hashes."""
         for folder in folders:
             found = (self.root / LAYOUT / folder).glob("*")
-            yield from (file for file in found if _is_fingerprint(file.name))
+            yield from (file for file in found if is_sha256(file.name))
 
     def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
         """Remove what killed builds left in the cache's own folders, and did not change since ``before``."""
@@ -449,7 +453,7 @@ class Store:
         for folder in layout.glob("[0-9a-f][0-9a-f]"):
             yield from filter(_is_staging, folder.glob(".*"))
             found = filter(_is_temporary, folder.glob("*/.*.tmp"))
-            yield from (file for file in found if _is_fingerprint(file.parent.name))
+            yield from (file for file in found if is_sha256(file.parent.name))
         for folder in (*(layout / name for name in _SMALL_FILES), self.root / "reports"):
             yield from filter(_is_temporary, folder.glob(".*.tmp"))
 

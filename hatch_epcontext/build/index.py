@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hatch_epcontext.files import file_sha256, write_atomically
+from hatch_epcontext.files import file_sha256, is_sha256, write_atomically
 from hatch_epcontext.serialize import from_json, to_json
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Index:
             text = (self.folder / key).read_text(encoding="ascii")
         except (OSError, ValueError):
             return None
-        return text if re.fullmatch("[0-9a-f]{64}", text) else None
+        return text if is_sha256(text) else None
 
     def _write(self, key: str, text: str) -> None:
         if self.folder is not None:

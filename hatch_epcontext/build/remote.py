@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from hatch_epcontext.build.artifact import Record, StoredRecord
 from hatch_epcontext.build.requirements import pip_install
 from hatch_epcontext.config.cache_url import REQUIREMENTS
-from hatch_epcontext.files import FileRecord, is_portable
+from hatch_epcontext.files import FileRecord, is_portable, is_sha256
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.text import hide_credentials
 
@@ -543,7 +543,7 @@ def _check_files(record: Record) -> None:
     for name, file in record.files.items():
         if not is_portable(name):
             raise _DamagedError("its record has a file outside of the artifact")
-        if file.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
+        if file.size < 0 or not is_sha256(file.sha256):
             raise _DamagedError("its record has a file with an invalid size or hash")
     if len({name.casefold() for name in record.files}) != len(record.files):
         raise _DamagedError("its record has two files of one name")

@@ -80,6 +80,7 @@ class _Processes:
         self._forks = is_supported()
 
     def exit(self) -> None:
+        """From now on workers are fresh interpreters."""
         with self._lock:
             self._forks = False
             server, self._server = self._server, None
@@ -101,10 +102,6 @@ class _Processes:
             process.close()
             with self._lock:
                 self._running.discard(process)
-
-    def without_server(self) -> None:
-        """From now on workers are fresh interpreters."""
-        self.exit()
 
     def stop(self) -> None:
         with self._lock:
@@ -222,7 +219,7 @@ class Workers:
                     return self._wait(process, order, location)
             except ServerGoneError:
                 # What every worker imports crashes, for example: the worker's own log then has more.
-                self._processes.without_server()
+                self._processes.exit()
 
     def _wait(self, process: Running, order: Order, location: str) -> int | None:
         beat = Heartbeat()

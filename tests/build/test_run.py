@@ -40,7 +40,6 @@ models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
 Run = Callable[..., Result]
-RunWith = Callable[[str, Workers], Result]
 
 
 @pytest.fixture
@@ -55,27 +54,12 @@ def run(project: Path, tmp_path: Path, log: list[str]) -> Run:
     save(network(), project / "models" / "a.onnx")
     count = iter(range(100))
 
-    def built(toml: str, environ: Mapping[str, str] | None = None) -> Result:
+    def built(
+        toml: str, environ: Mapping[str, str] | None = None, workers: Workers | None = None
+    ) -> Result:
         staging = tmp_path / f"staging-{next(count)}"
         staging.mkdir()
-        cache = Cache(tmp_path / "cache", log.append)
-        return build(
-            plan(load(project, parse(toml), {}, environ or {})), staging, cache, log.append
-        )
-
-    return built
-
-
-@pytest.fixture
-def run_with(project: Path, tmp_path: Path, log: list[str]) -> RunWith:
-    """Build the project with a configuration and workers; all builds share one cache."""
-    save(network(), project / "models" / "a.onnx")
-    count = iter(range(100))
-
-    def built(toml: str, workers: Workers) -> Result:
-        staging = tmp_path / f"staging-{next(count)}"
-        staging.mkdir()
-        planned = plan(load(project, parse(toml), {}, {}))
+        planned = plan(load(project, parse(toml), {}, environ or {}))
         return build(planned, staging, Cache(tmp_path / "cache", log.append), log.append, workers)
 
     return built
@@ -295,9 +279,9 @@ def steps(log: list[str], action: str) -> list[str]:
 
 @pytest.mark.usefixtures("second_model")
 def test_a_model_is_prepared_once_for_targets_that_want_the_same(
-    run_with: RunWith, log: list[str], tmp_path: Path
+    run: Run, log: list[str], tmp_path: Path
 ) -> None:
-    result = run_with(TWO, Workers(120, log.append))
+    result = run(TWO, workers=Workers(120, log.append))
     assert len(result.built) == 4
     assert len(steps(log, "prepare")) == 2
     assert len(steps(log, "compile")) == 4
@@ -305,12 +289,12 @@ def test_a_model_is_prepared_once_for_targets_that_want_the_same(
 
 
 def test_a_failed_preparation_is_an_error_of_each_job_and_is_not_repeated(
-    run_with: RunWith, project: Path, log: list[str]
+    run: Run, project: Path, log: list[str]
 ) -> None:
     save(unknown_operator(), project / "models" / "bad.onnx")
     toml = TWO.replace('"models/a.onnx", "models/b.onnx"', '"models/bad.onnx"')
     with pytest.raises(IncompleteError) as raised:
-        run_with("build.jobs = 1\n" + toml, Workers(120, log.append))
+        run("build.jobs = 1\n" + toml, workers=Workers(120, log.append))
     assert [each.job.location for each in raised.value.result.failures] == [
         "bad -> first",
         "bad -> second",
@@ -318,9 +302,9 @@ def test_a_failed_preparation_is_an_error_of_each_job_and_is_not_repeated(
     assert len({line for line in steps(log, "prepare") if "second" in line}) == 0
 
 
-def test_another_preparation_is_not_shared(run_with: RunWith, log: list[str]) -> None:
+def test_another_preparation_is_not_shared(run: Run, log: list[str]) -> None:
     toml = TWO.replace(', "models/b.onnx"', "").replace('"all"', '"none"')
-    run_with(toml, Workers(120, log.append))
+    run(toml, workers=Workers(120, log.append))
     assert len(steps(log, "prepare")) == 2
 
 
@@ -349,11 +333,11 @@ def overlaps(log: list[str], action: str) -> bool:
 @pytest.mark.usefixtures("second_model")
 @pytest.mark.parametrize("one_user", [True, False])
 def test_only_one_step_at_once_uses_a_device_for_one_user(
-    run_with: RunWith, log: list[str], monkeypatch: pytest.MonkeyPatch, one_user: bool
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch, one_user: bool
 ) -> None:
     provider = dataclasses.replace(PROVIDERS["cpu"], one_user=one_user)
     monkeypatch.setitem(PROVIDERS, "cpu", provider)
-    run_with("build.jobs = 4\n" + TWO, Workers(120, log.append))
+    run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
     together = overlaps(log, "compile") or overlaps(log, "validate")
     assert together is not one_user
     assert overlaps(log, "prepare")
@@ -361,12 +345,12 @@ def test_only_one_step_at_once_uses_a_device_for_one_user(
 
 @pytest.mark.usefixtures("second_model")
 def test_only_one_run_at_once_has_all_cores(
-    run_with: RunWith, log: list[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = dataclasses.replace(PROVIDERS["cpu"], simulates=True)
     monkeypatch.setitem(PROVIDERS, "cpu", provider)
     monkeypatch.setattr(local, "_SMALL", 1)
-    run_with("build.jobs = 4\n" + TWO, Workers(120, log.append))
+    run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
     assert not overlaps(log, "validate")
     assert overlaps(log, "compile")
 
@@ -391,18 +375,16 @@ def test_all_jobs_are_run_although_one_fails(run: Run, failing: str) -> None:
     assert [each.job.name for each in raised.value.result.failures] == ["bad"]
 
 
-def test_the_first_failed_job_can_end_the_build(
-    run_with: RunWith, failing: str, log: list[str]
-) -> None:
+def test_the_first_failed_job_can_end_the_build(run: Run, failing: str, log: list[str]) -> None:
     toml = failing.replace("fail-fast = false", "fail-fast = true")
     with pytest.raises(IncompleteError) as raised:
-        run_with(toml, Workers(120, progress=log.append))
+        run(toml, workers=Workers(120, progress=log.append))
     result = raised.value.result
     assert (result.built, [each.job.name for each in result.failures]) == ((), ["bad"])
     assert log[-1] == "1 job did not run to the end, because fail-fast is set"
 
 
-def test_two_builds_at_once_compile_a_job_once(run_with: RunWith, log: list[str]) -> None:
+def test_two_builds_at_once_compile_a_job_once(run: Run, log: list[str]) -> None:
     waits = threading.Event()
 
     def compiles(line: str) -> None:
@@ -416,23 +398,23 @@ def test_two_builds_at_once_compile_a_job_once(run_with: RunWith, log: list[str]
 
     workers = [Workers(120, compiles, progress=waiting) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda each: run_with(CPU, each), workers))
+        results = list(pool.map(lambda each: run(CPU, workers=each), workers))
     assert len(steps(log, "compile")) == 1
     assert sorted(result.built[0].cached for result in results) == [False, True]
 
 
 def test_a_cache_that_is_removed_in_the_middle_costs_nothing_but_itself(
-    run_with: RunWith, log: list[str], tmp_path: Path
+    run: Run, log: list[str], tmp_path: Path
 ) -> None:
     def remove(line: str) -> None:
         log.append(line)
         if line.endswith((": compile ...", ": validate ...")):
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
-    (built,) = run_with(CPU, Workers(120, remove)).built
+    (built,) = run(CPU, workers=Workers(120, remove)).built
     assert is_intact(built.artifact.folder, built.artifact.record.files)
     assert built.validations["a"].status is ValidationStatus.RAN
-    (again,) = run_with(CPU, Workers(120)).built
+    (again,) = run(CPU, workers=Workers(120)).built
     assert not again.cached
 
 
