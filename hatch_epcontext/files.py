@@ -101,11 +101,15 @@ def stream_sha256(file: IO[bytes]) -> str:
     return digest.hexdigest()
 
 
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", re.IGNORECASE)
+"""How the names begin that are devices in every folder of Windows."""
+
+
 def is_portable(name: str) -> bool:
-    """Whether ``name`` is a relative path that stays below its folder on every system."""
-    # A part may not end with a dot: that also refuses "..".
-    return not re.search(r'[\\:*?"<>|\x00-\x1f]', name) and all(
-        part and part[-1] not in ". " for part in name.split("/")
+    """Whether ``name`` is a relative path that stays below its folder, and names a file, on every system."""
+    # A part may not end with a dot: that also refuses "..". Surrogates are bytes that are no text.
+    return not re.search(r'[\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]', name) and all(
+        part and part[-1] not in ". " and not _DEVICES.match(part) for part in name.split("/")
     )
 
 

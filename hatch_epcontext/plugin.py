@@ -42,7 +42,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return []
         with self._errors_as_message():
             config = self._config()
-            return [*plan(config).requirements, *cache_requirements(config.build.cache)]
+            return [*plan(config).requirements, *cache_requirements(config.build)]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build all jobs, and give the files to Hatch; an editable install gets them in the project."""

@@ -292,7 +292,11 @@ def _value_at(table: Any, path: _Place) -> Any:
 
 def from_json(text: str | bytes, type_: type[T]) -> T:
     """The ``type_`` that `to_json` wrote; raises ValueError if the text is not one."""
-    return from_plain(json.loads(text), type_)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it has too many levels") from None
+    return from_plain(value, type_)
 
 
 def make_ready(type_: type[Any]) -> None:

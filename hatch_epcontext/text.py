@@ -49,7 +49,8 @@ def show(value: Any) -> str:
 
 
 def hide_credentials(text: str) -> str:
-    """``text`` with stars for what can be a user, password or token in each of its URLs."""
+    """``text`` with stars for private keys, and for what can be a user, password or token in its URLs."""
+    text = re.sub(r"""-private:[^\s'"]+""", "-private:***", text)
     text = re.sub(r"""://[^\s'"]*@""", "://***@", text)
     # Behind a host there is a port, and no word.
     text = re.sub(r"""(://[^\s/:'"]*):(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1:***", text)

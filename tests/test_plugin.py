@@ -197,6 +197,9 @@ def test_the_front_end_installs_the_build_requirements(root: Path) -> None:
     assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS]
 
 
+KEY = f"ed25519:{'A' * 43}="
+
+
 @pytest.mark.parametrize(
     ("url", "backend"),
     [
@@ -211,9 +214,12 @@ def test_the_front_end_installs_the_build_requirements(root: Path) -> None:
 def test_the_front_end_installs_the_backend_of_the_shared_cache(
     root: Path, monkeypatch: pytest.MonkeyPatch, url: str, backend: list[str]
 ) -> None:
-    configure(root, 'build = { cache = "s3://bucket/other" }\n')
+    configure(root, 'build = { cache = "s3://bucket/other", cache-trust = "all" }\n')
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE", url)
     assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS, *backend]
+    configure(root, f'build = {{ cache = "s3://bucket/other", cache-keys = ["{KEY}"] }}\n')
+    signatures = ["cryptography>=44"] if url else []
+    assert hook(root).dependencies() == ["onnxruntime>=1.23", *TOOLS, *backend, *signatures]
 
 
 def test_other_targets_and_skipped_builds_need_nothing(

@@ -51,14 +51,6 @@ class Record:
     times: Times
 
 
-@dataclass(frozen=True)
-class StoredRecord:
-    """``record.json`` in a cache: the record, and the fingerprint of the artifact that it belongs to."""
-
-    fingerprint: str
-    record: Record
-
-
 class ValidationStatus(Enum):
     """How a context was validated."""
 

@@ -1,64 +1,39 @@
 """A content-addressed store of artifacts in the user's cache folder, safe for several builds at once.
 
-Below its root: ``v3/<first two digits>/<fingerprint>/`` with ``files/``, ``record.json``, ``seal.json``
-and a ``validation-<digest>.json`` for each way in which the artifact was validated;
-``v3/latest/<settings key>`` with the fingerprint of the last artifact of the same models and settings,
-compiled by any versions; ``v3/locks/``; ``v3/index/``, which `index` describes; and ``reports/`` with the
-report of each project's last build.
+`cache_folder` describes the folder. Behind it there can be a remote, which several machines share.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import hashlib
-import json
 import os
-import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import platformdirs
 
-from hatch_epcontext.build.artifact import (
-    GENERATOR,
-    Artifact,
-    Record,
-    StoredRecord,
-    ValidationRun,
+from hatch_epcontext.build.artifact import Artifact, Record, ValidationRun
+from hatch_epcontext.build.cache_folder import (
+    LAYOUT,
+    checked_record,
+    entry_folder,
+    read_document,
+    validation_file,
+    write_entry,
 )
+from hatch_epcontext.build.entry import Check, latest_name, read_validation, validation_name
+from hatch_epcontext.build.envelope import DamagedError, envelope_around
 from hatch_epcontext.build.index import Index
-from hatch_epcontext.files import (
-    FileRecord,
-    is_intact,
-    is_sha256,
-    link_or_copy,
-    sync,
-    write_atomically,
-)
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.files import is_sha256, link_or_copy, write_atomically
+from hatch_epcontext.serialize import to_json
 
 if TYPE_CHECKING:
     from hatch_epcontext.build.remote import Remote
 
 _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a build that waits for another one shall end."""
-
-_STAGED, _TRASH = ".staged-", ".trash-"
-"""How folders beside the artifacts begin, before an artifact is there and before it is removed."""
-
-_LEFTOVER_AGE = datetime.timedelta(days=1)
-"""A build that wrote a file so long ago, and did not finish it, does not run any more."""
-
-_SMALL_FILES = ("latest", "locks", "index")
-"""The folders of the layout with small files, which are named by hashes."""
-
-LAYOUT = "v3"
-"""The folder of this format below the cache's root."""
 
 
 def default_root() -> Path:
@@ -91,25 +66,26 @@ class Cache:
         if self._remote is not None:
             self._remote.stop()
 
-    def has(self, fingerprint: str) -> bool:
-        """Whether the cache has the artifact of that fingerprint, as it was stored."""
-        return self._find(fingerprint) is not None or (
-            self._remote is not None and self._remote.has(fingerprint)
+    def has(self, fingerprint: str, check: Check) -> bool:
+        """Whether the cache has the artifact of that fingerprint as `take` wants it."""
+        return self._find(fingerprint, check) is not None or (
+            self._remote is not None and self._remote.has(fingerprint, check)
         )
 
-    def take(self, fingerprint: str, folder: Path) -> Artifact | None:
+    def take(self, fingerprint: str, folder: Path, check: Check) -> Artifact | None:
         """The artifact of that fingerprint with its files in ``folder``, which is made; None for a miss.
 
-        Hard links where they are possible: what happens to the cache later does not matter.
+        Hard links where they are possible: what happens to the cache later does not matter. An artifact with
+        a record that ``check`` refuses is damaged.
         """
-        artifact = self._take(fingerprint, folder)
+        artifact = self._take(fingerprint, folder, check)
         if self._remote is None:
             return artifact
         if artifact is not None:
             # Another build may have made it, which could not write to the remote.
-            self._remote.send(fingerprint, folder, artifact.record)
+            self._remote.send(fingerprint, folder, artifact.record, check)
             return artifact
-        record = self._remote.fetch(fingerprint, folder)
+        record = self._remote.fetch(fingerprint, folder, check)
         if record is None:
             return None
         self._keep(fingerprint, folder, record)
@@ -149,49 +125,57 @@ class Cache:
 
     def set_latest(self, settings_key: str, fingerprint: str) -> None:
         """Store ``fingerprint`` as the latest artifact with these settings, where that can be written."""
-        text = f"{fingerprint}\n"
-        if self._root is not None and self._read(self._latest(self._root, settings_key)) != text:
+        name = latest_name(settings_key)
+        if self._root is not None and self._local_latest(self._root, name) != fingerprint:
+            text = envelope_around(name, fingerprint)
             with contextlib.suppress(OSError):
-                write_atomically(self._latest(self._root, settings_key), text, durable=False)
+                write_atomically(self._root / LAYOUT / name, text, durable=False)
         if self._remote is not None:
-            self._remote.share(f"latest/{settings_key}", text)
+            self._remote.share(name, fingerprint)
 
     def latest(self, settings_key: str) -> str | None:
         """The fingerprint of the latest artifact with these settings.
 
         The remote's, if there is one: the user's own folder can be older than what others compiled.
         """
-        text = None if self._remote is None else self._remote.read(f"latest/{settings_key}")
+        name = latest_name(settings_key)
+        text = None if self._remote is None else self._remote.read(name)
         if text is None and self._root is not None:
-            text = self._read(self._latest(self._root, settings_key))
-        found = (text or "").strip()
-        return found if is_sha256(found) else None
+            text = self._local_latest(self._root, name)
+        return text if text is not None and is_sha256(text) else None
 
-    def store(self, fingerprint: str, folder: Path, record: Record) -> None:
+    def store(self, fingerprint: str, folder: Path, record: Record, check: Check) -> None:
         """Store the files in ``folder``, to which nothing writes any more, under ``fingerprint``."""
         self._keep(fingerprint, folder, record)
         if self._remote is not None:
-            self._remote.send(fingerprint, folder, record)
+            self._remote.send(fingerprint, folder, record, check)
 
     def validation(self, fingerprint: str, key: str) -> ValidationRun | None:
-        """The validation under ``key`` of the artifact of that fingerprint."""
-        root, name = self._root, _validation_name(fingerprint, key)
-        text = None if root is None else self._read(_validation_file(root, fingerprint, key))
-        if self._remote is not None and text is not None:
-            self._remote.share(name, text)
-        elif self._remote is not None and (text := self._remote.read(name)) is not None:
-            self._keep_validation(fingerprint, key, text)
-        try:
-            return None if text is None else from_json(text, ValidationRun)
-        except ValueError:
+        """The validation under ``key``, a hex sha256, of the artifact of that fingerprint."""
+        name = validation_name(fingerprint, key)
+        text = self._local_validation(fingerprint, key)
+        known = text is not None
+        if text is None and self._remote is not None:
+            text = self._remote.read(name)
+        if text is None:
             return None
+        try:
+            run = read_validation(text)
+        except DamagedError as error:
+            self._warn(f"a validation in the cache is damaged ({error}); validating again")
+            return None
+        if not known:
+            self._keep_validation(fingerprint, key, text)
+        elif self._remote is not None:
+            self._remote.share(name, text)
+        return run
 
     def store_validation(self, fingerprint: str, key: str, run: ValidationRun) -> None:
         """Store ``run`` beside the artifact, where the cache has it and can be written."""
         text = to_json(run)
         self._keep_validation(fingerprint, key, text)
         if self._remote is not None:
-            self._remote.write(_validation_name(fingerprint, key), text)
+            self._remote.write(validation_name(fingerprint, key), text)
 
     def store_report(self, name: str, text: str) -> Path | None:
         """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
@@ -205,26 +189,36 @@ class Cache:
             return write_atomically(file, text, durable=False)
         return None
 
-    def _latest(self, root: Path, settings_key: str) -> Path:
-        return root / LAYOUT / "latest" / settings_key
-
-    def _read(self, file: Path) -> str | None:
+    def _local_latest(self, root: Path, name: str) -> str | None:
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError):
+            return read_document(root / LAYOUT / name, name)
+        except (OSError, DamagedError):
+            return None
+
+    def _local_validation(self, fingerprint: str, key: str) -> str | None:
+        if self._root is None:
+            return None
+        file = validation_file(self._root, fingerprint, key)
+        try:
+            return read_document(file, validation_name(fingerprint, key))
+        except OSError:
+            return None
+        except DamagedError as error:
+            self._warn(f"the cached validation {file} is damaged ({error}); validating again")
             return None
 
     def _keep_validation(self, fingerprint: str, key: str, text: str) -> None:
-        if self._root is not None and _entry_folder(self._root, fingerprint).is_dir():
+        if self._root is not None and entry_folder(self._root, fingerprint).is_dir():
+            document = envelope_around(validation_name(fingerprint, key), text)
             with contextlib.suppress(OSError):
-                write_atomically(_validation_file(self._root, fingerprint, key), text)
+                write_atomically(validation_file(self._root, fingerprint, key), document)
 
-    def _take(self, fingerprint: str, folder: Path) -> Artifact | None:
+    def _take(self, fingerprint: str, folder: Path, check: Check) -> Artifact | None:
         """As `take`, from the folder only."""
-        record = self._find(fingerprint)
+        record = self._find(fingerprint, check)
         if self._root is None or record is None:
             return None
-        entry = _entry_folder(self._root, fingerprint)
+        entry = entry_folder(self._root, fingerprint)
         try:
             for name in map(PurePosixPath, record.files):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +237,7 @@ class Cache:
         if self._root is None:
             return
         try:
-            self._store(self._root, fingerprint, folder, record)
+            write_entry(self._root, fingerprint, folder, record)
         except OSError as error:
             self._warn(
                 f"the cache folder {self._root} cannot be written "
@@ -251,235 +245,22 @@ class Cache:
             )
             self._root = None
 
-    def _find(self, fingerprint: str) -> Record | None:
+    def _find(self, fingerprint: str, check: Check) -> Record | None:
         if self._root is None:
             return None
-        entry = _entry_folder(self._root, fingerprint)
-        record = _intact(entry)
-        if record is None and entry.exists():
-            self._warn(f"the cached artifact in {entry} is damaged; compiling again")
+        entry = entry_folder(self._root, fingerprint)
+        try:
+            record = checked_record(entry)
+            check(record)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedError as error:
+            # Without an entry somebody cleaned the cache at this moment.
+            if entry.exists():
+                self._warn(f"the cached artifact in {entry} is damaged ({error}); compiling again")
+            return None
+        except OSError as error:
+            reason = error.strerror or error
+            self._warn(f"the cached artifact in {entry} cannot be read ({reason}); compiling again")
+            return None
         return record
-
-    def _store(self, root: Path, fingerprint: str, folder: Path, record: Record) -> None:
-        entry = _entry_folder(root, fingerprint)
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=_STAGED, dir=entry.parent))
-        try:
-            shutil.copytree(folder, staged / "files", copy_function=link_or_copy)
-            for file in (staged / "files").rglob("*"):
-                if file.is_file():
-                    sync(file)
-            write_atomically(staged / "record.json", to_json(StoredRecord(fingerprint, record)))
-            _write_seal(staged, record)
-            _publish(staged, entry)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-
-
-def _publish(staged: Path, entry: Path) -> None:
-    try:
-        staged.rename(entry)
-    except OSError:
-        # Another build was faster, or the existing entry is damaged.
-        if _intact(entry) is not None:
-            return
-        trash = Path(tempfile.mkdtemp(prefix=_TRASH, dir=entry.parent))
-        entry.rename(trash / "entry")
-        staged.rename(entry)
-        shutil.rmtree(trash, ignore_errors=True)
-
-
-def _entry_folder(root: Path, fingerprint: str) -> Path:
-    return root / LAYOUT / fingerprint[:2] / fingerprint
-
-
-def _validation_file(root: Path, fingerprint: str, key: str) -> Path:
-    return _entry_folder(root, fingerprint) / f"validation-{_digest(key)}.json"
-
-
-def _validation_name(fingerprint: str, key: str) -> str:
-    return f"validations/{fingerprint}/{_digest(key)}.json"
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def _record(entry: Path) -> Record | None:
-    """The record of the entry in the folder ``entry``, if it can be read and is its own."""
-    try:
-        stored = from_json((entry / "record.json").read_bytes(), StoredRecord)
-    except (OSError, ValueError):
-        return None
-    return stored.record if stored.fingerprint == entry.name else None
-
-
-def _intact(entry: Path) -> Record | None:
-    """The record of an entry whose files are as they were stored; files that changed are read again."""
-    record = _record(entry)
-    if record is None:
-        return None
-    sealed = _read_seal(entry)
-    changed: dict[str, FileRecord] = {}
-    for name, recorded in record.files.items():
-        try:
-            seal = _seal(entry / "files" / PurePosixPath(name))
-        except OSError:
-            return None
-        if sealed.get(name) != seal or seal[0] != recorded.size:
-            changed[name] = recorded
-    if changed:
-        if not is_intact(entry / "files", changed):
-            return None
-        with contextlib.suppress(OSError):
-            _write_seal(entry, record)
-    return record
-
-
-def _seal(path: Path) -> list[int]:
-    """Size in bytes, time of the last change in ns, and inode of a file.
-
-    For one that was verified by sha256 a cheap sign that nobody wrote to it since. Not the time of its last
-    status change, which every hard link to it moves.
-    """
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def _read_seal(entry: Path) -> Mapping[str, Any]:
-    """The seal of each file by its name; empty if there is none."""
-    try:
-        found = json.loads((entry / "seal.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _write_seal(entry: Path, record: Record) -> None:
-    folder = entry / "files"
-    seals = {name: _seal(folder / PurePosixPath(name)) for name in record.files}
-    write_atomically(entry / "seal.json", json.dumps(seals), durable=False)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One artifact in a cache: its size in bytes, and the time of its last use.
-
-    ``record`` is None where it cannot be read.
-    """
-
-    folder: Path
-    record: Record | None
-    size: int
-    used: datetime.datetime
-
-    @property
-    def fingerprint(self) -> str:
-        return self.folder.name
-
-
-@dataclass(frozen=True)
-class Store:
-    """A whole cache folder, to list and clean it. Builds may use it at the same time."""
-
-    root: Path
-
-    def entries(self) -> list[Entry]:
-        """All artifacts, the most recently used first."""
-        folders = (self.root / LAYOUT).glob("??/*")
-        # In any folder that a user names, only entries that a build can have stored are touched.
-        found = [_entry(f) for f in folders if is_sha256(f.name) and f.is_dir()]
-        return sorted(found, key=lambda entry: entry.used, reverse=True)
-
-    def damaged(self) -> list[Entry]:
-        """The artifacts that are not as they were stored."""
-        return [
-            entry
-            for entry in self.entries()
-            if entry.record is None or not is_intact(entry.folder / "files", entry.record.files)
-        ]
-
-    def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
-        """Remove artifacts unused for ``older_than``, and the longest unused beyond ``max_size`` bytes.
-
-        Also what killed builds left in the folder more than a day ago.
-        """
-        oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
-        kept, removed = 0, []
-        for entry in self.entries():
-            fits = max_size is None or kept + entry.size <= max_size
-            if fits and (oldest is None or entry.used >= oldest):
-                kept += entry.size
-            else:
-                removed.append(entry)
-        for file in self._small_files("locks", "index"):
-            with contextlib.suppress(FileNotFoundError):
-                if oldest is not None and _changed(file) < oldest:
-                    file.unlink()
-        self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
-        return self._remove(removed)
-
-    def clear(self) -> list[Entry]:
-        """Remove all artifacts, and everything else that builds wrote into the folder."""
-        removed = self._remove(self.entries())
-        self._remove_leftovers()
-        for file in self._small_files(*_SMALL_FILES):
-            file.unlink(missing_ok=True)
-        for file in (self.root / "reports").glob("*.json"):
-            if f'"generator": "{GENERATOR} ' in file.read_text(encoding="utf-8", errors="replace"):
-                file.unlink(missing_ok=True)
-        return removed
-
-    def _small_files(self, *folders: str) -> Iterator[Path]:
-        """The files that builds wrote into folders of the layout, named by hashes."""
-        for folder in folders:
-            found = (self.root / LAYOUT / folder).glob("*")
-            yield from (file for file in found if is_sha256(file.name))
-
-    def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
-        """Remove what killed builds left in the cache's own folders, and did not change since ``before``."""
-        for path in list(self._leftovers()):
-            # It can be that of a running build, which removes it itself.
-            with contextlib.suppress(OSError):
-                if before is not None and _changed(path) >= before:
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink()
-
-    def _leftovers(self) -> Iterator[Path]:
-        layout = self.root / LAYOUT
-        for folder in layout.glob("[0-9a-f][0-9a-f]"):
-            yield from filter(_is_staging, folder.glob(".*"))
-            found = filter(_is_temporary, folder.glob("*/.*.tmp"))
-            yield from (file for file in found if is_sha256(file.parent.name))
-        for folder in (*(layout / name for name in _SMALL_FILES), self.root / "reports"):
-            yield from filter(_is_temporary, folder.glob(".*.tmp"))
-
-    def _remove(self, entries: list[Entry]) -> list[Entry]:
-        for entry in entries:
-            # Renamed first: a build finds the whole entry or nothing.
-            trash = Path(tempfile.mkdtemp(prefix=_TRASH, dir=entry.folder.parent))
-            entry.folder.rename(trash / "entry")
-            shutil.rmtree(trash, ignore_errors=True)
-        return entries
-
-
-def _is_staging(path: Path) -> bool:
-    return path.name.startswith((_STAGED, _TRASH)) and path.is_dir() and not path.is_symlink()
-
-
-def _is_temporary(file: Path) -> bool:
-    """Whether `write_atomically` was writing ``file``."""
-    return re.fullmatch(r"\..+\.\d+-\d+\.tmp", file.name) is not None
-
-
-def _entry(folder: Path) -> Entry:
-    record = _record(folder)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Entry(folder, record, size, _changed(folder))
-
-
-def _changed(path: Path) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)

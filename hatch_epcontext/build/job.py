@@ -15,6 +15,7 @@ from hatch_epcontext.build.artifact import (
 )
 from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.coverage import check_coverage
+from hatch_epcontext.build.entry import Check, check_for
 from hatch_epcontext.build.executors.executor import Executor
 from hatch_epcontext.build.fingerprint import fingerprint
 from hatch_epcontext.build.index import Index
@@ -57,9 +58,10 @@ class JobRunner:
         if job.target.from_cache:
             settings_key = self._fingerprint(job, {})
             latest = self.cache.latest(settings_key)
-            return settings_key, latest is not None and self.cache.has(latest)
+            check = self._check(job)
+            return settings_key, latest is not None and self.cache.has(latest, check)
         key = self._key(job)
-        return key, self.cache.has(key)
+        return key, self.cache.has(key, self._check(job))
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
@@ -97,15 +99,16 @@ class JobRunner:
 
     def _artifact(self, job: Job, key: str, folder: Path) -> tuple[Artifact, bool]:
         """The job's artifact with its files in ``folder``, and whether it is from the cache."""
-        if artifact := self.cache.take(key, folder):
+        check = self._check(job)
+        if artifact := self.cache.take(key, folder, check):
             return artifact, True
         self._check_embeddable(job)
         with self.cache.lock(key, self._waiting(job)):
             # Another build may have compiled it in the meantime.
-            if artifact := self.cache.take(key, folder):
+            if artifact := self.cache.take(key, folder, check):
                 return artifact, True
             record = self.executor.compile(job, key, folder)
-            self.cache.store(key, folder, record)
+            self.cache.store(key, folder, record, check)
             return Artifact(folder, record), False
 
     def _waiting(self, job: Job) -> Callable[[], None]:
@@ -127,7 +130,7 @@ class JobRunner:
 
     def _latest(self, job: Job, settings_key: str, folder: Path) -> tuple[str, Artifact]:
         key = self.cache.latest(settings_key)
-        artifact = None if key is None else self.cache.take(key, folder)
+        artifact = None if key is None else self.cache.take(key, folder, self._check(job))
         if key is None or artifact is None:
             raise BuildError(
                 Problem(
@@ -139,6 +142,12 @@ class JobRunner:
                 )
             )
         return key, artifact
+
+    def _check(self, job: Job) -> Check:
+        """A check of what the cache has for ``job``."""
+        # Only from the cache it may have been compiled by any versions.
+        versions = {} if job.target.from_cache else self.executor.versions(job)
+        return check_for([self.sources[m.name] for m in job.models], job.target, versions)
 
     def _key(self, job: Job) -> str:
         return self._fingerprint(job, self.executor.versions(job))

@@ -1,7 +1,7 @@
 """A second level behind the user's cache, which teams and CI share: a bucket, a server or a folder.
 
-Below its URL: ``v3/blobs/<first two digits>/<sha256>`` with the files of artifacts,
-``v3/entries/<first two digits>/<fingerprint>.json`` with the record of each artifact, and other documents
+Below its URL: ``v4/blobs/<first two digits>/<sha256>`` with the files of artifacts,
+``v4/entries/<first two digits>/<fingerprint>.json`` with the record of each artifact, and other documents
 that a build also has in the user's cache. A remote renames no folders, so everything is named after its
 content or written last: an entry is sent after its files. What comes from a remote was written elsewhere,
 and is checked when it arrives.
@@ -24,19 +24,22 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any, TypeVar
 
-from hatch_epcontext.build.artifact import Record, StoredRecord
+from hatch_epcontext.build.artifact import Record
+from hatch_epcontext.build.entry import Check, entry_name, read_record
+from hatch_epcontext.build.envelope import DamagedError, Envelope, envelope_around, read_envelope
 from hatch_epcontext.build.requirements import pip_install
-from hatch_epcontext.config.cache_url import REQUIREMENTS
-from hatch_epcontext.files import FileRecord, is_portable, is_sha256
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.config.cache_url import REQUIREMENTS, SIGNATURES
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials
 
 T = TypeVar("T")
 
-_LAYOUT = "v3"
-_FORMAT = 1
+_LAYOUT = "v4"
 
 _CHUNK = 4 << 20
 """Bytes of a file that are in memory at once; each is one request to a bucket."""
@@ -49,26 +52,6 @@ _PIECE_PATIENCE = 6
 
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 30
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """A document as it is sent. ``name`` is its own name, and ``sha256`` that of the bytes of ``text``.
-
-    The text travels as it is, so that a signature can be over the name and these bytes. ``signature``
-    has none yet.
-    """
-
-    format: int
-    name: str
-    text: str
-    sha256: str
-    signature: str | None = None
-
-    @staticmethod
-    def around(name: str, text: str) -> Envelope:
-        """The envelope for a document."""
-        return Envelope(_FORMAT, name, text, hashlib.sha256(text.encode()).hexdigest())
 
 
 class _Failure(Enum):
@@ -95,8 +78,8 @@ def _interrupted() -> _RemoteError:
     return _RemoteError(_Failure.STOPPED, "the build was interrupted")
 
 
-class _DamagedError(Exception):
-    """What arrived is not what was sent; the text is the reason."""
+class _UntrustedError(Exception):
+    """A document that none of the trusted keys signed; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +147,14 @@ _LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "g
 class _State:
     """What a build has learned about its remote.
 
-    ``damaged``: fingerprints and hashes that have to be sent again. ``waiting``: the requests that the
-    build waits for.
+    ``fits``: whether the build's own key is one that others trust. ``damaged``: fingerprints and hashes that
+    have to be sent again. ``waiting``: the requests that the build waits for.
     """
 
     readable: bool = True
     writable: bool = True
     stopped: bool = False
+    fits: bool = False
     reported: set[str] = field(default_factory=set)
     damaged: set[str] = field(default_factory=set)
     waiting: set[futures.Future[Any]] = field(default_factory=set)
@@ -180,8 +164,9 @@ class Remote:
     """The cache at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
     ``warn`` gets a line when the remote cannot be used, and one for each damaged artifact. Without
-    ``can_write`` nothing is sent. ``patience``: seconds to wait for a document; a piece of a file may take
-    longer.
+    ``can_write`` nothing is sent. ``trust``: the public keys of those whose documents are used; with None
+    those of everybody. ``key``: the private key that signs what is sent. ``patience``: seconds to wait for a
+    document; a piece of a file may take longer.
     """
 
     def __init__(
@@ -190,12 +175,16 @@ class Remote:
         warn: Callable[[str], None],
         *,
         can_write: bool = False,
+        trust: tuple[str, ...] | None = None,
+        key: str | None = None,
         patience: float = 20,
     ) -> None:
         self._url = url.rstrip("/")
         self._scheme = url.partition("://")[0]
         self._backend = _BACKENDS[self._scheme]
         self._warn = warn
+        self._trust = trust
+        self._key = key
         self._patience = patience
         self._state = _State(writable=can_write)
         self._lock = threading.Lock()
@@ -207,24 +196,27 @@ class Remote:
         """Whether the build may write to the remote, and could until now."""
         return self._state.writable
 
-    def has(self, fingerprint: str) -> bool:
+    def has(self, fingerprint: str, check: Check) -> bool:
         """Whether the remote has an artifact of that fingerprint; its files are not downloaded."""
-        return self._reading(lambda: self._record(fingerprint), fingerprint) is not None
+        return self._reading(lambda: self._record(fingerprint, check), fingerprint) is not None
 
-    def fetch(self, fingerprint: str, folder: Path) -> Record | None:
+    def fetch(self, fingerprint: str, folder: Path, check: Check) -> Record | None:
         """Download the artifact of that fingerprint into ``folder``, which is made.
 
-        None, and nothing is left in the folder's place, if the remote has none or cannot be read, or if
-        anything in it is not as its record says.
+        None, and nothing is left in the folder's place, if the remote has none or cannot be read, if
+        ``check`` refuses its record, or if anything in it is not as its record says.
         """
-        record = self._reading(lambda: self._fetch(fingerprint, folder), fingerprint)
+        record = self._reading(lambda: self._fetch(fingerprint, folder, check), fingerprint)
         if record is None:
             shutil.rmtree(folder, ignore_errors=True)
         return record
 
-    def send(self, fingerprint: str, folder: Path, record: Record) -> None:
-        """Upload the artifact in ``folder``, if the remote may be written and has none that is complete."""
-        self._writing(lambda: self._send(fingerprint, folder, record))
+    def send(self, fingerprint: str, folder: Path, record: Record, check: Check) -> None:
+        """Upload the artifact in ``folder``, if the remote may be written and has none that is complete.
+
+        One in the remote that ``check`` refuses is replaced.
+        """
+        self._writing(lambda: self._send(fingerprint, folder, record, check))
 
     def read(self, name: str) -> str | None:
         """The text of the document ``name``, if there is one."""
@@ -254,8 +246,10 @@ class Remote:
             return None
         try:
             return operation()
-        except _DamagedError as error:
+        except DamagedError as error:
             self._report_damaged(fingerprint, error)
+        except _UntrustedError as error:
+            self._report("trust", f"has documents that this build does not use ({error})")
         except _RemoteError as error:
             if error.failure is _Failure.DENIED:
                 self._report("read", f"does not allow reading ({error})")
@@ -272,6 +266,7 @@ class Remote:
         if not self._state.writable:
             return
         try:
+            self._check_key()
             operation()
         except _RemoteError as error:
             self._state.writable = False
@@ -300,7 +295,7 @@ class Remote:
             self._state.reported.add(topic)
         self._warn(f"the shared cache {self._url} {message}")
 
-    def _report_damaged(self, fingerprint: str | None, error: _DamagedError) -> None:
+    def _report_damaged(self, fingerprint: str | None, error: DamagedError) -> None:
         if fingerprint in self._state.damaged:
             return
         if fingerprint is not None:
@@ -308,16 +303,18 @@ class Remote:
         what = "a document" if fingerprint is None else f"the artifact {fingerprint[:12]}"
         self._warn(f"{what} in the shared cache {self._url} is damaged ({error}); it is not used")
 
-    def _fetch(self, fingerprint: str, folder: Path) -> Record:
-        record = self._record(fingerprint)
+    def _fetch(self, fingerprint: str, folder: Path, check: Check) -> Record:
+        record = self._record(fingerprint, check)
         for name, file in record.files.items():
             target = folder / PurePosixPath(name)
             target.parent.mkdir(parents=True, exist_ok=True)
             self._download(name, file, target)
         return record
 
-    def _record(self, fingerprint: str) -> Record:
-        return _checked_record(self._document(_entry(fingerprint)), fingerprint)
+    def _record(self, fingerprint: str, check: Check) -> Record:
+        record = read_record(self._document(entry_name(fingerprint)))
+        check(record)
+        return record
 
     def _download(self, name: str, file: FileRecord, target: Path) -> None:
         digest, size = hashlib.sha256(), 0
@@ -332,11 +329,11 @@ class Remote:
         except _RemoteError as error:
             if error.failure is _Failure.MISSING:
                 self._state.damaged.add(file.sha256)
-                raise _DamagedError(f"its file {name} is missing") from None
+                raise DamagedError(f"its file {name} is missing") from None
             raise
         if (size, digest.hexdigest()) != (file.size, file.sha256):
             self._state.damaged.add(file.sha256)
-            raise _DamagedError(f"its file {name} has other content")
+            raise DamagedError(f"its file {name} has other content")
 
     def _chunks(self, name: str, size: int, patience: float) -> Iterator[bytes]:
         """The file ``name`` in pieces, and at most one byte more than ``size``."""
@@ -366,20 +363,38 @@ class Remote:
         """The text of a document, which is its own and as it was sent."""
         # No document is as large. Without a limit some backends ask for the size first.
         data = b"".join(self._chunks(name, _CHUNK, self._patience))
-        try:
-            envelope = from_json(data, Envelope)
-        except ValueError:
-            raise _DamagedError("it is no document of a cache") from None
-        if envelope.format != _FORMAT:
-            raise _DamagedError(f"it has the format {envelope.format}, not {_FORMAT}")
-        if Envelope.around(envelope.name, envelope.text).sha256 != envelope.sha256:
-            raise _DamagedError("its text was changed")
-        if envelope.name != name:
-            raise _DamagedError("it is another document")
+        envelope = read_envelope(data, name)
+        self._check_signature(envelope)
         return envelope.text
 
-    def _send(self, fingerprint: str, folder: Path, record: Record) -> None:
-        sent = self._sent(fingerprint)
+    def _check_signature(self, envelope: Envelope) -> None:
+        """Raises _UntrustedError if the build trusts none of those who may have written the document."""
+        if self._trust is None:
+            return
+        if envelope.signature is None:
+            raise _UntrustedError("nobody signed it")
+        if not self._signing().is_signed(envelope, self._trust):
+            raise _UntrustedError("none of build.cache-keys signed it")
+
+    def _check_key(self) -> None:
+        """Raises _RemoteError if nobody would use what the build's own key signs."""
+        if self._key is None or self._trust is None or self._state.fits:
+            return
+        if self._signing().public_key(self._key) not in self._trust:
+            reason = f"{PREFIX}CACHE_KEY belongs to none of build.cache-keys"
+            raise _RemoteError(_Failure.FAILED, reason)
+        self._state.fits = True
+
+    def _signing(self) -> ModuleType:
+        """The module with the signatures, whose package a project without a shared cache does not need."""
+        try:
+            from hatch_epcontext.build import signing
+        except ImportError as error:
+            raise self._classified(error) from None
+        return signing
+
+    def _send(self, fingerprint: str, folder: Path, record: Record, check: Check) -> None:
+        sent = self._sent(fingerprint, check)
         # A store that removes files by age can remove one of an artifact that it keeps.
         if sent is not None and all(map(self._has_blob, sent.files.values())):
             return
@@ -388,14 +403,14 @@ class Remote:
                 self._upload(folder / PurePosixPath(name), _blob(file.sha256), file.size)
                 self._state.damaged.discard(file.sha256)
         if sent != record:
-            self._upload_text(_entry(fingerprint), to_json(StoredRecord(fingerprint, record)))
+            self._upload_text(entry_name(fingerprint), to_json(record))
         self._state.damaged.discard(fingerprint)
 
-    def _sent(self, fingerprint: str) -> Record | None:
+    def _sent(self, fingerprint: str, check: Check) -> Record | None:
         """The record in the remote, which can name other files than another machine compiled."""
         try:
-            return self._record(fingerprint)
-        except _DamagedError:
+            return self._record(fingerprint, check)
+        except (DamagedError, _UntrustedError):
             return None
         except _RemoteError as error:
             if error.failure in _UNKNOWN:
@@ -423,7 +438,8 @@ class Remote:
         self._put(name, lambda files, path: files.put_file(str(source), path, **options), None)
 
     def _upload_text(self, name: str, text: str) -> None:
-        content = to_json(Envelope.around(name, text)).encode()
+        signature = self._signing().sign(name, text, self._key) if self._key else None
+        content = envelope_around(name, text, signature).encode()
         self._put(name, lambda files, path: files.pipe_file(path, content), self._patience)
 
     def _put(self, name: str, put: Callable[[Any, str], object], patience: float | None) -> None:
@@ -497,7 +513,8 @@ class Remote:
         if isinstance(error, _RemoteError):
             return error
         if isinstance(error, ImportError):
-            command = pip_install([REQUIREMENTS[self._scheme]])
+            signed = self._trust is not None or self._key is not None
+            command = pip_install([REQUIREMENTS[self._scheme], *([SIGNATURES] if signed else [])])
             return _RemoteError(_Failure.NO_BACKEND, f"run: {command}")
         # Amazon's code; a bucket that does not exist is no missing file.
         response = getattr(error.__cause__, "response", None)
@@ -519,36 +536,8 @@ def _read(files: Any, path: str, limits: Mapping[str, int]) -> bytes:
     return data
 
 
-def _entry(fingerprint: str) -> str:
-    return f"entries/{fingerprint[:2]}/{fingerprint}.json"
-
-
 def _blob(sha256: str) -> str:
     return f"blobs/{sha256[:2]}/{sha256}"
-
-
-def _checked_record(text: str, fingerprint: str) -> Record:
-    """The record in the text of an entry for ``fingerprint``; raises _DamagedError."""
-    try:
-        stored = from_json(text, StoredRecord)
-    except ValueError:
-        raise _DamagedError("its record cannot be read") from None
-    if stored.fingerprint != fingerprint:
-        raise _DamagedError("its record is that of another artifact")
-    _check_files(stored.record)
-    return stored.record
-
-
-def _check_files(record: Record) -> None:
-    for name, file in record.files.items():
-        if not is_portable(name):
-            raise _DamagedError("its record has a file outside of the artifact")
-        if file.size < 0 or not is_sha256(file.sha256):
-            raise _DamagedError("its record has a file with an invalid size or hash")
-    if len({name.casefold() for name in record.files}) != len(record.files):
-        raise _DamagedError("its record has two files of one name")
-    if any(context.model_file not in record.files for context in record.contexts):
-        raise _DamagedError("its record has a model without a file")
 
 
 def _status(error: Exception) -> int | None:

@@ -10,8 +10,8 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hatch_epcontext.config.cache_url import REQUIREMENTS
-from hatch_epcontext.config.settings import Target
+from hatch_epcontext.config.cache_url import REQUIREMENTS, SIGNATURES
+from hatch_epcontext.config.settings import BuildSettings, Target
 from hatch_epcontext.errors import (
     ConfigError,
     Key,
@@ -144,12 +144,16 @@ def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*base, *wanted, *TOOLS]))
 
 
-def cache_requirements(url: str | None) -> tuple[str, ...]:
-    """What a front end installs for the shared cache at ``url``.
+def cache_requirements(settings: BuildSettings) -> tuple[str, ...]:
+    """What a front end installs for the shared cache, if there is one.
 
     Not part of `requirements`: a build without it goes on without the shared cache.
     """
-    return () if url is None else (REQUIREMENTS[url.partition("://")[0]],)
+    if settings.cache is None:
+        return ()
+    signed = settings.cache_keys is not None or settings.cache_key is not None
+    backend = REQUIREMENTS[settings.cache.partition("://")[0]]
+    return (backend, SIGNATURES) if signed else (backend,)
 
 
 def _fits(distribution: str, targets: Iterable[Target]) -> bool:

@@ -18,7 +18,8 @@ from hatch_epcontext.build.plan import Job, Plan
 from hatch_epcontext.build.report import summarize
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.sources import read_sources
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.settings import BuildSettings, Config
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.text import count
@@ -42,7 +43,27 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     # Few builds have one.
     from hatch_epcontext.build.remote import Remote
 
-    return Cache(root, warn, Remote(settings.cache, warn, can_write=settings.cache_write))
+    remote = Remote(
+        settings.cache,
+        warn,
+        can_write=_may_write(settings, warn),
+        trust=settings.cache_keys,
+        key=settings.cache_key,
+    )
+    return Cache(root, warn, remote)
+
+
+def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:
+    """Whether the build writes to the shared cache: only what others would use."""
+    if not settings.cache_write or settings.cache_keys is None:
+        return settings.cache_write
+    if settings.cache_key is None:
+        warn(
+            f"{PREFIX}CACHE_WRITE is set without {PREFIX}CACHE_KEY, and nobody would use what is not signed; "
+            "this build only reads the shared cache"
+        )
+        return False
+    return True
 
 
 @dataclass(frozen=True)

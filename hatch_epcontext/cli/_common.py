@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hatch_epcontext.build import html_report
 from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.build.cache import Store, default_root
+from hatch_epcontext.build.cache import default_root
+from hatch_epcontext.build.cache_store import Store
 from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.build.report import make_report
 from hatch_epcontext.build.run import IncompleteError, build, open_cache

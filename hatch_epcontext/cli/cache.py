@@ -8,10 +8,14 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.build.cache import Entry, Store
+from hatch_epcontext.build.cache_store import Entry, Store
+from hatch_epcontext.build.requirements import pip_install
 from hatch_epcontext.cli._common import cache_option, open_store
 from hatch_epcontext.cli._output import show, table
-from hatch_epcontext.text import count, parse_size, show_size
+from hatch_epcontext.config.cache_url import SIGNATURES
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.errors import ROOT
+from hatch_epcontext.text import count, parse_size, show_size, to_toml
 
 _LONGEST = datetime.timedelta(days=36500)
 _UNITS = {"d": "days", "h": "hours", "w": "weeks"}
@@ -93,6 +97,26 @@ def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | N
 def clear(store: Store) -> None:
     """Remove all artifacts and reports."""
     click.echo(f"removed {_summarize(store.clear())}")
+
+
+@cache.command()
+def new_key() -> None:
+    """Make a pair of keys for a shared cache.
+
+    Builds that write to the cache sign with the private key, and builds that read from it trust the public
+    one. Nothing is stored.
+    """
+    try:
+        from hatch_epcontext.build.signing import new_keys
+    except ImportError as error:
+        raise click.ClickException(
+            f"Keys need a package. Run: {pip_install([SIGNATURES])}"
+        ) from error
+    private, public = new_keys()
+    click.echo("Keep this secret, in the environment of the builds that write:")
+    click.echo(f"{PREFIX}CACHE_KEY={private}")
+    click.echo("\nThis belongs in pyproject.toml:")
+    click.echo(f"[{ROOT}.build]\ncache-keys = {to_toml([public])}")
 
 
 @cache.command()

@@ -21,6 +21,9 @@ REQUIREMENTS: Mapping[str, str] = {
 }
 """The requirement of the fsspec backend for each scheme."""
 
+SIGNATURES = "cryptography>=44"
+"""The requirement of signed documents."""
+
 
 def check_cache_url(url: str) -> str | None:
     """What the URL of a shared cache must be, in words; None for a valid one."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from hatch_epcontext.config.cache_keys import private_bytes
 from hatch_epcontext.config.settings import Editable, ValidationMode
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Checked, Kind, Problem
@@ -36,6 +37,7 @@ class Environment:
     cache_dir: Path | None = None
     no_cache: bool = False
     cache_write: bool = False
+    cache_key: str | None = field(default=None, repr=False)
     editable: Editable | None = None
     validate: ValidationMode | None = None
     report: Path | None = None
@@ -49,7 +51,8 @@ class Variable:
     """A variable: an example of its value, its documentation, and how its text is read.
 
     ``read`` raises ValueError with what is allowed. ``table`` is the table of `Environment` that gets
-    the value. With ``empty_switches_off`` an empty variable is the value None.
+    the value. With ``empty_switches_off`` an empty variable is the value None. The value of a ``secret`` one
+    is not printed.
     """
 
     example: str
@@ -57,6 +60,7 @@ class Variable:
     read: Callable[[str], Any]
     table: Literal["build", "wheel"] | None = None
     empty_switches_off: bool = False
+    secret: bool = False
 
 
 def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
@@ -79,12 +83,18 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
         try:
             value = variable.read(text) if text else None
         except ValueError as allowed:
-            message = f"must be {allowed}, not {show(text)}."
+            given_text = "" if variable.secret else f", not {show(text)}"
+            message = f"must be {allowed}{given_text}."
             yield Problem(Kind.INVALID_VARIABLE, location, message)
             continue
         (settings[variable.table] if variable.table else settings)[name.lower()] = value
-    overrides = tuple(f"{PREFIX}{name}={text}" for name, text in given.items())
+    overrides = tuple(f"{PREFIX}{name}={_shown(name, text)}" for name, text in given.items())
     return Environment(**settings, overrides=overrides)
+
+
+def _shown(name: str, text: str) -> str:
+    variable = VARIABLES.get(name)
+    return "***" if variable is not None and variable.secret else text
 
 
 def _counts(name: str, text: str) -> bool:
@@ -96,6 +106,11 @@ def _switch(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise ValueError("1 or 0")
     return text.lower() in _TRUE
+
+
+def _private_key(text: str) -> str:
+    private_bytes(text)
+    return text
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -146,7 +161,10 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
 
 def _reader(type_: Any, check: Callable[[Any], str | None] | None) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        value = _switch(text) if type_ is bool else from_text(text, type_)
+        if type_ is bool:
+            value: Any = _switch(text)
+        else:
+            value = _names(text) if type_ == tuple[str, ...] else from_text(text, type_)
         if check is not None and (allowed := check(value)):
             raise ValueError(allowed)
         return value
@@ -169,7 +187,17 @@ VARIABLES: Mapping[str, Variable] = {
     "NO_CACHE": Variable(
         "1", "Neither reads nor writes the cache, that of the user or a shared one.", _switch
     ),
-    "CACHE_WRITE": Variable("1", "Writes to the shared cache `build.cache` too.", _switch),
+    "CACHE_WRITE": Variable(
+        "1",
+        "Writes to the shared cache `build.cache` too, signed with `HATCH_EPCONTEXT_CACHE_KEY`.",
+        _switch,
+    ),
+    "CACHE_KEY": Variable(
+        "ed25519-private:...",
+        "The private key of who writes to the shared cache. It is never printed.",
+        _private_key,
+        secret=True,
+    ),
     "EDITABLE": Variable("compile", "Wins over `editable`.", _editable),
     "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),
     "REPORT": Variable(

@@ -76,7 +76,7 @@ def _load(
     models, invalid = collect(resolver.models())
     # An invalid part is left out: nothing else is reported about it. A moved key leaves no gap.
     gaps = [each for each in mistyped if each.kind is not Kind.MOVED_KEY]
-    _, missing = collect(_check_scheduler(parsed, environment))
+    _, missing = collect(_check_combinations(parsed, environment))
     yield from (each for each in (*invalid, *missing) if not _is_about(each, gaps))
     cluster = (Key() / "build" / "executor", Key() / "build" / "scheduler")
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
@@ -92,6 +92,25 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
         and (problem.key.contains(other.key) or other.key.contains(problem.key))
         for other in others
     )
+
+
+def _check_combinations(table: RootTable, environment: Environment) -> Checked[None]:
+    yield from _check_scheduler(table, environment)
+    yield from _check_trust(_build_table(table, environment), environment)
+
+
+def _check_trust(build: BuildTable, environment: Environment) -> Checked[None]:
+    if build.cache is None or environment.no_cache or build.cache_trust == "all":
+        return
+    key = Key() / "build" / "cache-keys"
+    if not build.cache_keys:
+        yield Problem.at(
+            key,
+            Kind.MISSING_KEY,
+            "is required with a shared cache: the public keys of those whose artifacts are used.",
+            "Make a pair of keys with `epcontext cache new-key`. Or use what anybody can write there:",
+            Setting(Key() / "build" / "cache-trust", "all"),
+        )
 
 
 def _check_scheduler(table: RootTable, environment: Environment) -> Checked[None]:
@@ -151,6 +170,8 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
             build.fail_fast,
             None if environment.no_cache else build.cache,
             environment.cache_write,
+            None if build.cache_trust == "all" else build.cache_keys,
+            environment.cache_key,
             build.scheduler if build.executor == "dask" else None,
         ),
         wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify),

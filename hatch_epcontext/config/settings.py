@@ -24,6 +24,7 @@ Policy = Literal[
 Fallback = Literal["auto", "source", "none"]
 Editable = Literal["source", "compile", "skip"]
 ValidationMode = Literal["auto", "require", "structure", False]
+Trust = Literal["signed", "all"]
 ExecutorName = Literal["local", "dask"]
 Verification = Literal["record", "full"]
 
@@ -167,7 +168,9 @@ class BuildSettings:
 
     ``jobs``: jobs at once, None for as many as the machine can do. ``timeout``: seconds for each worker;
     ``memory_limit``: its bytes of memory. With ``fail_fast`` the first failed job ends the build.
-    ``cache`` is the URL of the shared cache, which ``cache_write`` lets the build write to.
+    ``cache`` is the URL of the shared cache, which ``cache_write`` lets the build write to. ``cache_keys``:
+    the public keys of those whose documents in it are used, or None for everybody's; ``cache_key`` is the
+    private key that signs what the build writes.
     ``scheduler``: the address of the dask scheduler that jobs are given to; None to run them on this machine.
     """
 
@@ -177,6 +180,8 @@ class BuildSettings:
     fail_fast: bool = False
     cache: str | None = None
     cache_write: bool = False
+    cache_keys: tuple[str, ...] | None = ()
+    cache_key: str | None = field(default=None, repr=False)
     scheduler: str | None = None
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from packaging.tags import parse_tag
 
+from hatch_epcontext.config.cache_keys import check_public_keys
 from hatch_epcontext.config.cache_url import check_cache_url
 from hatch_epcontext.config.settings import (
     Editable,
@@ -18,6 +19,7 @@ from hatch_epcontext.config.settings import (
     Fallback,
     Optimization,
     Policy,
+    Trust,
     ValidationMode,
     Verification,
 )
@@ -347,6 +349,17 @@ class BuildTable:
         "Builds read from it, and write to it with `HATCH_EPCONTEXT_CACHE_WRITE=1`: see `docs/ci.md`.",
         check=check_cache_url,
         empty_switches_off=True,
+    )
+    cache_keys: tuple[str, ...] = _key(
+        "The public keys of those whose artifacts in the shared cache are used. `epcontext cache new-key` "
+        "makes a pair of keys; builds that write have the private one in `HATCH_EPCONTEXT_CACHE_KEY`.",
+        (),
+        check=check_public_keys,
+    )
+    cache_trust: Trust = _key(
+        "`signed` uses only what one of `cache-keys` signed. `all` uses what anybody wrote: whoever can "
+        "write to the shared cache decides what is in the wheel.",
+        "signed",
     )
     executor: ExecutorName = _key(
         "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/farm.md`.",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.build.cache import Store
+from hatch_epcontext.build.cache_store import Store
 from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.requirements import TOOLS, check_environment, installed
 from hatch_epcontext.config.load import load

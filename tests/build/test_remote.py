@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact, Record, StoredRecord
-from hatch_epcontext.build.remote import Envelope, Remote
+from hatch_epcontext.build.artifact import Artifact, Record
+from hatch_epcontext.build.envelope import envelope_around
+from hatch_epcontext.build.remote import Remote
+from hatch_epcontext.build.signing import new_keys
 from hatch_epcontext.files import FileRecord, record_files
-from hatch_epcontext.serialize import from_json, to_json
-from tests.conftest import make_record
+from hatch_epcontext.serialize import to_json
+from tests.conftest import any_record, make_record
 from tests.remotes import (
     S3_KEY,
     S3_SECRET,
@@ -89,12 +91,12 @@ def test_an_artifact_that_one_build_sends_is_fetched_by_another(
     (artifact.folder / "parts" / "larger.bin").write_bytes(bytes(range(256)) * 70_000)
     record = make_record(record_files(artifact.folder))
     first, second = (Remote(url, warnings.append, can_write=can) for can in (True, False))
-    assert not second.has(KEY)
-    assert second.fetch(KEY, tmp_path / "missing") is None
-    first.send(KEY, artifact.folder, record)
-    assert second.has(KEY)
-    assert not second.has(OTHER)
-    assert second.fetch(KEY, tmp_path / "fetched") == record
+    assert not second.has(KEY, any_record)
+    assert second.fetch(KEY, tmp_path / "missing", any_record) is None
+    first.send(KEY, artifact.folder, record, any_record)
+    assert second.has(KEY, any_record)
+    assert not second.has(OTHER, any_record)
+    assert second.fetch(KEY, tmp_path / "fetched", any_record) == record
     assert record_files(tmp_path / "fetched") == record.files
     assert not (tmp_path / "missing").exists()
     assert not warnings
@@ -113,7 +115,7 @@ def test_a_build_writes_only_when_it_may(
     folder: Path, artifact: Artifact, warnings: list[str]
 ) -> None:
     remote = Remote(folder_url(folder), warnings.append)
-    remote.send(KEY, artifact.folder, artifact.record)
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
     remote.write("latest/x", "text")
     assert not remote.can_write
     assert not folder.exists()
@@ -124,21 +126,23 @@ def test_files_that_the_remote_has_are_not_sent_again(
     server: WebServer, artifact: Artifact, warnings: list[str]
 ) -> None:
     remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record)
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
     server.requests.clear()
-    remote.send(KEY, artifact.folder, artifact.record)
-    remote.send(OTHER, artifact.folder, artifact.record)
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
+    remote.send(OTHER, artifact.folder, artifact.record, any_record)
     sent = [path for method, path in server.requests if method == "PUT"]
-    assert sent == [f"/cache/v3/entries/cd/{OTHER}.json"]
+    assert sent == [f"/cache/v4/entries/cd/{OTHER}.json"]
     assert not warnings
 
 
 def test_an_entry_is_sent_after_its_files(
     server: WebServer, artifact: Artifact, warnings: list[str]
 ) -> None:
-    Remote(server.url, warnings.append, can_write=True).send(KEY, artifact.folder, artifact.record)
+    Remote(server.url, warnings.append, can_write=True).send(
+        KEY, artifact.folder, artifact.record, any_record
+    )
     sent = [path for method, path in server.requests if method == "PUT"]
-    assert sent[-1].startswith("/cache/v3/entries/")
+    assert sent[-1].startswith("/cache/v4/entries/")
     assert {path.split("/")[3] for path in sent[:-1]} == {"blobs"}
 
 
@@ -146,18 +150,18 @@ def test_asking_for_an_artifact_downloads_none_of_its_files(
     server: WebServer, artifact: Artifact, warnings: list[str]
 ) -> None:
     remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record)
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
     server.requests.clear()
-    assert remote.has(KEY)
-    assert server.requests == [("GET", f"/cache/v3/entries/ab/{KEY}.json")]
+    assert remote.has(KEY, any_record)
+    assert server.requests == [("GET", f"/cache/v4/entries/ab/{KEY}.json")]
 
 
 def blob(folder: Path, file: FileRecord) -> Path:
-    return folder / "v3" / "blobs" / file.sha256[:2] / file.sha256
+    return folder / "v4" / "blobs" / file.sha256[:2] / file.sha256
 
 
 def entry(folder: Path, fingerprint: str = KEY) -> Path:
-    return folder / "v3" / "entries" / fingerprint[:2] / f"{fingerprint}.json"
+    return folder / "v4" / "entries" / fingerprint[:2] / f"{fingerprint}.json"
 
 
 @pytest.mark.parametrize("harm", ["changed", "shorter", "missing"])
@@ -169,7 +173,7 @@ def test_a_damaged_file_is_a_miss_and_is_sent_again(
     warnings: list[str],
     harm: str,
 ) -> None:
-    make().send(KEY, artifact.folder, artifact.record)
+    make().send(KEY, artifact.folder, artifact.record, any_record)
     damaged = blob(folder, artifact.record.files["a_ctx_qnn.bin"])
     content = damaged.read_bytes()
     if harm == "missing":
@@ -177,13 +181,13 @@ def test_a_damaged_file_is_a_miss_and_is_sent_again(
     else:
         damaged.write_bytes(content[:-4] if harm == "shorter" else content[:-4] + b"BLOB")
     build = make()
-    assert build.fetch(KEY, tmp_path / "fetched") is None
+    assert build.fetch(KEY, tmp_path / "fetched", any_record) is None
     assert not (tmp_path / "fetched").exists()
     (warning,) = warnings
     assert f"the artifact {KEY[:12]} in the shared cache" in warning
     assert "is damaged (its file a_ctx_qnn.bin " in warning
-    build.send(KEY, artifact.folder, artifact.record)
-    assert make().fetch(KEY, tmp_path / "fetched") == artifact.record
+    build.send(KEY, artifact.folder, artifact.record, any_record)
+    assert make().fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
     assert len(warnings) == 1
 
 
@@ -194,9 +198,9 @@ def test_an_incomplete_artifact_is_sent_again_by_a_build_that_has_it(
     record = make_record(record_files(artifact.folder))
     # As after a store has removed a file by its age: an entry, and only some of its files.
     documents = Remote(url, warnings.append, can_write=True)
-    documents.write(f"entries/ab/{KEY}.json", to_json(StoredRecord(KEY, record)))
-    Remote(url, warnings.append, can_write=True).send(KEY, artifact.folder, record)
-    assert Remote(url, warnings.append).fetch(KEY, tmp_path / "fetched") == record
+    documents.write(f"entries/ab/{KEY}.json", to_json(record))
+    Remote(url, warnings.append, can_write=True).send(KEY, artifact.folder, record, any_record)
+    assert Remote(url, warnings.append).fetch(KEY, tmp_path / "fetched", any_record) == record
     assert not warnings
 
 
@@ -207,15 +211,15 @@ def test_an_incomplete_artifact_is_replaced_by_one_with_other_files(
     tmp_path: Path,
     warnings: list[str],
 ) -> None:
-    make().send(KEY, artifact.folder, artifact.record)
+    make().send(KEY, artifact.folder, artifact.record, any_record)
     first = artifact.record.files["a_ctx_qnn.bin"]
     (artifact.folder / "a_ctx_qnn.bin").write_bytes(b"compiled on another machine")
     other = make_record(record_files(artifact.folder))
-    make().send(KEY, artifact.folder, other)
-    assert make().fetch(KEY, tmp_path / "first") == artifact.record
+    make().send(KEY, artifact.folder, other, any_record)
+    assert make().fetch(KEY, tmp_path / "first", any_record) == artifact.record
     blob(folder, first).unlink()
-    make().send(KEY, artifact.folder, other)
-    assert make().fetch(KEY, tmp_path / "second") == other
+    make().send(KEY, artifact.folder, other, any_record)
+    assert make().fetch(KEY, tmp_path / "second", any_record) == other
     assert not warnings
 
 
@@ -223,11 +227,11 @@ def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
     server: WebServer, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
     remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record)
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
     sent = blob(server.folder / "cache", artifact.record.files["a_ctx_qnn.bin"])
     with sent.open("r+b") as file:
         file.truncate(1 << 30)
-    assert remote.fetch(KEY, tmp_path / "fetched") is None
+    assert remote.fetch(KEY, tmp_path / "fetched", any_record) is None
     assert "has other content" in warnings[0]
 
 
@@ -238,17 +242,16 @@ def test_the_record_of_another_artifact_is_a_miss(
     tmp_path: Path,
     warnings: list[str],
 ) -> None:
-    make().send(KEY, artifact.folder, artifact.record)
+    make().send(KEY, artifact.folder, artifact.record, any_record)
     entry(folder, OTHER).parent.mkdir(parents=True)
     shutil.copyfile(entry(folder), entry(folder, OTHER))
-    assert make().fetch(OTHER, tmp_path / "fetched") is None
+    assert make().fetch(OTHER, tmp_path / "fetched", any_record) is None
     assert "is damaged (it is another document)" in warnings[0]
-    # Not even where the envelope was rewritten around the record.
-    envelope = from_json(entry(folder).read_text(encoding="utf-8"), Envelope)
-    renamed = dataclasses.replace(envelope, name=f"entries/cd/{OTHER}.json")
-    entry(folder, OTHER).write_text(to_json(renamed), encoding="utf-8")
-    assert not make().has(OTHER)
-    assert "is damaged (its record is that of another artifact)" in warnings[1]
+    # Not even where its name was changed.
+    text = entry(folder).read_text(encoding="utf-8").replace(f"ab/{KEY}", f"cd/{OTHER}")
+    entry(folder, OTHER).write_text(text, encoding="utf-8")
+    assert not make().has(OTHER, any_record)
+    assert "is damaged (its text was changed)" in warnings[1]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,11 @@ def test_the_record_of_another_artifact_is_a_miss(
         ("", "it is no document of a cache"),
         ("<html>Please log in</html>", "it is no document of a cache"),
         ("\ufeff[]", "it is no document of a cache"),
-        ('{"format": 2, "name": "x", "text": "", "sha256": ""}', "has the format 2, not 1"),
+        ("[" * 100_000, "it is no document of a cache"),
+        ('{"name": "x", "text": ' + "9" * 100_000 + "}", "it is no document of a cache"),
+        ('{"format": 2, "name": "x", "text": "", "sha256": ""}', "it has another format"),
+        ('{"name": "x", "text": 3, "sha256": ""}', "its text was changed"),
+        ('{"name": "\\ud800", "text": "", "sha256": ""}', "it is no document of a cache"),
         ('{"format": 1, "name": "x", "text": "", "sha256": ""}', "its text was changed"),
     ],
 )
@@ -266,15 +273,15 @@ def test_an_entry_that_is_none_is_a_miss(
 ) -> None:
     entry(folder).parent.mkdir(parents=True)
     entry(folder).write_text(text, encoding="utf-8")
-    assert not make().has(KEY)
+    assert not make().has(KEY, any_record)
     assert reason in warnings[0]
 
 
 def seal(record: Record, folder: Path) -> None:
     """Write an entry with a valid checksum for ``record``, whatever it says."""
-    envelope = Envelope.around(f"entries/ab/{KEY}.json", to_json(StoredRecord(KEY, record)))
+    document = envelope_around(f"entries/ab/{KEY}.json", to_json(record))
     entry(folder).parent.mkdir(parents=True, exist_ok=True)
-    entry(folder).write_text(to_json(envelope), encoding="utf-8")
+    entry(folder).write_text(document, encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +299,9 @@ def seal(record: Record, folder: Path) -> None:
         "evil.bin.",
         "",
         "a\n",
+        "con",
+        "parts/NUL.bin",
+        "\udcff.bin",
     ],
 )
 def test_a_record_that_names_files_elsewhere_is_a_miss(
@@ -302,11 +312,11 @@ def test_a_record_that_names_files_elsewhere_is_a_miss(
     warnings: list[str],
     name: str,
 ) -> None:
-    make().send(KEY, artifact.folder, artifact.record)
+    make().send(KEY, artifact.folder, artifact.record, any_record)
     file = artifact.record.files["a_ctx_qnn.bin"]
     seal(dataclasses.replace(artifact.record, files={**artifact.record.files, name: file}), folder)
     before = sorted(tmp_path.rglob("*"))
-    assert make().fetch(KEY, tmp_path / "fetched") is None
+    assert make().fetch(KEY, tmp_path / "fetched", any_record) is None
     assert "has a file outside of the artifact" in warnings[0]
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -332,7 +342,7 @@ def test_a_record_that_no_build_writes_is_a_miss(
     reason: str,
 ) -> None:
     seal(make_record(files), folder)
-    assert not make().has(KEY)
+    assert not make().has(KEY, any_record)
     assert reason in warnings[0]
 
 
@@ -343,8 +353,8 @@ def test_many_threads_and_builds_send_and_fetch_at_once(
 
     def work(index: int) -> Record | None:
         remote = remotes[index % 2]
-        remote.send(KEY, artifact.folder, artifact.record)
-        return remote.fetch(KEY, tmp_path / f"fetched-{index}")
+        remote.send(KEY, artifact.folder, artifact.record, any_record)
+        return remote.fetch(KEY, tmp_path / f"fetched-{index}", any_record)
 
     with ThreadPoolExecutor(4) as pool:
         assert set(map(to_json, pool.map(work, range(8)))) == {to_json(artifact.record)}
@@ -370,9 +380,9 @@ def test_an_unreachable_remote_is_one_warning(
     url = "s3://bucket/team" if scheme == "s3" else f"{address}/cache"
     remote = Remote(url, warnings.append, can_write=True)
     with ThreadPoolExecutor(4) as pool:
-        assert not any(pool.map(remote.has, [KEY, OTHER] * 2))
-    assert remote.fetch(KEY, tmp_path / "fetched") is None
-    remote.send(KEY, artifact.folder, artifact.record)
+        assert not any(pool.map(lambda key: remote.has(key, any_record), [KEY, OTHER] * 2))
+    assert remote.fetch(KEY, tmp_path / "fetched", any_record) is None
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
     remote.write("latest/x", "text")
     (warning,) = warnings
     assert warning.startswith(f"the shared cache {url} cannot be reached (")
@@ -395,22 +405,24 @@ def test_a_missing_bucket_is_not_taken_for_an_empty_one(
     s3: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_s3(s3, monkeypatch)
-    assert not Remote("s3://a-bucket-that-nobody-made/team", warnings.append).has(KEY)
+    assert not Remote("s3://a-bucket-that-nobody-made/team", warnings.append).has(KEY, any_record)
     assert "cannot be reached (The specified bucket does not exist)" in warnings[0]
 
 
 def test_a_server_that_takes_no_files_is_one_warning_and_still_read(
     server: WebServer, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    Remote(server.url, warnings.append, can_write=True).send(KEY, artifact.folder, artifact.record)
+    Remote(server.url, warnings.append, can_write=True).send(
+        KEY, artifact.folder, artifact.record, any_record
+    )
     server.takes_files = False
     remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(OTHER, artifact.folder, artifact.record)
+    remote.send(OTHER, artifact.folder, artifact.record, any_record)
     remote.write("latest/x", "text")
     (warning,) = warnings
     assert "cannot be written (" in warning
     assert not remote.can_write
-    assert remote.fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert remote.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(
@@ -418,7 +430,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
 ) -> None:
     (tmp_path / "file").touch()
     remote = Remote(folder_url(tmp_path / "file" / "cache"), warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record)
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
     remote.write("latest/x", "text")
     assert len(warnings) == 1
 
@@ -435,9 +447,9 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
     monkeypatch.setenv("NETRC", str(netrc))
     netrc.write_text("machine 127.0.0.1 login builder password wrong\n", encoding="utf-8")
     denied = Remote(server.url, warnings.append, can_write=True)
-    assert not denied.has(KEY)
-    assert not denied.has(OTHER)
-    denied.send(KEY, artifact.folder, artifact.record)
+    assert not denied.has(KEY, any_record)
+    assert not denied.has(OTHER, any_record)
+    denied.send(KEY, artifact.folder, artifact.record, any_record)
     assert "does not allow reading (" in warnings[0]
     assert "cannot be written (" in warnings[1]
     assert len(warnings) == 2
@@ -446,8 +458,8 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
         f"machine 127.0.0.1 login builder password {server.password}\n", encoding="utf-8"
     )
     allowed = Remote(server.url, warnings.append, can_write=True)
-    allowed.send(KEY, artifact.folder, artifact.record)
-    assert allowed.fetch(KEY, tmp_path / "fetched") == artifact.record
+    allowed.send(KEY, artifact.folder, artifact.record, any_record)
+    assert allowed.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
     assert len(warnings) == 2
     assert server.password not in "".join(warnings)
 
@@ -458,7 +470,7 @@ def test_warnings_contain_no_secret_of_the_environment(
     # The backend's message has the whole address.
     address = f"http://127.0.0.1:{closed_port()}/{S3_KEY}?sig={S3_SECRET}"
     use_s3(address, monkeypatch)
-    assert not Remote("s3://bucket/team", warnings.append).has(KEY)
+    assert not Remote("s3://bucket/team", warnings.append).has(KEY, any_record)
     assert "cannot be reached" in warnings[0]
     assert S3_SECRET not in warnings[0]
     assert S3_KEY not in warnings[0]
@@ -479,7 +491,7 @@ def test_an_interrupted_build_waits_for_no_request(warnings: list[str]) -> None:
         remote.stop()
         thread.join()
     assert results == [None]
-    assert not remote.has(KEY)
+    assert not remote.has(KEY, any_record)
 
 
 _WITHOUT_BACKEND = """
@@ -488,7 +500,8 @@ sys.modules[sys.argv[1]] = None
 from hatch_epcontext.build.remote import Remote
 warnings = []
 remote = Remote(sys.argv[2], warnings.append, can_write=True)
-print(json.dumps([remote.read("a"), remote.has("ab" * 32), remote.write("a", "b"), warnings]))
+found = remote.has("ab" * 32, lambda record: None)
+print(json.dumps([remote.read("a"), found, remote.write("a", "b"), warnings]))
 """
 
 
@@ -518,3 +531,90 @@ def test_a_missing_backend_is_one_warning_with_the_command_that_installs_it(
     assert warning.startswith(f"the shared cache {url} needs a package (run: ")
     assert f'-m pip install "{requirement}' in warning
     assert not done.stderr
+
+
+def test_what_a_trusted_key_signed_is_used(
+    url: str, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    (old, old_public), (key, public) = new_keys(), new_keys()
+    for name, private in ((KEY, old), (OTHER, key)):
+        writer = Remote(
+            url, warnings.append, can_write=True, trust=(old_public, public), key=private
+        )
+        writer.send(name, artifact.folder, artifact.record, any_record)
+    reader = Remote(url, warnings.append, trust=(old_public, public))
+    assert reader.fetch(KEY, tmp_path / "first", any_record) == artifact.record
+    assert reader.fetch(OTHER, tmp_path / "second", any_record) == artifact.record
+    # A key that is not trusted any more.
+    assert not Remote(url, warnings.append, trust=(public,)).has(KEY, any_record)
+    assert "none of build.cache-keys signed it" in warnings[0]
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_no_trusted_key_signed_is_not_used_and_is_written_again(
+    folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str], *, signed: bool
+) -> None:
+    (stranger, _), (key, public) = new_keys(), new_keys()
+    private = stranger if signed else None
+    writer = Remote(folder_url(folder), warnings.append, can_write=True, key=private)
+    writer.send(KEY, artifact.folder, artifact.record, any_record)
+    writer.write("latest/x", "forged")
+    # Who trusts everybody reads it.
+    assert Remote(folder_url(folder), warnings.append).read("latest/x") == "forged"
+    reader = Remote(folder_url(folder), warnings.append, trust=(public,))
+    assert not reader.has(KEY, any_record)
+    assert reader.fetch(KEY, tmp_path / "fetched", any_record) is None
+    assert reader.read("latest/x") is None
+    (warning,) = warnings
+    reason = "none of build.cache-keys signed it" if signed else "nobody signed it"
+    assert f"has documents that this build does not use ({reason})" in warning
+    owner = Remote(folder_url(folder), print, can_write=True, trust=(public,), key=key)
+    owner.send(KEY, artifact.folder, artifact.record, any_record)
+    owner.share("latest/x", "right")
+    again = Remote(folder_url(folder), warnings.append, trust=(public,))
+    assert again.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+    assert again.read("latest/x") == "right"
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("harm", ["text", "name", "signature", "no text", "number"])
+def test_a_signature_is_for_one_name_and_one_text(
+    folder: Path, warnings: list[str], harm: str
+) -> None:
+    key, public = new_keys()
+    remote = Remote(folder_url(folder), warnings.append, can_write=True, trust=(public,), key=key)
+    remote.write("latest/x", "first")
+    remote.write("latest/y", "second")
+    x, y = (json.loads((folder / "v4" / "latest" / n).read_text("utf-8")) for n in "xy")
+    forged = json.loads(envelope_around("latest/x", "forged", x["signature"]))
+    document: dict[str, Any] = {
+        "text": forged,
+        "name": json.loads(envelope_around("latest/x", "second", y["signature"])),
+        "signature": {**x, "signature": x["signature"][:-8] + "AAAAAAA="},
+        "no text": {**x, "signature": "!"},
+        "number": {**x, "signature": 5},
+    }[harm]
+    (folder / "v4" / "latest" / "x").write_text(json.dumps(document), encoding="utf-8")
+    assert remote.read("latest/x") is None
+    assert "none of build.cache-keys signed it" in warnings[0]
+    assert remote.read("latest/y") == "second"
+
+
+def test_a_build_whose_key_nobody_trusts_writes_nothing(
+    folder: Path, artifact: Artifact, warnings: list[str]
+) -> None:
+    (key, _), (_, public) = new_keys(), new_keys()
+    remote = Remote(folder_url(folder), warnings.append, can_write=True, trust=(public,), key=key)
+    remote.send(KEY, artifact.folder, artifact.record, any_record)
+    remote.write("latest/x", "text")
+    assert not folder.exists()
+    (warning,) = warnings
+    assert "HATCH_EPCONTEXT_CACHE_KEY belongs to none of build.cache-keys" in warning
+    assert key not in warning
+
+
+def test_without_the_package_for_signatures_nothing_is_trusted() -> None:
+    script = _WITHOUT_BACKEND.replace("can_write=True", "can_write=True, trust=()")
+    command = [sys.executable, "-c", script, "cryptography", "file:///team"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)[:3] == [None, False, None]

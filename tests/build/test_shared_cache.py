@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.remote import Remote
 from hatch_epcontext.build.run import build, dry_run, open_cache
+from hatch_epcontext.build.signing import new_keys
 from hatch_epcontext.build.sources import read_sources
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
@@ -26,11 +28,13 @@ from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import record_files
 from hatch_epcontext.ipc.facts import ModelFacts
 from hatch_epcontext.ipc.process import Workers
-from tests.conftest import needs_qnn
+from tests.conftest import any_record, needs_qnn
 from tests.models import network, save
 from tests.remotes import WebServer, make_bucket, s3_server, use_s3, web_server
 
 KEY = "ab" * 32
+
+PRIVATE_KEY, PUBLIC_KEY = new_keys()
 
 ONE = """
 models = ["models/a.onnx"]
@@ -69,7 +73,12 @@ class Machine:
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     def config(self, toml: str, **variables: str) -> Config:
-        environ = {"CACHE_DIR": str(self.folder / "cache"), **variables}
+        environ = {
+            "CACHE_DIR": str(self.folder / "cache"),
+            "CACHE_KEYS": PUBLIC_KEY,
+            "CACHE_KEY": PRIVATE_KEY,
+            **variables,
+        }
         return load(
             self.root, parse(toml), {}, {PREFIX + name: text for name, text in environ.items()}
         )
@@ -131,6 +140,52 @@ def test_a_build_without_the_right_to_write_sends_nothing(
     assert not built.cached
 
 
+def test_a_build_without_a_key_reads_what_others_signed_and_writes_nothing(
+    machine: Callable[[str], Machine], server: WebServer
+) -> None:
+    main, request, compiling = map(machine, ("main", "request", "compiling"))
+    main.build(ONE, CACHE=server.url, CACHE_WRITE="1")
+    server.requests.clear()
+    # As for the CI of a pull request, which has the same workflow, and none of its secrets.
+    request.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1", CACHE_KEY="")
+    (warning,) = request.warnings
+    assert "CACHE_WRITE is set without HATCH_EPCONTEXT_CACHE_KEY" in warning
+    other = ONE.replace('"cpu"', '"cpu"\noptimization = "basic"')
+    compiling.build(other, CACHE=server.url, CACHE_WRITE="1", CACHE_KEY="")
+    assert {method for method, _ in server.requests} == {"GET"}
+
+
+def test_a_forged_artifact_is_compiled_again(
+    machine: Callable[[str], Machine], server: WebServer
+) -> None:
+    stranger, second, third = map(machine, ("stranger", "second", "third"))
+    private, public = new_keys()
+    settings: dict[str, Any] = {"CACHE": server.url, "CACHE_WRITE": "1"}
+    stranger.build(ONE, **settings, CACHE_KEY=private, CACHE_KEYS=public)
+    (built,) = second.build(ONE, **settings)
+    assert not built.cached
+    (warning,) = second.warnings
+    assert "has documents that this build does not use" in warning
+    # It has replaced what the stranger wrote.
+    third.build(ONE, compiles=False, CACHE=server.url)
+    assert not third.warnings
+
+
+def test_a_build_that_trusts_everybody_uses_what_nobody_signed(
+    machine: Callable[[str], Machine], server: WebServer
+) -> None:
+    everybody: dict[str, Any] = {
+        "CACHE": server.url,
+        "CACHE_TRUST": "all",
+        "CACHE_KEYS": "",
+        "CACHE_KEY": "",
+    }
+    first, second = machine("first"), machine("second")
+    first.build(ONE, **everybody, CACHE_WRITE="1")
+    second.build(ONE, compiles=False, **everybody)
+    assert not first.warnings + second.warnings
+
+
 def test_a_build_that_may_write_also_sends_what_was_compiled_before(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
@@ -149,7 +204,7 @@ def test_a_build_that_may_write_repairs_what_the_store_removed(
 ) -> None:
     first, last = machine("first"), machine("last")
     first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    for blob in (server.folder / "cache" / "v3" / "blobs").glob("*/*"):
+    for blob in (server.folder / "cache" / "v4" / "blobs").glob("*/*"):
         blob.unlink()
     first.build(ONE, compiles=False, CACHE=server.url, CACHE_WRITE="1")
     last.build(ONE, compiles=False, CACHE=server.url, FROM_CACHE="all")
@@ -180,7 +235,7 @@ def test_a_damaged_artifact_is_compiled_again_and_replaced(
 ) -> None:
     first, second, third = map(machine, ("first", "second", "third"))
     first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
-    for blob in server.folder.glob("cache/v3/blobs/*/*"):
+    for blob in server.folder.glob("cache/v4/blobs/*/*"):
         blob.write_bytes(bytes(reversed(blob.read_bytes())))
     (again,) = second.build(ONE, CACHE=server.url, CACHE_WRITE="1")
     assert not again.cached
@@ -299,10 +354,10 @@ def test_a_damaged_validation_of_a_remote_is_a_miss(
         return Cache(tmp_path / name, print, Remote(server.url, warnings.append, can_write=True))
 
     run = ValidationRun(ValidationOf(ValidationStatus.RAN))
-    cache("a").store(KEY, artifact.folder, artifact.record)
+    cache("a").store(KEY, artifact.folder, artifact.record, any_record)
     cache("a").store_validation(KEY, "random", run)
     assert cache("b").validation(KEY, "random") == run
-    (file,) = server.folder.glob(f"cache/v3/validations/{KEY}/*.json")
+    (file,) = server.folder.glob(f"cache/v4/validations/{KEY}/*.json")
     file.write_text(file.read_text(encoding="utf-8").replace("ran", "RAN"), encoding="utf-8")
     assert cache("c").validation(KEY, "random") is None
     assert "a document in the shared cache" in warnings[0]
@@ -316,7 +371,7 @@ def test_facts_of_a_remote_name_no_files_outside_of_the_models_folder(
     remote = Remote(server.url, print, can_write=True)
     index = Index(None, remote)
     (second.root / "secret").touch()
-    for file in list(server.folder.glob("cache/v3/index/*")):
+    for file in list(server.folder.glob("cache/v4/index/*")):
         facts = index.facts(file.name, ModelFacts)
         assert facts is not None
         index.store_facts(file.name, dataclasses.replace(facts, external_data=("../secret",)))

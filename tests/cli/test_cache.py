@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.build.signing import public_key
+from hatch_epcontext.config.pyproject import parse
 from tests.cli.conftest import Cli
 
 DAY = 86400
@@ -19,7 +22,7 @@ def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
 
 
 def entries(cache: Path) -> list[Path]:
-    return sorted((cache / "v3").glob("??/[!.]*"))
+    return sorted((cache / "v4").glob("??/[!.]*"))
 
 
 def age(entry: Path, days: float) -> None:
@@ -32,6 +35,17 @@ def test_info_lists_all_artifacts(cli: Cli, filled: Path) -> None:
     assert printed.startswith(f"{filled}: 2 artifacts, ")
     for entry in entries(filled):
         assert entry.name[:12] in printed
+
+
+def test_new_keys_are_printed_and_not_stored(cli: Cli, tmp_path: Path, project: Path) -> None:
+    printed = cli("cache", "new-key").stdout
+    private, public = re.findall(r"(ed25519-private:\S+)|(ed25519:[^\s\"]+)", printed)
+    assert public_key(private[0]) == public[1]
+    _, _, toml = printed.partition("This belongs in pyproject.toml:\n")
+    table = parse(toml)["tool"]["epcontext"]["build"]
+    assert table == {"cache-keys": [public[1]]}
+    assert cli("cache", "new-key").stdout != printed
+    assert not (tmp_path / "user-cache").exists()
 
 
 def test_a_missing_cache_is_empty(cli: Cli, tmp_path: Path) -> None:
@@ -55,10 +69,10 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
 
 
 def test_what_was_read_of_models_long_ago_is_removed(cli: Cli, filled: Path) -> None:
-    old, *new = sorted((filled / "v3" / "index").iterdir())
+    old, *new = sorted((filled / "v4" / "index").iterdir())
     age(old, 31)
     cli("cache", "prune", "--older-than", "30d")
-    assert sorted((filled / "v3" / "index").iterdir()) == new
+    assert sorted((filled / "v4" / "index").iterdir()) == new
     assert len(entries(filled)) == 2
 
 
@@ -72,8 +86,8 @@ def test_the_longest_unused_artifacts_are_removed_first(cli: Cli, filled: Path) 
 
 def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> None:
     (filled / "reports").mkdir()
-    assert list((filled / "v3" / "index").iterdir())
-    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v3" / "ab" / "mine"]
+    assert list((filled / "v4" / "index").iterdir())
+    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v4" / "ab" / "mine"]
     for file in mine:
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}", encoding="utf-8")
@@ -84,15 +98,15 @@ def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> Non
 def leave(cache: Path) -> list[Path]:
     """What killed builds can leave in ``cache``."""
     entry = entries(cache)[0]
-    folders = [entry.parent / ".staged-x1", entry.parent / ".trash-x1"]
+    folders = [cache / "v4" / "staging" / "x1", cache / "v4" / "staging" / "x2"]
     for folder in folders:
-        (folder / "files").mkdir(parents=True)
-        (folder / "files" / "a_ctx.onnx").write_bytes(b"model")
+        (folder / "entry" / "files").mkdir(parents=True)
+        (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
     files = [
-        cache / "v3" / "latest" / f".{'ab' * 32}.17-4711.tmp",
-        cache / "v3" / "index" / f".{'ab' * 32}.17-4711.tmp",
+        cache / "v4" / "latest" / f".{'ab' * 32}.17-4711.tmp",
+        cache / "v4" / "index" / f".{'ab' * 32}.17-4711.tmp",
         cache / "reports" / ".digits-app.json.17-4711.tmp",
-        entry / ".seal.json.17-4711.tmp",
+        entry / ".checked.json.17-4711.tmp",
     ]
     for file in files:
         file.parent.mkdir(exist_ok=True)
@@ -104,17 +118,17 @@ def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> Non
     leave(filled)
     mine = [
         filled / ".mine.17-4711.tmp",
-        filled / "mine" / ".staged-x1",
+        filled / "staging" / "x1" / "mine",
         filled / "reports" / ".mine.tmp",
-        filled / "v3" / "my" / ".trash-x1" / "mine",
-        filled / "v3" / "ab" / "mine" / ".mine.17-4711.tmp",
+        filled / "v4" / "my" / "x1" / "mine",
+        filled / "v4" / "ab" / "mine" / ".mine.17-4711.tmp",
     ]
     for file in mine:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     cli("cache", "clear")
     assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
-    assert not list(filled.rglob(".staged-x1/files"))
+    assert not list((filled / "v4" / "staging").iterdir())
 
 
 @pytest.mark.parametrize("arguments", [("--older-than", "30d"), ("--max-size", "1GB")])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.build.signing import new_keys
 from hatch_epcontext.config.environ import PREFIX, VARIABLES, Environment, read_environment
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Kind, collect
@@ -14,6 +15,9 @@ from tests.config.examples import MODELS, problems
 from tests.config.examples import read as load
 
 CPU = f'{MODELS}provider = "cpu"\n'
+
+PRIVATE, PUBLIC = new_keys()
+KEYS = f'cache-keys = ["{PUBLIC}"]'
 
 
 def read(**variables: str) -> Environment:
@@ -37,7 +41,10 @@ def test_all_variables(tmp_path: Path) -> None:
         REPORT=str(tmp_path / "r.html"),
         NO_CACHE="1",
         CACHE="s3://bucket/team",
+        CACHE_KEYS=f"{PUBLIC},{PUBLIC}",
+        CACHE_TRUST="all",
         CACHE_WRITE="1",
+        CACHE_KEY=PRIVATE,
         JOBS="3",
         TIMEOUT="2.5",
         MEMORY_LIMIT="8 GB",
@@ -62,6 +69,8 @@ def test_all_variables(tmp_path: Path) -> None:
         "memory_limit": "8 GB",
         "fail_fast": True,
         "cache": "s3://bucket/team",
+        "cache_keys": (PUBLIC, PUBLIC),
+        "cache_trust": "all",
         "executor": "dask",
         "scheduler": "tls://host:8786",
     }
@@ -77,7 +86,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 
 def test_an_empty_variable_switches_the_shared_cache_off(project: Path) -> None:
-    toml = f'{CPU}build = {{ cache = "s3://bucket/team", timeout = 7 }}'
+    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team", timeout = 7 }}'
     assert load(project, toml).build.cache == "s3://bucket/team"
     config = load(project, toml, None, CACHE=" ")
     assert config.build.cache is None
@@ -87,12 +96,12 @@ def test_an_empty_variable_switches_the_shared_cache_off(project: Path) -> None:
 
 
 def test_a_build_without_a_cache_uses_no_shared_one(project: Path) -> None:
-    toml = f'{CPU}build = {{ cache = "s3://bucket/team" }}'
+    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team" }}'
     assert load(project, toml, None, NO_CACHE="1").build.cache is None
 
 
 def test_only_the_environment_allows_writing(project: Path) -> None:
-    toml = f'{CPU}build = {{ cache = "s3://bucket/team" }}'
+    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team" }}'
     assert not load(project, toml).build.cache_write
     assert load(project, toml, None, CACHE_WRITE="1").build.cache_write
     assert problems(project, f"{CPU}build = {{ cache-write = true }}")
@@ -112,7 +121,7 @@ def test_only_the_environment_allows_writing(project: Path) -> None:
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_printed(project: Path, url: str) -> None:
-    toml = f"{CPU}build = {{ cache = '{url}' }}"
+    toml = f"{CPU}build = {{ {KEYS}, cache = '{url}' }}"
     for found in (problems(project, toml), problems(project, CPU, CACHE=url)):
         (problem,) = found.values()
         assert "without a user, a password, a query" in problem.message
@@ -164,7 +173,6 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
     ("build", "fail_fast"): ("false", "1", True, "maybe"),
     ("wheel", "verify"): ('"record"', "full", "full", "half"),
-    ("build", "cache"): ('"file:///a"', "s3://bucket/b", "s3://bucket/b", "ftp://host"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
     ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),
 }
@@ -176,8 +184,8 @@ def keys_with_a_variable() -> list[tuple[str, str]]:
         (name, key.name)
         for name, table in tables
         for key in dataclasses.fields(table)
-        # These two need each other.
-        if key.name not in ("executor", "scheduler")
+        # These need one another.
+        if key.name not in ("executor", "scheduler", "cache", "cache_keys", "cache_trust")
     ]
 
 
@@ -195,6 +203,18 @@ def test_a_variable_wins_over_each_key_of_build_and_wheel(
     found = problems(project, toml, **{name.upper(): invalid})
     assert found.keys() == {f"{PREFIX}{name.upper()}"}
     assert VARIABLES[name.upper()].doc.startswith(f"Wins over `{table}.{toml_key(name)}`")
+
+
+def test_variables_win_over_the_keys_of_the_shared_cache(project: Path) -> None:
+    toml = f'{CPU}build = {{ {KEYS}, cache = "s3://bucket/team" }}'
+    other = new_keys()[1]
+    settings = load(project, toml, None, CACHE="s3://other", CACHE_KEYS=f"{other}, {PUBLIC}").build
+    assert settings.cache == "s3://other"
+    assert settings.cache_keys == (other, PUBLIC)
+    assert load(project, toml, None, CACHE_TRUST="all").build.cache_keys is None
+    invalid = {"CACHE": "ftp://x", "CACHE_KEYS": "x", "CACHE_TRUST": "some"}
+    assert problems(project, toml, **invalid).keys() == {f"{PREFIX}{name}" for name in invalid}
+    assert "switches it off when empty" in VARIABLES["CACHE"].doc
 
 
 def test_a_variable_of_a_table_leaves_its_other_keys(project: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.build.signing import new_keys
 from tests.conftest import REPOSITORY, needs_qnn
 from tests.integration.conftest import run
 from tests.projects import make_project
@@ -15,7 +16,7 @@ from tests.remotes import S3_KEY, S3_SECRET, make_bucket, s3_server, s3_variable
 
 TOML = """
 models = [{{ path = "models/a.onnx", dims = {{ batch = 1 }} }}]
-build = {{ cache = "{url}" }}
+build = {{ cache = "{url}", cache-keys = ["{key}"] }}
 [tool.epcontext.targets.npu]
 provider = "qnn"
 provider-options = {{ soc_model = 60, htp_arch = 73 }}
@@ -32,8 +33,11 @@ def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
 ) -> None:
     with s3_server() as server:
         env = {**env, **s3_variables(server), "PYTHONPATH": str(REPOSITORY)}
+        private, public = new_keys()
         url = f"s3://{make_bucket(server)}/team"
-        project = make_project(tmp_path / "project", TOML.format(url=url))
+        project = make_project(tmp_path / "project", TOML.format(url=url, key=public))
+        # Only machines that compile may write.
+        env["HATCH_EPCONTEXT_CACHE_KEY"] = private
 
         def build(machine: str, *options: str, **settings: str) -> str:
             settings = {"CACHE_DIR": str(tmp_path / machine), **settings}
@@ -48,6 +52,7 @@ def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
             compiled = build(target, "-nx", TARGETS=target, CACHE_WRITE="1")
             assert f"a -> {target} " in compiled
             assert "from the cache" not in compiled
+        del env["HATCH_EPCONTEXT_CACHE_KEY"]
         taken = build("last", FROM_CACHE="all")
     assert "s3fs" in taken
     assert "onnxruntime" not in taken
@@ -57,5 +62,5 @@ def test_a_machine_without_onnx_runtime_builds_the_wheel_from_a_bucket(
     names = zipfile.ZipFile(wheel).namelist()
     assert "my_app/epcontext/a/npu/a_ctx.onnx" in names
     assert "my_app/epcontext/a/any/a_optimized.onnx" in names
-    for secret in (S3_KEY, S3_SECRET):
+    for secret in (S3_KEY, S3_SECRET, private):
         assert secret not in taken + compiled

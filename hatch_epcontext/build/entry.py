@@ -1,0 +1,104 @@
+"""What an entry of a cache must be, wherever it comes from: its documents, its record, its files.
+
+An entry was written by another build, often on another machine. Nothing in it is used before it is
+checked here.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from hatch_epcontext.build.artifact import Record, Source, ValidationRun
+from hatch_epcontext.build.envelope import DamagedError
+from hatch_epcontext.config.settings import Target
+from hatch_epcontext.files import is_portable, is_sha256
+from hatch_epcontext.ipc.facts import Context, TensorFacts
+from hatch_epcontext.serialize import from_json
+from hatch_epcontext.text import listing
+
+Check = Callable[[Record], None]
+"""Raises DamagedError if a record is not what a job wants."""
+
+
+def entry_name(fingerprint: str) -> str:
+    """The name of the document with the record of the artifact of that fingerprint."""
+    return f"entries/{fingerprint[:2]}/{fingerprint}.json"
+
+
+def validation_name(fingerprint: str, key: str) -> str:
+    """The name of the document with the validation under ``key``, a hex sha256, of that artifact."""
+    return f"validations/{fingerprint}/{key}.json"
+
+
+def latest_name(settings_key: str) -> str:
+    """The name of the document with the fingerprint of the latest artifact with these settings."""
+    return f"latest/{settings_key}"
+
+
+def read_record(text: str) -> Record:
+    """The record in the text of an entry; raises DamagedError if its files or models cannot be right."""
+    try:
+        record = from_json(text, Record)
+    except ValueError:
+        raise DamagedError("its record cannot be read") from None
+    _check_files(record)
+    if any(context.model_file not in record.files for context in record.contexts):
+        raise DamagedError("its record has a model without a file")
+    if len(record.preparations) != len(record.contexts):
+        raise DamagedError("its record has models without a preparation")
+    return record
+
+
+def read_validation(text: str) -> ValidationRun:
+    """The validation in the text of its document; raises DamagedError if it is none."""
+    try:
+        return from_json(text, ValidationRun)
+    except ValueError:
+        raise DamagedError("its validation cannot be read") from None
+
+
+def check_for(sources: Sequence[Source], target: Target, versions: Mapping[str, str]) -> Check:
+    """A check that a record is that of ``sources`` for ``target``; with ``versions``, compiled by these."""
+
+    def check(record: Record) -> None:
+        names = [source.model.name for source in sources]
+        if [context.model for context in record.contexts] != names:
+            raise DamagedError(f"its record is not that of {listing(names)}")
+        if record.product != target.provider.product:
+            raise DamagedError(f"its record is not that of a {target.provider.product}")
+        if versions and dict(record.versions) != dict(versions):
+            raise DamagedError("its record has other versions")
+        for source, context in zip(sources, record.contexts, strict=True):
+            _check_signature(source, context)
+
+    return check
+
+
+def _check_signature(source: Source, context: Context) -> None:
+    """Another model has other inputs and outputs, and so would an app that feeds it."""
+    facts = source.facts
+    if _names(context.outputs) != _names(facts.outputs) or not _names(context.inputs) <= _names(
+        facts.inputs
+    ):
+        raise DamagedError(f"its record does not have the inputs and outputs of {context.model}")
+
+
+def _names(tensors: Sequence[TensorFacts]) -> set[tuple[str, str]]:
+    return {(tensor.name, tensor.dtype) for tensor in tensors}
+
+
+def _check_files(record: Record) -> None:
+    for name, file in record.files.items():
+        if not is_portable(name):
+            raise DamagedError("its record has a file outside of the artifact")
+        if file.size < 0 or not is_sha256(file.sha256):
+            raise DamagedError("its record has a file with an invalid size or hash")
+    # File systems may take names for one that differ in case or in how accents are written.
+    folded = {unicodedata.normalize("NFC", name).casefold() for name in record.files}
+    if len(folded) != len(record.files):
+        raise DamagedError("its record has two files of one name")
+    folders = {str(parent) for name in folded for parent in PurePosixPath(name).parents}
+    if not folders.isdisjoint(folded):
+        raise DamagedError("its record has a file and a folder of one name")

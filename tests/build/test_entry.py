@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.build.artifact import Artifact, Record, Source
+from hatch_epcontext.build.entry import Check, check_for, read_record, read_validation
+from hatch_epcontext.build.envelope import DamagedError
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.ipc.facts import ModelFacts, TensorFacts
+from hatch_epcontext.serialize import to_json
+from tests.config.examples import read as load
+from tests.conftest import make_record
+
+X = TensorFacts("x", "float32", (1, 4))
+VERSIONS = {"onnxruntime": "1.0"}
+
+
+@pytest.fixture
+def check(project: Path) -> Check:
+    """The check for the model ``a`` of a configuration."""
+    config = load(project, 'models = ["models/a.onnx"]\nprovider = "qnn"\n')
+    (model,) = config.models
+    source = Source(model, ModelFacts((X,), (X,), ()), "", {})
+    return check_for([source], model.targets[0], VERSIONS)
+
+
+def changed(record: Record, **changes: object) -> Record:
+    """The record with other facts of its only model."""
+    context = dataclasses.replace(record.contexts[0], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(record, contexts=(context,))
+
+
+def test_the_record_of_the_same_model_fits(check: Check, artifact: Artifact) -> None:
+    check(artifact.record)
+    # A sharper shape, as compiling finds it.
+    check(changed(artifact.record, outputs=(TensorFacts("x", "float32", (1, 9)),)))
+
+
+def test_a_record_of_something_else_is_damaged(check: Check, artifact: Artifact) -> None:
+    record = artifact.record
+    wrong = {
+        "is not that of a": [
+            changed(record, model="b"),
+            dataclasses.replace(record, contexts=()),
+            dataclasses.replace(record, contexts=record.contexts * 2),
+        ],
+        "is not that of a context": [dataclasses.replace(record, product="optimized")],
+        "has other versions": [dataclasses.replace(record, versions={"onnxruntime": "2.0"})],
+        "does not have the inputs and outputs of a": [
+            changed(record, inputs=(TensorFacts("other", "float32", (1, 4)),)),
+            changed(record, outputs=(TensorFacts("x", "int8", (1, 4)),)),
+            changed(record, outputs=()),
+        ],
+    }
+    for reason, records in wrong.items():
+        for each in records:
+            with pytest.raises(DamagedError, match=reason):
+                check(each)
+
+
+FILE = FileRecord(7, "ab" * 32)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        make_record({"a_ctx.onnx": FILE, "a_ctx.onnx/blob.bin": FILE}),
+        make_record({"a_ctx.onnx": FILE, "\u00e9.bin": FILE, "e\u0301.bin": FILE}),
+        make_record({"a_ctx.onnx": FILE, "../evil.py": FILE}),
+        changed(make_record({"a_ctx.onnx": FILE}), model_file="/etc/passwd"),
+        dataclasses.replace(make_record({"a_ctx.onnx": FILE}), preparations=()),
+    ],
+)
+def test_a_record_that_no_build_writes_is_damaged(record: Record) -> None:
+    with pytest.raises(DamagedError, match="its record has"):
+        read_record(to_json(record))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 10**5, "9" * 10**5, '{"product": NaN}', "\ud800"])
+def test_what_is_no_record_and_no_validation_is_damaged(text: str) -> None:
+    with pytest.raises(DamagedError, match="record cannot be read"):
+        read_record(text)
+    with pytest.raises(DamagedError, match="validation cannot be read"):
+        read_validation(text)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.build.signing import new_keys, public_key
+from hatch_epcontext.config.cache_keys import check_public_keys, private_bytes, public_bytes
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.errors import Kind
+from tests.config.examples import MODELS, problems
+from tests.config.examples import read as load
+
+CPU = f'{MODELS}provider = "cpu"\n'
+PRIVATE, PUBLIC = new_keys()
+SHARED = f'{CPU}build = {{ cache = "s3://bucket/team", %s }}'
+
+
+def test_a_pair_of_keys() -> None:
+    assert len(private_bytes(PRIVATE)) == len(public_bytes(PUBLIC)) == 32
+    assert public_key(PRIVATE) == PUBLIC
+    assert new_keys() != (PRIVATE, PUBLIC)
+    assert check_public_keys((PUBLIC, PUBLIC)) is None
+
+
+@pytest.mark.parametrize(
+    "key", ["", "ed25519:", "ed25519:AAAA", f"ed25519:{'A' * 48}", f"{'A' * 43}=", "x", "é"]
+)
+def test_what_is_no_key(project: Path, key: str) -> None:
+    assert "each is a public key as `epcontext cache new-key` prints it" in str(
+        check_public_keys((PUBLIC, key))
+    )
+    with pytest.raises(ValueError, match="a private key as"):
+        private_bytes(key)
+    if key:
+        (problem,) = problems(project, CPU, CACHE_KEY=key).values()
+        assert problem.kind is Kind.INVALID_VARIABLE
+        assert problem.message.endswith("prints it (ed25519-private:...).")
+
+
+def test_a_private_key_in_the_place_of_a_public_one_is_not_printed(project: Path) -> None:
+    (problem,) = problems(project, SHARED % f'cache-keys = ["{PRIVATE}"]').values()
+    assert "this is a private one" in problem.message
+    assert PRIVATE not in str(problem)
+
+
+def test_a_shared_cache_needs_keys_or_trusts_everybody(project: Path) -> None:
+    (problem,) = problems(project, SHARED % "jobs = 1").values()
+    assert (str(problem.key), problem.kind) == ("tool.epcontext.build.cache-keys", Kind.MISSING_KEY)
+    assert 'cache-trust = "all"' in str(problem)
+    config = load(project, SHARED % f'cache-keys = ["{PUBLIC}"]', None, CACHE_KEY=PRIVATE)
+    assert config.build.cache_keys == (PUBLIC,)
+    assert config.build.cache_key == PRIVATE
+    assert load(project, SHARED % 'cache-trust = "all"').build.cache_keys is None
+    assert load(project, SHARED % "jobs = 1", None, CACHE="").build.cache is None
+    assert load(project, SHARED % "jobs = 1", None, NO_CACHE="1").build.cache is None
+
+
+def test_the_private_key_is_never_printed(project: Path) -> None:
+    config = load(project, CPU, None, CACHE_KEY=PRIVATE)
+    assert config.overrides == (f"{PREFIX}CACHE_KEY=***",)
+    assert PRIVATE not in repr(config)
