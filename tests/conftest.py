@@ -4,11 +4,29 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from hatch_epcontext.build.artifact import Artifact, Preparation, Record, Times
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.ipc.facts import Context, TensorFacts
+
+# Examples share temporary folders on purpose: that is faster, and each writes what it reads.
+_SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+# The same few examples each time; CONTRIBUTING.md says how to run many.
+settings.register_profile(
+    "short",
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=_SHARED,
+)
+settings.register_profile(
+    "long", max_examples=100_000, database=None, deadline=None, suppress_health_check=_SHARED
+)
+settings.load_profile("short")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
