@@ -103,7 +103,8 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
     question = near_name(name, allowed)
     if question and len(allowed) > _MOST_ALLOWED:
         return question
-    return " ".join(filter(None, [question, f"Allowed: {', '.join(allowed)}."]))
+    choices = f"Allowed: {', '.join(allowed)}." if allowed else None
+    return " ".join(filter(None, [question, choices]))
 
 
 def listing(names: Iterable[str]) -> str:

@@ -23,4 +23,4 @@ def test_any_configuration_is_valid_or_an_error_in_words(project: Path, table: A
         text = str(error)
     else:
         return
-    assert text.startswith("invalid configuration:\n")
+    assert text.startswith("invalid configuration")
