@@ -69,7 +69,7 @@ print(json.dumps([time.perf_counter() - start, len(set(outputs))]))
 
 @dataclass(frozen=True)
 class Round:
-    """Builds that ran at once: their number and seconds, the models that they compiled, and what went wrong."""
+    """Builds that ran at once: their number and seconds, the models they compiled, and what went wrong."""
 
     name: str
     builds: int

@@ -128,10 +128,12 @@ def checked_record(entry: Path) -> Record:
         what = "has no file" if name in record.files else "has a file more than its record:"
         raise DamagedError(f"it {what} {name}")
     known = _read_states(entry)
-    changed = [name for name, state in states.items() if known.get(name) != state]
+    changed: list[str] = []
     for name, recorded in record.files.items():
         if states[name][0] != recorded.size:
             raise DamagedError(f"its file {name} has another size")
+        if known.get(name) != [*states[name], recorded.sha256]:
+            changed.append(name)
     if changed:
         _check_content(entry, record, changed)
         with contextlib.suppress(OSError):
@@ -195,7 +197,7 @@ def _state(path: Path) -> list[int]:
 
 
 def _read_states(entry: Path) -> Mapping[str, Any]:
-    """The state of each file when its content was checked, by its name; empty if that is not known."""
+    """The state and the sha256 of each file when its content was checked, by its name; empty if unknown."""
     try:
         found = json.loads((entry / "checked.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -205,5 +207,8 @@ def _read_states(entry: Path) -> Mapping[str, Any]:
 
 def _write_states(entry: Path, record: Record) -> None:
     folder = entry / "files"
-    states = {name: _state(folder / PurePosixPath(name)) for name in record.files}
+    states = {
+        name: [*_state(folder / PurePosixPath(name)), recorded.sha256]
+        for name, recorded in record.files.items()
+    }
     write_atomically(entry / "checked.json", json.dumps(states), durable=False)

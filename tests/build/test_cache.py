@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,14 @@ def deep_text(entry: Path) -> None:
     replace(entry / RECORD, envelope_around(entry_name(KEY), "[" * 100_000).encode())
 
 
+def foreign_record(entry: Path) -> None:
+    # One of this very artifact, that was compiled once more: files of the same sizes.
+    document = json.loads((entry / RECORD).read_text(encoding="utf-8"))
+    text = document["text"].replace(sha256(b"blob" * 100).hexdigest(), "ef" * 32)
+    assert text != document["text"]
+    replace(entry / RECORD, envelope_around(entry_name(KEY), text).encode())
+
+
 def other_record(entry: Path) -> None:
     document = envelope_around(entry_name("cd" * 32), to_json(make_record({})))
     replace(entry / RECORD, document.encode())
@@ -172,6 +182,7 @@ def other_record(entry: Path) -> None:
         (deep_record, "it is no document of a cache"),
         (deep_text, "its record cannot be read"),
         (other_record, "it is another document"),
+        (foreign_record, "its file a_ctx_qnn.bin has other content"),
         pytest.param(
             pipe,
             "a_ctx_qnn.bin is not a regular file",
