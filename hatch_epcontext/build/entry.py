@@ -6,6 +6,7 @@ checked here.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -14,7 +15,7 @@ from hatch_epcontext.build.artifact import Record, Source, ValidationRun
 from hatch_epcontext.build.envelope import DamagedError
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.files import is_portable, is_sha256
-from hatch_epcontext.ipc.facts import Context, TensorFacts
+from hatch_epcontext.ipc.facts import Context, Coverage, TensorFacts
 from hatch_epcontext.serialize import from_json
 from hatch_epcontext.text import listing
 
@@ -48,15 +49,22 @@ def read_record(text: str) -> Record:
         raise DamagedError("its record has a model without a file")
     if len(record.preparations) != len(record.contexts):
         raise DamagedError("its record has models without a preparation")
+    if not all(_is_possible(c.coverage) for c in record.contexts if c.coverage is not None):
+        raise DamagedError("its record has a coverage that cannot be")
     return record
 
 
 def read_validation(text: str) -> ValidationRun:
     """The validation in the text of its document; raises DamagedError if it is none."""
     try:
-        return from_json(text, ValidationRun)
+        run = from_json(text, ValidationRun)
     except ValueError:
         raise DamagedError("its validation cannot be read") from None
+    for each in run.validation.agreements:
+        # Rounding can make a cosine a little larger than 1; comparisons with NaN are false.
+        if not (0 <= each.max_abs < math.inf and -1.1 < (each.cosine or 0) < 1.1):
+            raise DamagedError(f"its output {each.output} has an agreement that cannot be")
+    return run
 
 
 def check_for(sources: Sequence[Source], target: Target, versions: Mapping[str, str]) -> Check:
@@ -78,15 +86,28 @@ def check_for(sources: Sequence[Source], target: Target, versions: Mapping[str, 
 
 def _check_signature(source: Source, context: Context) -> None:
     """Another model has other inputs and outputs, and so would an app that feeds it."""
-    facts = source.facts
-    if _names(context.outputs) != _names(facts.outputs) or not _names(context.inputs) <= _names(
-        facts.inputs
-    ):
+    inputs, outputs = _by_name(source.facts.inputs), _by_name(source.facts.outputs)
+    fits = _fit(context.inputs, inputs) and _fit(context.outputs, outputs)
+    if not fits or {each.name for each in context.outputs} != outputs.keys():
         raise DamagedError(f"its record does not have the inputs and outputs of {context.model}")
 
 
-def _names(tensors: Sequence[TensorFacts]) -> set[tuple[str, str]]:
-    return {(tensor.name, tensor.dtype) for tensor in tensors}
+def _by_name(tensors: Sequence[TensorFacts]) -> Mapping[str, TensorFacts]:
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _fit(compiled: Sequence[TensorFacts], source: Mapping[str, TensorFacts]) -> bool:
+    """Whether each tensor is in ``source``; a compiled model can know more of its shape."""
+    return all(
+        (known := source.get(each.name)) is not None
+        and known.dtype == each.dtype
+        and (not each.is_fixed or known.takes(each.shape))  # type: ignore[arg-type]
+        for each in compiled
+    )
+
+
+def _is_possible(coverage: Coverage) -> bool:
+    return coverage.compiled == max(coverage.nodes - len(coverage.uncovered), 0)
 
 
 def _check_files(record: Record) -> None:
