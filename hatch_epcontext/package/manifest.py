@@ -7,6 +7,7 @@ name. There are no times in it, so that two builds from one cache write the same
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,19 +27,27 @@ from hatch_epcontext.package.model_package import (
     ModelPackage,
     OrtInfo,
     Variant,
+    write,
 )
 from hatch_epcontext.providers import Plugin, Product
 from hatch_epcontext.serialize import from_plain, to_plain
 
 T = TypeVar("T")
 
+UNSEALED = "0" * 64
+"""Stands in the manifest where `seal` puts the sha256 of its text."""
+
 
 @dataclass(frozen=True)
 class PackageMetadata:
-    """``files`` are the files of the package by path, all but the manifest itself."""
+    """``files`` are the files of the package by path, all but the manifest itself.
+
+    ``manifest_sha256``: of the manifest's text, with `UNSEALED` in its place.
+    """
 
     generator: str
     files: Mapping[str, FileRecord]
+    manifest_sha256: str = UNSEALED
 
     @property
     def is_ours(self) -> bool:
@@ -171,6 +180,17 @@ def make(
         layout,
         _metadata(PackageMetadata(generator, files)),
     )
+
+
+def text(package: ModelPackage) -> str:
+    """The manifest of ``package``, sealed: the loader's ``verify`` compares it with its own sha256."""
+    return seal(write(package))
+
+
+def seal(unsealed: str) -> str:
+    """The text of a manifest with its sha256 in the place of the last `UNSEALED`."""
+    before, _, after = unsealed.rpartition(UNSEALED)
+    return f"{before}{hashlib.sha256(unsealed.encode()).hexdigest()}{after}"
 
 
 def _is_open_form(model: Model) -> bool:
