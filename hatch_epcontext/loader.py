@@ -1013,7 +1013,7 @@ def _open_file(
     wanted, built_for = _kinds_of_device(variant, request)
     options = request.session_options
     options = (options() if callable(options) else options) or ort.SessionOptions()
-    _check_secrets(variant, request)
+    _check_secrets(variant.ours.get("secrets") or (), request)
     provider_options = _provider_options(package, variant, request)
     constants = package.constants.get(variant.component)
     class_ = _session_with_constants(ort) if constants else ort.InferenceSession
@@ -1171,10 +1171,9 @@ def _provider_options(package: _Package, variant: _Variant, request: _Request) -
     return result
 
 
-def _check_secrets(variant: _Variant, request: _Request) -> None:
-    """Raise _SkipTargetError if the app does not give a secret with which the target was compiled."""
-    missing = set(variant.ours.get("secrets") or ()) - request.provider_options.keys()
-    if missing:
+def _check_secrets(names: Sequence[str], request: _Request) -> None:
+    """Raise _SkipTargetError if the app does not give these options, with which a target was compiled."""
+    if missing := set(names) - request.provider_options.keys():
         example = ", ".join(f"{name!r}: ..." for name in sorted(missing))
         raise _SkipTargetError(
             "it was compiled with a secret, which the app has to give: "
@@ -1384,7 +1383,7 @@ def _open_compiled_here(package: _Package, variant: _Variant, request: _Request)
     # It is that of the context that was shipped.
     variant = variant._replace(compatibility="")
     wanted, _ = _kinds_of_device(variant, request)
-    _check_secrets(variant, request)
+    _check_secrets(variant.ours.get("secrets") or (), request)
     if not hasattr(ort, "ModelCompiler"):
         raise _SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
     with _ep_lock(ort):
@@ -1464,10 +1463,11 @@ def _compile(
     import tempfile
 
     settings = variant.settings
-    # The manifest has no secrets, only their names.
     provider_options = dict(settings.get("provider_options") or {})
-    for name in variant.ours.get("secrets") or ():
-        provider_options[name] = str(request.provider_options[name])
+    # Of a secret the manifest only has the name, and that of a variable of the build.
+    secrets = [name for name, value in provider_options.items() if value.startswith("{env:")]
+    _check_secrets(secrets, request)
+    provider_options.update({name: str(request.provider_options[name]) for name in secrets})
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)

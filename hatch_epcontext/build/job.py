@@ -59,7 +59,7 @@ class JobRunner:
             latest = self.cache.latest(settings_key)
             return settings_key, latest is not None and self.cache.has(latest)
         key = self._key(job)
-        return key, self.cache.has(key)
+        return key, not job.target.has_secrets and self.cache.has(key)
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
@@ -70,7 +70,8 @@ class JobRunner:
         else:
             key = self._key(job)
             artifact, cached = self._artifact(job, key, folder)
-            self.cache.set_latest(settings_key, key)
+            if not job.target.has_secrets:
+                self.cache.set_latest(settings_key, key)
         for context in artifact.record.contexts:
             check_coverage(context.coverage, job.target, job.location)
         alone = [self.run(each) for each in job.alone]
@@ -97,6 +98,10 @@ class JobRunner:
 
     def _artifact(self, job: Job, key: str, folder: Path) -> tuple[Artifact, bool]:
         """The job's artifact with its files in ``folder``, and whether it is from the cache."""
+        if job.target.has_secrets:
+            # Nothing says whether a value has changed: its hash could be guessed.
+            self._check_embeddable(job)
+            return Artifact(folder, self.executor.compile(job, key, folder)), False
         if artifact := self.cache.take(key, folder):
             return artifact, True
         self._check_embeddable(job)
@@ -126,6 +131,16 @@ class JobRunner:
         return wait
 
     def _latest(self, job: Job, settings_key: str, folder: Path) -> tuple[str, Artifact]:
+        if job.target.has_secrets:
+            raise BuildError(
+                Problem(
+                    Kind.NOT_CACHED,
+                    job.location,
+                    "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, which keeps nothing "
+                    "that was compiled with a secret.",
+                    "Compile the target in the build of the wheel.",
+                )
+            )
         key = self.cache.latest(settings_key)
         artifact = None if key is None else self.cache.take(key, folder)
         if key is None or artifact is None:
@@ -167,7 +182,7 @@ class JobRunner:
         if not_run and not job.target.from_cache:
             return ValidationRun(not_run)
         validated = validation_key(job, model, artifact.record, self.index)
-        cached = self.cache.validation(key, validated)
+        cached = None if job.target.has_secrets else self.cache.validation(key, validated)
         # A machine without the EP's device then may have one now.
         if cached and (cached.validation.status is ValidationStatus.RAN or job.target.from_cache):
             return cached
@@ -187,7 +202,8 @@ class JobRunner:
         unavailable = run.validation.status is not ValidationStatus.RAN
         if unavailable and model.validate.mode == "require":
             raise not_run_error(job, model, run.validation.reason or "it was not run")
-        self.cache.store_validation(key, validated, run)
+        if not job.target.has_secrets:
+            self.cache.store_validation(key, validated, run)
         return run
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from hatch_epcontext.config.settings import Editable, ValidationMode
+from hatch_epcontext.config.settings import SECRET_VARIABLES, Editable, ValidationMode
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Checked, Kind, Problem
 from hatch_epcontext.serialize import from_text
-from hatch_epcontext.text import show, suggestion, toml_key
+from hatch_epcontext.text import hide_credentials, show, suggestion, toml_key
 
 PREFIX = "HATCH_EPCONTEXT_"
 
@@ -27,7 +27,7 @@ class Environment:
     """The settings of the environment; None where a variable is not set.
 
     ``build`` and ``wheel`` have the keys of these tables that the environment sets. ``overrides`` are
-    all settings as text.
+    all settings as text, without secrets.
     """
 
     skip: bool = False
@@ -79,11 +79,15 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
         try:
             value = variable.read(text) if text else None
         except ValueError as allowed:
-            message = f"must be {allowed}, not {show(text)}."
+            shown = "***" if location in SECRET_VARIABLES else show(text)
+            message = f"must be {allowed}, not {shown}."
             yield Problem(Kind.INVALID_VARIABLE, location, message)
             continue
         (settings[variable.table] if variable.table else settings)[name.lower()] = value
-    overrides = tuple(f"{PREFIX}{name}={text}" for name, text in given.items())
+    overrides = tuple(
+        f"{PREFIX}{name}={'***' if PREFIX + name in SECRET_VARIABLES else hide_credentials(text)}"
+        for name, text in given.items()
+    )
     return Environment(**settings, overrides=overrides)
 
 
