@@ -181,8 +181,19 @@ _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
 _packages: dict[str, tuple[Any, _Package]] = {}
 
 
+def _printable(text: str) -> str:
+    """``text`` with escapes for characters that would act on a terminal: names are from the manifest."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 class LoadError(RuntimeError):
     """No session could be opened. The message has the reason for each target."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_printable(message))
 
 
 class Outcome(str, Enum):
@@ -207,7 +218,7 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         # `.value`, because Python 3.12 changed how members of such an Enum are formatted.
         text = f"{self.target}: {self.outcome.value}"
-        return f"{text}, {self.reason}" if self.reason else text
+        return _printable(f"{text}, {self.reason}" if self.reason else text)
 
 
 class _SkipTargetError(Exception):
@@ -354,7 +365,10 @@ def _checked(
     if fallback not in (None, "cpu", "jit"):
         raise LoadError(f"fallback must be 'cpu', 'jit' or None, not {fallback!r}")
     if not isinstance(provider_options or {}, Mapping):
-        raise LoadError(f"provider_options must be a mapping, not {provider_options!r}")
+        # Without the value, which can be a secret.
+        raise LoadError(
+            f"provider_options must be a mapping, not {type(provider_options).__name__}"
+        )
     known = session_options is None or callable(session_options)
     if not known and not hasattr(session_options, "add_session_config_entry"):
         raise LoadError(f"session_options must be SessionOptions, not {session_options!r}")
@@ -1422,7 +1436,7 @@ def _check_record(folder: Path, *, verify: bool) -> None:
             raise _FileError(f"{_RECORD} names a file elsewhere: {name!r}")
         _check_file(folder / name, name, recorded, verify=verify)
     for name in _walk(folder, {"."}, [folder.resolve()]):
-        if name != _RECORD and name not in record:
+        if verify and name != _RECORD and name not in record:
             raise _FileError(f"{name} is not in {_RECORD}")
 
 

@@ -1885,6 +1885,21 @@ def test_the_app_gives_the_secrets_of_a_target(ship: Shipper) -> None:
     assert app.target_of(app.load("a", provider_options=given)) == "cpu"
 
 
+def test_names_with_control_characters_are_escaped_in_messages(
+    ship: Shipper, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "\x1b[2Ja\x9b"
+    app = ship.write({name: component({name: variant("a/npu", "no\x1b.onnx")}, name)})
+    with pytest.raises(app.LoadError) as raised:
+        app.load(name)
+    ship.write({name: 5})
+    with pytest.raises(app.LoadError) as damaged:
+        app.models()
+    printed = f"{raised.value} {damaged.value} {caplog.messages[0].removeprefix(name)}"
+    assert "\\x1b[2Ja\\x9b" in printed
+    assert printed.replace("\n", "").isprintable()
+
+
 # --- Shapes
 
 
