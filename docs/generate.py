@@ -68,6 +68,31 @@ Options that do not count then are not shipped. An address in the app's memory, 
 can only come from the app: `load(name, provider_options={...})`.
 
 Windows and macOS were never tried.
+
+## Secrets
+
+A key or a password is written as `"{env:NAME}"`, with the name of an environment variable. Options that are
+secrets take nothing else, and any other option that takes a string may have such a value:
+
+```toml
+[tool.epcontext.targets.ryzen]
+provider = "vitisai"
+provider-options = { encryption_key = "{env:MODEL_KEY}" }
+```
+
+```python
+session = load("digits", provider_options={"encryption_key": key})
+```
+
+Only the processes that compile and run models look up the value, in their environment: on a
+[cluster](farm.md), set the variable for each dask worker. The value is in no request, log, report,
+manifest, cache or command line; with `-vv` ONNX Runtime's own log of such a job stays short, because it
+contains all options. The manifest only has the name of the option, and the app has to give the value:
+without it the loader skips the target, and says which option is missing.
+
+What was compiled with a secret is compiled in each build, and is not kept in the cache: the cache could
+only know from a hash whether the value has changed, and a hash of a short password can be guessed. So
+`HATCH_EPCONTEXT_FROM_CACHE` cannot take such a target.
 """
 
 _SYSTEMS = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}

@@ -86,6 +86,26 @@ _PATH_OPTIONS = frozenset(
     {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
 )
 
+# Session options that name a file to write: onnxruntime's own reader refuses a package with one too.
+_OUTPUT_OPTIONS = frozenset(
+    {
+        "session.collect_node_memory_stats_to_file",
+        "session.debug_layout_transformation",
+        "session.enable_profiling",
+        "session.optimized_model_filepath",
+    }
+)
+
+# Provider options that name libraries, which an EP loads.
+_LIBRARY_OPTIONS = frozenset(
+    {
+        "backend_path",
+        "op_packages",
+        "trt_engine_decryption_lib_path",
+        "trt_extra_plugin_lib_paths",
+    }
+)
+
 # EPs that can be asked about a compatibility string at any time, from trials in many processes.
 _SAFE_TO_ASK = frozenset({"OpenVINOExecutionProvider"})
 
@@ -116,7 +136,10 @@ _VARIANT_FORM = {
     "executor_info": ({"ort": (dict, str, None)}, None),
 }
 _ORT_FORM = {"model_file": str, "session_options": _OPTIONS, "provider_options": _OPTIONS}
-_OUR_PACKAGE_FORM = {"files": ({"*": {"size": int, "sha256": str}}, None)}
+_OUR_PACKAGE_FORM = {
+    "files": ({"*": {"size": int, "sha256": str}}, None),
+    "manifest_sha256": (str, None),
+}
 _OUR_COMPONENT_FORM = {
     "model": (str, None),
     "constants": ({"*": {"dtype": str, "shape": _SHAPE}}, None),
@@ -127,6 +150,7 @@ _OUR_VARIANT_FORM = {
     "needs_device": (bool, None),
     "plugin": ({"module": str, "package": str, "registration_name": str}, None),
     "prepared": (str, None),
+    "secrets": ([str], None),
     "settings": (
         {
             "device": (str, None),
@@ -157,8 +181,19 @@ _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
 _packages: dict[str, tuple[Any, _Package]] = {}
 
 
+def _printable(text: str) -> str:
+    """``text`` with escapes for characters that would act on a terminal: names are from the manifest."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 class LoadError(RuntimeError):
     """No session could be opened. The message has the reason for each target."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_printable(message))
 
 
 class Outcome(str, Enum):
@@ -183,7 +218,7 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         # `.value`, because Python 3.12 changed how members of such an Enum are formatted.
         text = f"{self.target}: {self.outcome.value}"
-        return f"{text}, {self.reason}" if self.reason else text
+        return _printable(f"{text}, {self.reason}" if self.reason else text)
 
 
 class _SkipTargetError(Exception):
@@ -225,12 +260,13 @@ def load(
     the source model on the CPU, if it is shipped. "jit" does the same, but first compiles for a target
     that was built with ``recompile = true``: on this machine, once, into the user's cache folder. None
     tries the next target, and never opens the source model.
-    ``verify``: compare the files with the sha256 in the manifest before they are opened.
+    ``verify``: compare the manifest and all files beside the model with the sha256 in the manifest before
+    they are opened. A file that the manifest does not list is an error then.
     ``package``: the folder of another model package, instead of the one that contains this module.
     ``session_options``: the app's own session options, to which the target's settings and execution
     provider are added. A function that creates them is called once for each target that is tried.
-    ``provider_options``: more options of the execution provider, such as the address of a stream. They
-    are used for all targets except the source model.
+    ``provider_options``: more options of the execution provider, such as the address of a stream, or a
+    secret with which the target was compiled. They are used for all targets except the source model.
 
     Raises LoadError when no target could be opened, when the package is damaged, and when it has no
     such model, target or shape.
@@ -329,7 +365,10 @@ def _checked(
     if fallback not in (None, "cpu", "jit"):
         raise LoadError(f"fallback must be 'cpu', 'jit' or None, not {fallback!r}")
     if not isinstance(provider_options or {}, Mapping):
-        raise LoadError(f"provider_options must be a mapping, not {provider_options!r}")
+        # Without the value, which can be a secret.
+        raise LoadError(
+            f"provider_options must be a mapping, not {type(provider_options).__name__}"
+        )
     known = session_options is None or callable(session_options)
     if not known and not hasattr(session_options, "add_session_config_entry"):
         raise LoadError(f"session_options must be SessionOptions, not {session_options!r}")
@@ -395,6 +434,8 @@ class _Package:
 
     def __init__(self, root: Any, location: str, *, is_archive: bool) -> None:
         self.root, self.location, self.is_archive = root, location, is_archive
+        # The JSON files as they were read, for `verify_texts`.
+        self._texts: dict[str, bytes] = {}
         content = self._json(_MANIFEST)
         place = f"{_MANIFEST}:"
         version = content.get("schema_version")
@@ -408,11 +449,12 @@ class _Package:
         if layout not in ("portable", "installed"):
             raise self._error(f"{place}.layout", f" is {layout!r}, which is unknown")
         # An archive cannot contain what is outside of it.
-        self._confined = layout == "portable" or self.is_archive
+        self.is_confined = layout == "portable" or self.is_archive
         about = self._ours(content, _OUR_PACKAGE_FORM, place)
         self.files: dict[str, dict[str, Any]] = about.get("files") or {}
         for name in self.files:
             self._inside(name, f"{place}.additional_metadata.{METADATA}.files")
+        self._checksum: str = about.get("manifest_sha256") or ""
         self._assets: dict[str, str] = content.get("shared_assets") or {}
         self.components: dict[str, tuple[_Variant, ...]] = {}
         self.constants: dict[str, dict[str, Any]] = {}
@@ -449,8 +491,12 @@ class _Package:
         )
         folder = _join(parent, directory)
         about = self._ours(body, _OUR_VARIANT_FORM, place)
+        ours = f"{place}.additional_metadata.{METADATA}"
         if about.get(PREPARED):
-            self._inside(about[PREPARED], f"{place}.additional_metadata.{METADATA}.{PREPARED}")
+            self._inside(about[PREPARED], f"{ours}.{PREPARED}")
+        module = (about.get("plugin") or {}).get("module", "")
+        if module and not all(map(str.isidentifier, module.split("."))):
+            raise self._error(f"{ours}.plugin.module", " must be the dotted name of a module")
         executors = body.get("executor_info") or {}
         info = executors.get("ort")
         if executors and info is None:
@@ -465,6 +511,8 @@ class _Package:
             self._check(info, _ORT_FORM, place)
             model_file = self._file(info["model_file"], folder, f"{place}.model_file")
         session_options = dict((info or {}).get("session_options") or {})
+        for key in sorted(_OUTPUT_OPTIONS & session_options.keys()):
+            raise self._error(f"{place}.session_options.{key}", " names a file to write")
         for key in _PATH_OPTIONS & session_options.keys():
             session_options[key] = self._file(session_options[key], folder, f"{place}.{key}")
         return _Variant(
@@ -496,8 +544,9 @@ class _Package:
         except Exception as error:
             # Of any kind: archives raise their own errors.
             raise LoadError(f"{self.location}: {name} cannot be read ({error})") from None
+        self._texts[name] = text
         try:
-            content = json.loads(text)
+            content = json.loads(text, parse_constant=_refuse_constant)
             if b"\\u" in text:
                 # Half characters, which are in no path and no option: other parsers refuse them.
                 json.dumps(content, ensure_ascii=False).encode()
@@ -527,27 +576,40 @@ class _Package:
 
     def _inside(self, name: str, place: str) -> str:
         """``name``, which must not leave the package if the package can be moved."""
-        # On any system also what another one would take for a drive or a parent folder.
-        drive, rest = ntpath.splitdrive(name)
-        leaves = drive or rest[:1] in ("/", "\\") or ".." in rest.replace("\\", "/").split("/")
-        if not name or (leaves and self._confined):
+        if not name or (self.is_confined and _leaves(name)):
             raise self._error(place, f" names a file outside of the package: {name!r}")
         return name
+
+    def verify_texts(self) -> None:
+        """Raise _FileError if the manifest, or a JSON file that it names, is not as it was recorded."""
+        import hashlib
+
+        recorded = {name: each["sha256"] for name, each in self.files.items()}
+        recorded[_MANIFEST] = self._checksum
+        for name, text in self._texts.items():
+            if not (sha256 := recorded.get(name)):
+                raise _FileError(f"{name} has no recorded sha256, and cannot be verified")
+            # A file cannot contain its own sha256: that of the manifest is with zeros in this place.
+            own = text.replace(sha256.encode(), b"0" * 64) if name == _MANIFEST else text
+            if hashlib.sha256(own).hexdigest() != sha256:
+                raise _FileError(f"{name} was changed: its sha256 differs from the recorded one")
 
     def on_disk(self, variant: _Variant, stack: contextlib.ExitStack, *, verify: bool) -> Path:
         """The model file of ``variant`` on disk, with its sidecars beside it.
 
         ``stack`` holds the temporary folder of files from an archive. Raises _FileError when a file is
-        missing or has another size than it was recorded with; with ``verify`` also if its sha256
-        differs.
+        missing, has another size than it was recorded with, or is a link that leads out of the package;
+        with ``verify`` also if its sha256 differs, and if it was not recorded.
         """
         model_file = variant.model_file or self._only_model(variant.folder)
-        return self._on_disk(model_file, self._files_of(variant), stack, verify)
+        folders = self._folders_of(variant, model_file)
+        return self._on_disk(model_file, folders, self._files_of(variant, folders), stack, verify)
 
     def prepared_on_disk(self, variant: _Variant, stack: contextlib.ExitStack) -> Path:
         """The prepared model of ``variant`` on disk, with its external data, compared by sha256."""
-        file = f"{variant.folder}/{variant.ours[PREPARED]}"
-        return self._on_disk(file, self.prepared_files(variant), stack, True)
+        file = _join(variant.folder, variant.ours[PREPARED])
+        folders = {posixpath.dirname(file)}
+        return self._on_disk(file, folders, self.prepared_files(variant), stack, True)
 
     def prepared_files(self, variant: _Variant) -> list[str]:
         """The prepared model of ``variant`` and its external data."""
@@ -568,34 +630,58 @@ class _Package:
             )
         return f"{folder}/{found[0]}"
 
-    def _files_of(self, variant: _Variant) -> list[str]:
+    def _folders_of(self, variant: _Variant, model_file: str) -> set[str]:
+        """The folders with the files that a session of ``variant`` reads."""
+        folders = {variant.folder, posixpath.dirname(model_file)}
+        for key in _PATH_OPTIONS & variant.session_options.keys():
+            named = variant.session_options[key]
+            folders.add(posixpath.dirname(named) if key.endswith("file_path") else named)
+        return {folder or "." for folder in folders}
+
+    def _files_of(self, variant: _Variant, folders: set[str]) -> list[str]:
+        """The recorded files that a session of ``variant`` may read."""
         key = variant.component, variant.target
         if key not in self._files_of_variants:
-            prefix = "" if variant.folder == "." else f"{variant.folder}/"
-            prepared = f"{prefix}{PREPARED}/"
             models = {each.model_file for all_ in self.components.values() for each in all_}
+            prepared = _join(variant.folder, PREPARED)
             self._files_of_variants[key] = [
                 name
                 for name in self.files
-                if name.startswith(prefix)
-                and not name.startswith(prepared)
+                if any(_is_below(name, folder) for folder in folders)
+                and not _is_below(name, prepared)
                 # Models that share weights are in one folder.
                 and (name == variant.model_file or name not in models)
             ]
         return self._files_of_variants[key]
 
     def _on_disk(
-        self, model_file: str, names: list[str], stack: contextlib.ExitStack, verify: bool
+        self,
+        model_file: str,
+        folders: set[str],
+        names: list[str],
+        stack: contextlib.ExitStack,
+        verify: bool,
     ) -> Path:
         root = self.root
         if self.is_archive:
             root = self._extract(names or [model_file], stack)
+        if self.is_confined:
+            for name in _walk(root, folders, self._real_folders(root)):
+                if verify and name != _MANIFEST and name not in self.files:
+                    raise _FileError(f"{name} is not in the manifest, and cannot be verified")
         for name in names:
             _check_file(root / name, name, self.files[name], verify=verify)
         file: Path = root / model_file
         if not file.is_file():
             raise _FileError(f"{model_file} is missing in {self.location}")
         return file
+
+    def _real_folders(self, root: Path) -> list[Path]:
+        """Where files of the package may really be.
+
+        Some installers make each file a link into a folder of theirs: then the manifest is there too.
+        """
+        return [root.resolve(), (root / _MANIFEST).resolve().parent]
 
     def _extract(self, names: list[str], stack: contextlib.ExitStack) -> Path:
         import shutil
@@ -618,6 +704,47 @@ class _Package:
                 reason = f"{name} cannot be copied from {self.location} ({error})"
                 raise _FileError(reason) from None
         return folder
+
+
+def _leaves(name: str) -> bool:
+    """Whether ``name`` can lead out of its folder, on this system or on another one.
+
+    Also where another system takes a part for a drive or for a parent folder, such as ``.. `` on Windows.
+    """
+    first, *_ = parts = name.replace("\\", "/").split("/")
+    return not first or any(
+        ntpath.splitdrive(part)[0] or (part.strip(". ") == "" and part not in ("", "."))
+        for part in parts
+    )
+
+
+def _is_below(name: str, folder: str) -> bool:
+    return folder == "." or name.startswith(f"{folder}/")
+
+
+def _walk(root: Path, folders: set[str], allowed: Sequence[Path]) -> Iterator[str]:
+    """The files below ``folders`` of ``root``, by their names in ``root``.
+
+    Raises _FileError for a link to a place outside of the ``allowed`` folders.
+    """
+    for top in sorted(folders):
+        for place, below, files in os.walk(root / top):
+            folder = type(root)(place)
+            # Python writes there what it has compiled.
+            below[:] = [each for each in below if each != "__pycache__"]
+            links = [path for each in (*below, *files) if (path := folder / each).is_symlink()]
+            # The folder too: on Windows it has other ways to lead elsewhere.
+            for path in (folder, *links):
+                real = path.resolve()
+                if not any(map(real.is_relative_to, allowed)):
+                    name = path.relative_to(root).as_posix()
+                    raise _FileError(f"{name} is a link to a place outside of the package")
+            yield from ((folder / each).relative_to(root).as_posix() for each in files)
+
+
+def _refuse_constant(name: str) -> None:
+    # Python reads NaN and infinities, and other parsers do not.
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _join(folder: str, name: str) -> str:
@@ -882,6 +1009,8 @@ def _onnxruntime() -> Any:
 def _open(package: _Package, variant: _Variant, request: _Request) -> tuple[Any, str]:
     """Open ``variant``; return the session, and a text that says what it runs on."""
     ort = _onnxruntime()
+    if request.verify:
+        package.verify_texts()
     with contextlib.ExitStack() as stack:
         file = package.on_disk(variant, stack, verify=request.verify)
         session, runs_on = _open_file(ort, package, variant, request, file)
@@ -898,7 +1027,8 @@ def _open_file(
     wanted, built_for = _kinds_of_device(variant, request)
     options = request.session_options
     options = (options() if callable(options) else options) or ort.SessionOptions()
-    provider_options = _provider_options(variant, request)
+    _check_secrets(variant.ours.get("secrets") or (), request)
+    provider_options = _provider_options(package, variant, request)
     constants = package.constants.get(variant.component)
     class_ = _session_with_constants(ort) if constants else ort.InferenceSession
     if _is_built_in(ort, variant):
@@ -1042,15 +1172,43 @@ def _arrays(constants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return arrays
 
 
-def _provider_options(variant: _Variant, request: _Request) -> dict[str, str]:
+def _provider_options(package: _Package, variant: _Variant, request: _Request) -> dict[str, str]:
     """The variant's provider options, and those of the app unless it is the source."""
     result = dict(variant.provider_options)
     for name, value in (variant.ours.get("load_options") or {}).items():
         result[name] = _expand_user_cache(value)
+    for name in sorted(_LIBRARY_OPTIONS & result.keys() - request.provider_options.keys()):
+        result[name] = _library(package, variant, name)
     if not variant.is_source:
         for name, more in request.provider_options.items():
             result[name] = str(int(more) if isinstance(more, bool) else more)
     return result
+
+
+def _check_secrets(names: Sequence[str], request: _Request) -> None:
+    """Raise _SkipTargetError if the app does not give these options, with which a target was compiled."""
+    if missing := set(names) - request.provider_options.keys():
+        example = ", ".join(f"{name!r}: ..." for name in sorted(missing))
+        raise _SkipTargetError(
+            "it was compiled with a secret, which the app has to give: "
+            f"load(..., provider_options={{{example}}})"
+        )
+
+
+def _library(package: _Package, variant: _Variant, option: str) -> str:
+    """The value of an option that names a library: a file in the package, or a name that the EP finds.
+
+    Raises _SkipTargetError for a path out of the package, which only the app may give.
+    """
+    value = variant.provider_options[option]
+    if not package.is_confined or not set(value) & set("/\\:;,"):
+        return value
+    if set(value) & set(":;,") or _leaves(value) or package.is_archive:
+        raise _SkipTargetError(
+            f"{option} names a library outside of the package ({value!r}), which only the app may give: "
+            f"load(..., provider_options={{{option!r}: ...}})"
+        )
+    return str(package.root / _join(variant.folder, value))
 
 
 def _is_built_in(ort: Any, variant: _Variant) -> bool:
@@ -1088,7 +1246,10 @@ def _expand_user_cache(value: str) -> str:
     """``value``, a folder, which is created, with ``{user-cache}`` replaced by the app's own."""
     from pathlib import Path
 
-    folder = value.replace(USER_CACHE, str(_user_folder()))
+    head, found, rest = value.partition(USER_CACHE)
+    if head or not found or rest[:1] not in ("", "/", "\\") or _leaves(f".{rest}"):
+        raise _FileError(f"the manifest names a folder outside of the user's cache: {value!r}")
+    folder = f"{_user_folder()}{rest}"
     Path(folder).mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -1231,9 +1392,12 @@ def _same_path(first: str, second: str) -> bool:
 def _open_compiled_here(package: _Package, variant: _Variant, request: _Request) -> tuple[Any, str]:
     """`_open`, after the prepared model was compiled on this machine, once for its EP and driver."""
     ort = _onnxruntime()
+    if request.verify:
+        package.verify_texts()
     # It is that of the context that was shipped.
     variant = variant._replace(compatibility="")
     wanted, _ = _kinds_of_device(variant, request)
+    _check_secrets(variant.ours.get("secrets") or (), request)
     if not hasattr(ort, "ModelCompiler"):
         raise _SkipTargetError(f"onnxruntime {ort.__version__} cannot compile models")
     with _ep_lock(ort):
@@ -1251,7 +1415,7 @@ def _open_compiled_here(package: _Package, variant: _Variant, request: _Request)
             if file.parent.exists():
                 _log("warning", "%s cannot be opened any more: %s", file, error)
                 _remove(file.parent)
-            _compile(ort, package, variant, wanted, file)
+            _compile(ort, package, variant, request, wanted, file)
             session, runs_on = _open_file(ort, package, variant, request, file)
     # The folder may have become read-only.
     with contextlib.suppress(OSError):
@@ -1268,7 +1432,12 @@ def _check_record(folder: Path, *, verify: bool) -> None:
     if problem := _misfit(record, {"*": {"size": int, "sha256": str}}):
         raise _FileError(f"{_RECORD}{problem}")
     for name, recorded in record.items():
+        if _leaves(name):
+            raise _FileError(f"{_RECORD} names a file elsewhere: {name!r}")
         _check_file(folder / name, name, recorded, verify=verify)
+    for name in _walk(folder, {"."}, [folder.resolve()]):
+        if verify and name != _RECORD and name not in record:
+            raise _FileError(f"{name} is not in {_RECORD}")
 
 
 def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any) -> str:
@@ -1300,12 +1469,19 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: Path) -> None:
+def _compile(
+    ort: Any, package: _Package, variant: _Variant, request: _Request, wanted: str, file: Path
+) -> None:
     """Compile the prepared model of ``variant`` into ``file``, in a folder that appears as a whole."""
     import json
     import tempfile
 
     settings = variant.settings
+    provider_options = dict(settings.get("provider_options") or {})
+    # Of a secret the manifest only has the name, and that of a variable of the build.
+    secrets = [name for name, value in provider_options.items() if value.startswith("{env:")]
+    _check_secrets(secrets, request)
+    provider_options.update({name: str(request.provider_options[name]) for name in secrets})
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)
@@ -1325,7 +1501,7 @@ def _compile(ort: Any, package: _Package, variant: _Variant, wanted: str, file: 
         with _ep_lock(ort):
             # Listed again: this process may have waited for another one that compiled, and failed.
             devices = _devices(ort, variant, wanted)
-            options.add_provider_for_devices(devices[:1], settings.get("provider_options") or {})
+            options.add_provider_for_devices(devices[:1], provider_options)
             compiler = ort.ModelCompiler(
                 options,
                 str(prepared),

@@ -14,6 +14,10 @@ _MOST_ALLOWED = 12
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+_IPV6 = r"\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]"
+_HOST = rf"""(?:(?:\*\*\*@)?{_IPV6}|(?!(?:\*\*\*@)?{_IPV6})[^\s/:'"]*)"""
+
+
 def toml_key(name: str) -> str:
     """The TOML key of a dataclass's field: ``provider_options`` is written ``provider-options``."""
     return name.replace("_", "-")
@@ -53,8 +57,18 @@ def hide_credentials(text: str) -> str:
     text = re.sub(r"""-private:[^\s'"]+""", "-private:***", text)
     text = re.sub(r"""://[^\s'"]*@""", "://***@", text)
     # Behind a host there is a port, and no word.
-    text = re.sub(r"""(://[^\s/:'"]*):(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1:***", text)
+    text = re.sub(rf"""(://{_HOST}):(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1:***", text)
     return re.sub(r"""(://[^\s?#'"]*[?#])[^\s'"]+""", r"\1***", text)
+
+
+def hide_values(text: str, values: Iterable[str]) -> str:
+    """``text`` with stars for each of ``values``, also where it is escaped or has several lines."""
+    forms = {
+        form for value in values for form in (value, *value.splitlines(), to_toml(value)[1:-1])
+    }
+    for form in sorted(filter(str.strip, forms), key=len, reverse=True):
+        text = text.replace(form, "***")
+    return text
 
 
 def to_toml(value: Any) -> str:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -34,7 +35,7 @@ from hatch_epcontext import loader
 from hatch_epcontext.errors import Key
 from hatch_epcontext.files import record_files
 from hatch_epcontext.loader import METADATA
-from hatch_epcontext.package.manifest import loader_file
+from hatch_epcontext.package.manifest import UNSEALED, loader_file, seal
 from tests.conftest import needs_qnn
 from tests.models import model, network, save, save_with_data, value
 
@@ -155,6 +156,12 @@ def run_as(module: ModuleType) -> None:
     exec(compile(loader_file().read_text("utf-8"), str(loader_file()), "exec"), vars(module))
 
 
+def sealed(text: str) -> str:
+    """The text of a manifest with its own sha256, where it has a place for that."""
+    unsealed = re.sub(r'("manifest_sha256": )"[0-9a-f]{64}"', rf'\1"{UNSEALED}"', text)
+    return seal(unsealed) if UNSEALED in unsealed else text
+
+
 class Shipper:
     """Writes a package by hand, into the folder ``shipped``, and imports its loader."""
 
@@ -179,7 +186,7 @@ class Shipper:
             for name, each in record_files(self.folder).items()
             if name != "manifest.json"
         }
-        about = {"generator": "hatch-epcontext 0", "files": files}
+        about = {"generator": "hatch-epcontext 0", "files": files, "manifest_sha256": UNSEALED}
         manifest = {
             "schema_version": "1.0",
             "layout": "portable",
@@ -191,7 +198,8 @@ class Shipper:
         return import_copy(self.folder / "__init__.py")
 
     def manifest(self, content: Any) -> None:
-        text = content if isinstance(content, str) else json.dumps(content)
+        """Write the manifest, which is a text, or sealed values as the build writes them."""
+        text = content if isinstance(content, str) else sealed(json.dumps(content))
         self.folder.mkdir(exist_ok=True)
         (self.folder / "manifest.json").write_text(text, encoding="utf-8")
 
@@ -1458,6 +1466,19 @@ BAD_TEXTS = {
     "a long number": ('{"schema_version": ' + "1" * 10_000 + "}", "manifest.json "),
     "a list": ("[]", "is not a JSON object"),
     "null": ("null", "is not a JSON object"),
+    "not a number": (
+        '{"schema_version": "1.0", "components": {}, "x": NaN}',
+        "NaN is not a number",
+    ),
+    "an infinity": ('{"schema_version": "1.0", "x": -Infinity}', "-Infinity is not a number"),
+    "a longer number": (
+        '{"schema_version": "1.0", "components": {}, "x": ' + "9" * 100_000 + "}",
+        "is not JSON" if hasattr(sys, "set_int_max_str_digits") else "",
+    ),
+    "deep in an object": (
+        '{"schema_version": "1.0", "components": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+        "is not JSON",
+    ),
     "no schema": ('{"components": {}}', "manifest.json: schema_version is missing"),
     "schema 2.0": ('{"schema_version": "2.0", "new": 1}', "has the schema 2.0, and this loader re"),
     "schema 10": ('{"schema_version": 10}', "has the schema 10, and this loader reads 1.x"),
@@ -1511,12 +1532,16 @@ def test_a_folder_without_a_manifest_is_a_load_error(tmp_path: Path) -> None:
         loader.models()
 
 
-# Where: the keys down to the value that is replaced; the value; the place in the message.
+def plugin_of(module: str) -> Table:
+    return {"module": module, "package": "x", "registration_name": "x"}
+
+
 V = ("components", "a", "variants", "cpu")
 ORT = (*V, "executor_info", "ort")
 OURS = ("additional_metadata", METADATA)
 V_TEXT = "manifest.json: components.a.variants.cpu"
 OURS_TEXT = f"{V_TEXT}.additional_metadata.{METADATA}"
+# Where: the keys down to the value that is replaced; the value; the place in the message.
 BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
     (("components",), [], "manifest.json: components must be an object"),
     (("components", "a"), 5, "manifest.json: components.a must be an object"),
@@ -1536,6 +1561,9 @@ BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
     ((*V, "variant_directory"), "C:\\x", "variant_directory names a file outside"),
     ((*V, "variant_directory"), "..\\x", "variant_directory names a file outside"),
     ((*V, "variant_directory"), "\\\\server\\share", "variant_directory names a file outside"),
+    ((*V, "variant_directory"), "./C:/x", "variant_directory names a file outside"),
+    ((*V, "variant_directory"), "a/.. /x", "variant_directory names a file outside"),
+    ((*V, "variant_directory"), "a\\...\\x", "variant_directory names a file outside"),
     ((*V, "ep"), 5, f"{V_TEXT}.ep must be a string"),
     ((*V, "device"), ["npu"], f"{V_TEXT}.device must be a string"),
     ((*V, "executor_info"), "x", f"{V_TEXT}.executor_info must be an object"),
@@ -1551,6 +1579,8 @@ BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
     ((*ORT, "model_file"), "sha256:0/../../../x", "model_file names a file outside"),
     ((*ORT, "session_options"), [], "executor_info.ort.session_options must be an object"),
     ((*ORT, "session_options"), {"x": 1}, "ort.session_options.x must be a string"),
+    ((*ORT, "session_options"), {"session.optimized_model_filepath": "x"}, "names a file to write"),
+    ((*ORT, "session_options"), {"session.enable_profiling": "/tmp/x"}, "names a file to write"),
     ((*ORT, "provider_options"), {"x": None}, "ort.provider_options.x is missing"),
     (OURS, 5, f"manifest.json: additional_metadata.{METADATA} must be an object"),
     ((*OURS, "files"), [], f"additional_metadata.{METADATA}.files must be an object"),
@@ -1573,6 +1603,15 @@ BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
     ((*V, *OURS, "needs_device"), "yes", f"{OURS_TEXT}.needs_device must be true or false"),
     ((*V, *OURS, "plugin"), "x", f"{OURS_TEXT}.plugin must be an object"),
     ((*V, *OURS, "plugin"), {"module": "x"}, f"{OURS_TEXT}.plugin.package is missing"),
+    (
+        (*V, *OURS, "plugin"),
+        plugin_of("../evil"),
+        f"{OURS_TEXT}.plugin.module must be the dotted name",
+    ),
+    ((*V, *OURS, "plugin"), plugin_of("a/b"), ".plugin.module must be the dotted name"),
+    ((*V, *OURS, "plugin"), plugin_of(".a"), ".plugin.module must be the dotted name"),
+    ((*V, *OURS, "plugin"), plugin_of("a.b-c"), ".plugin.module must be the dotted name"),
+    ((*V, *OURS, "secrets"), [5], f"{OURS_TEXT}.secrets[0] must be a string"),
     ((*V, *OURS, "prepared"), 5, f"{OURS_TEXT}.prepared must be a string"),
     ((*V, *OURS, "prepared"), "../../x", f"{OURS_TEXT}.prepared names a file outside"),
     ((*V, *OURS, "settings"), 5, f"{OURS_TEXT}.settings must be an object"),
@@ -1654,7 +1693,7 @@ def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
         app.models,
     ]
     for where in places(manifest):
-        ship.manifest(json.dumps(replaced(manifest, where, strange)))
+        ship.manifest(sealed(json.dumps(replaced(manifest, where, strange))))
         # The size of the manifest may be the same, and its time too.
         app._packages.clear()
         for call in calls:
@@ -1670,6 +1709,195 @@ def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
                 pass
         except app.LoadError:
             pass
+
+
+# --- Trust
+
+
+LINKS = ["a/cpu/a_optimized.onnx", "a/cpu/weights.bin", "a/cpu"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_that_leads_out_of_the_package_is_not_followed(
+    ship: Shipper, tmp_path: Path, name: str
+) -> None:
+    app = ship(cpu=CPU)
+    elsewhere = tmp_path / "elsewhere"
+    link = ship.folder / name
+    if link.exists():
+        link.rename(elsewhere)
+    else:
+        elsewhere.write_bytes(b"of somebody else")
+    link.symlink_to(elsewhere)
+    cpu, source = app.explain("a")
+    assert (cpu.outcome, source.outcome) == ("failed", "opened")
+    assert cpu.reason == f"{name} is a link to a place outside of the package"
+
+
+def test_links_inside_the_package_and_those_of_installers_are_followed(
+    ship: Shipper, tmp_path: Path
+) -> None:
+    """Some installers make each file a link into their cache."""
+    app = ship(cpu=CPU)
+    model = ship.folder / "a/cpu/a_optimized.onnx"
+    shutil.copyfile(model, ship.folder / "shared.onnx")
+    model.unlink()
+    model.symlink_to("../../shared.onnx")
+    assert app.target_of(app.load("a")) == "cpu"
+    installed = tmp_path / "installed"
+    for file in [each for each in ship.folder.rglob("*") if each.is_file()]:
+        place = installed / file.relative_to(ship.folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(file)
+    assert loader.target_of(loader.load("a", package=installed, verify=False)) == "cpu"
+
+
+def flipped(file: Path, positions: Iterable[int]) -> Iterator[int]:
+    """Each position, while one bit of the byte there is flipped."""
+    content = file.read_bytes()
+    for position in positions:
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        yield position
+    file.write_bytes(content)
+
+
+def test_verify_finds_every_flipped_byte(ship: Shipper) -> None:
+    """Every second byte of the manifest, each of a small file, and some of a model."""
+    weights = ship.folder / "a/cpu/weights.bin"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(bytes(range(64)))
+    app = ship(cpu=CPU)
+    files = [ship.folder / "manifest.json", weights, ship.folder / "a/cpu/a_optimized.onnx"]
+    tried = 0
+    for file in files:
+        size, step = file.stat().st_size, {".json": 2, ".bin": 1, ".onnx": 200}[file.suffix]
+        for _ in flipped(file, [*range(0, size, step), size - 1]):
+            app._packages.clear()
+            with pytest.raises(app.LoadError):
+                app.load("a", target="cpu", verify=True)
+            tried += 1
+    app._packages.clear()
+    assert app.target_of(app.load("a", verify=True)) == "cpu"
+    assert tried > 900
+
+
+def test_verify_refuses_what_the_manifest_does_not_list(ship: Shipper, tmp_path: Path) -> None:
+    app = ship(cpu=CPU)
+    for name in ("a/cpu/weights.bin", "a/cpu/below/more.bin"):
+        extra = ship.folder / name
+        extra.parent.mkdir(exist_ok=True)
+        extra.write_bytes(b"not listed")
+        assert app.target_of(app.load("a")) == "cpu"
+        (step, _) = app.explain("a", verify=True)
+        assert step.reason == f"{name} is not in the manifest, and cannot be verified"
+        extra.unlink()
+    folder = foreign(tmp_path, {"m": {"variants": {"cpu": {"ep": CPU_EP, **executor("m.onnx")}}}})
+    save(network(), folder / "cpu/m.onnx")
+    assert loader.load("m", package=folder)
+    with pytest.raises(loader.LoadError, match=r"manifest\.json has no recorded sha256"):
+        loader.load("m", package=folder, verify=True)
+
+
+def test_verify_reads_the_weights_in_another_folder(ship: Shipper) -> None:
+    key = "session.model_external_initializers_file_folder_path"
+    (ship.folder / "weights").mkdir(parents=True)
+    (ship.folder / "weights/w.bin").write_bytes(b"weights")
+    app = ship(cpu=variant("a/cpu", "a_optimized.onnx", session_options={key: "../../weights"}))
+    with pytest.raises(app.LoadError, match="outside of the package"):
+        app.load("a")
+    asset = "0123456789abcdef" * 4
+    (ship.folder / "weights").rename(ship.folder / "assets")
+    cpu = variant("a/cpu", "a_optimized.onnx", session_options={key: f"sha256:{asset}"})
+    components = {"a": component({"cpu": cpu, "source": SOURCE})}
+    app = ship.write(components, shared_assets={f"sha256:{asset}": "assets"})
+    assert app.target_of(app.load("a", verify=True)) == "cpu"
+    damage(ship.folder / "assets/w.bin")
+    assert app.explain("a", verify=True)[0].reason == (
+        "assets/w.bin was changed: its sha256 differs from the recorded one"
+    )
+
+
+def test_a_module_is_not_imported_for_an_ep_that_is_registered(
+    ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spy_ep.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    app = ship(cpu=changed(CPU, plugin=plugin_of("spy_ep")))
+    assert app.target_of(app.load("a")) == "cpu"
+    assert "spy_ep" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "folder", ["/tmp/x", "x", "", "x/{user-cache}", "{user-cache}/../x", "{user-cache}x"]
+)
+def test_a_folder_outside_of_the_users_cache_is_not_created(
+    ship: Shipper, tmp_path: Path, folder: str
+) -> None:
+    app = ship(cpu=changed(CPU, load_options={"cache": folder}))
+    before = sorted(tmp_path.rglob("*"))
+    cpu, _ = app.explain("a")
+    assert cpu.outcome == "failed"
+    assert cpu.reason == f"the manifest names a folder outside of the user's cache: {folder!r}"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+LIBRARIES_ELSEWHERE = ["/tmp/x.so", "C:\\x.dll", "../x.so", "x:/tmp/x.so:y", "x.so;/tmp/y.so"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES_ELSEWHERE)
+def test_only_the_app_names_a_library_outside_of_the_package(ship: Shipper, library: str) -> None:
+    cpu = copy.deepcopy(CPU)
+    cpu["executor_info"]["ort"]["provider_options"] = {"backend_path": library}
+    app = ship(cpu=cpu)
+    (step, source) = app.explain("a")
+    assert (step.outcome, source.outcome) == ("skipped", "opened")
+    assert step.reason.startswith(
+        f"backend_path names a library outside of the package ({library!r}"
+    )
+    assert app.target_of(app.load("a", provider_options={"backend_path": library})) == "cpu"
+
+
+def test_a_library_of_the_package_and_a_plain_name_are_passed_on(ship: Shipper) -> None:
+    cpu = copy.deepcopy(CPU)
+    cpu["executor_info"]["ort"]["provider_options"] = {
+        "backend_path": "lib/x.so",
+        "op_packages": "y",
+    }
+    app = ship(cpu=cpu)
+    package = app._package(None)
+    options = app._provider_options(
+        package, package.components["a"][0], app._checked(None, None, "cpu", False, None, None)
+    )
+    assert options == {"backend_path": str(ship.folder / "a/cpu/lib/x.so"), "op_packages": "y"}
+
+
+def test_the_app_gives_the_secrets_of_a_target(ship: Shipper) -> None:
+    app = ship(cpu=changed(CPU, secrets=["encryption_key", "password"]))
+    (step, source) = app.explain("a", provider_options={"password": "a"})
+    assert (step.outcome, source.outcome) == ("skipped", "opened")
+    assert step.reason == (
+        "it was compiled with a secret, which the app has to give: "
+        "load(..., provider_options={'encryption_key': ...})"
+    )
+    given = {"password": "a", "encryption_key": "b"}
+    assert app.target_of(app.load("a", provider_options=given)) == "cpu"
+
+
+def test_names_with_control_characters_are_escaped_in_messages(
+    ship: Shipper, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "\x1b[2Ja\x9b"
+    app = ship.write({name: component({name: variant("a/npu", "no\x1b.onnx")}, name)})
+    with pytest.raises(app.LoadError) as raised:
+        app.load(name)
+    ship.write({name: 5})
+    with pytest.raises(app.LoadError) as damaged:
+        app.models()
+    printed = f"{raised.value} {damaged.value} {caplog.messages[0].removeprefix(name)}"
+    assert "\\x1b[2Ja\\x9b" in printed
+    assert printed.replace("\n", "").isprintable()
 
 
 # --- Shapes

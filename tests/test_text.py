@@ -12,6 +12,7 @@ from hatch_epcontext.text import (
     dotted,
     file_name,
     hide_credentials,
+    hide_values,
     listing,
     pairs,
     parse_size,
@@ -158,6 +159,11 @@ def test_a_dotted_key_has_quotes_only_where_it_needs_them() -> None:
     assert dotted(()) == ""
 
 
+def test_values_are_hidden_in_every_form() -> None:
+    text = 'a "q\\"x" b q"x c line1\nline2 line1'
+    assert hide_values(text, ['q"x', "line1\nline2", " ", ""]) == 'a "***" b *** c *** ***'
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -168,6 +174,13 @@ def test_a_dotted_key_has_quotes_only_where_it_needs_them() -> None:
         ("s3://key:secret", "s3://key:***"),
         ('"https://host/a?sig=secret" 404', '"https://host/a?***" 404'),
         ("https://host/a#secret", "https://host/a#***"),
+        (
+            "tcp://[::1]:8786 and tls://[fe80::1%eth0]:1/",
+            "tcp://[::1]:8786 and tls://[fe80::1%eth0]:1/",
+        ),
+        ("tcp://[::1]:secret", "tcp://[::1]:***"),
+        ("tcp://[::1:secret", "tcp://[:***"),
+        ("tcp://user:secret@[::1]:8786", "tcp://***@[::1]:8786"),
     ],
 )
 def test_credentials_in_urls_are_hidden(text: str, shown: str) -> None:

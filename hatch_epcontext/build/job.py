@@ -61,7 +61,7 @@ class JobRunner:
             check = self._check(job)
             return settings_key, latest is not None and self.cache.has(latest, check)
         key = self._key(job)
-        return key, self.cache.has(key, self._check(job))
+        return key, self._cache(job).has(key, self._check(job))
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
@@ -72,7 +72,7 @@ class JobRunner:
         else:
             key = self._key(job)
             artifact, cached = self._artifact(job, key, folder)
-            self.cache.set_latest(settings_key, key)
+            self._cache(job).set_latest(settings_key, key)
         for context in artifact.record.contexts:
             check_coverage(context.coverage, job.target, job.location)
         alone = [self.run(each) for each in job.alone]
@@ -99,16 +99,16 @@ class JobRunner:
 
     def _artifact(self, job: Job, key: str, folder: Path) -> tuple[Artifact, bool]:
         """The job's artifact with its files in ``folder``, and whether it is from the cache."""
-        check = self._check(job)
-        if artifact := self.cache.take(key, folder, check):
+        cache, check = self._cache(job), self._check(job)
+        if artifact := cache.take(key, folder, check):
             return artifact, True
         self._check_embeddable(job)
-        with self.cache.lock(key, self._waiting(job)):
+        with cache.lock(key, self._waiting(job)):
             # Another build may have compiled it in the meantime.
-            if artifact := self.cache.take(key, folder, check):
+            if artifact := cache.take(key, folder, check):
                 return artifact, True
             record = self.executor.compile(job, key, folder)
-            self.cache.store(key, folder, record, check)
+            cache.store(key, folder, record, check)
             return Artifact(folder, record), False
 
     def _waiting(self, job: Job) -> Callable[[], None]:
@@ -129,6 +129,16 @@ class JobRunner:
         return wait
 
     def _latest(self, job: Job, settings_key: str, folder: Path) -> tuple[str, Artifact]:
+        if job.target.has_secrets:
+            raise BuildError(
+                Problem(
+                    Kind.NOT_CACHED,
+                    job.location,
+                    "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, which keeps nothing "
+                    "that was compiled with a secret.",
+                    "Compile the target in the build of the wheel.",
+                )
+            )
         key = self.cache.latest(settings_key)
         artifact = None if key is None else self.cache.take(key, folder, self._check(job))
         if key is None or artifact is None:
@@ -142,6 +152,12 @@ class JobRunner:
                 )
             )
         return key, artifact
+
+    def _cache(self, job: Job) -> Cache:
+        """The cache for ``job``; for one with a secret none, because nothing may say whether that changed:
+        its hash could be guessed.
+        """
+        return Cache(None, self.log) if job.target.has_secrets else self.cache
 
     def _check(self, job: Job) -> Check:
         """A check of what the cache has for ``job``."""
@@ -176,7 +192,7 @@ class JobRunner:
         if not_run and not job.target.from_cache:
             return ValidationRun(not_run)
         validated = validation_key(job, model, artifact.record, self.index)
-        cached = self.cache.validation(key, validated)
+        cached = self._cache(job).validation(key, validated)
         # A machine without the EP's device then may have one now.
         if cached and (cached.validation.status is ValidationStatus.RAN or job.target.from_cache):
             return cached
@@ -196,7 +212,7 @@ class JobRunner:
         unavailable = run.validation.status is not ValidationStatus.RAN
         if unavailable and model.validate.mode == "require":
             raise not_run_error(job, model, run.validation.reason or "it was not run")
-        self.cache.store_validation(key, validated, run)
+        self._cache(job).store_validation(key, validated, run)
         return run
 
 

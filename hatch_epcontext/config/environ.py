@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from hatch_epcontext.config.cache_keys import private_bytes
-from hatch_epcontext.config.settings import Editable, ValidationMode
+from hatch_epcontext.config.settings import SECRET_VARIABLES, Editable, ValidationMode
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Checked, Kind, Problem
 from hatch_epcontext.serialize import from_text
-from hatch_epcontext.text import show, suggestion, toml_key
+from hatch_epcontext.text import hide_credentials, show, suggestion, toml_key
 
 PREFIX = "HATCH_EPCONTEXT_"
 
@@ -28,7 +28,7 @@ class Environment:
     """The settings of the environment; None where a variable is not set.
 
     ``build`` and ``wheel`` have the keys of these tables that the environment sets. ``overrides`` are
-    all settings as text.
+    all settings as text, without secrets.
     """
 
     skip: bool = False
@@ -51,8 +51,7 @@ class Variable:
     """A variable: an example of its value, its documentation, and how its text is read.
 
     ``read`` raises ValueError with what is allowed. ``table`` is the table of `Environment` that gets
-    the value. With ``empty_switches_off`` an empty variable is the value None. The value of a ``secret`` one
-    is not printed.
+    the value. With ``empty_switches_off`` an empty variable is the value None.
     """
 
     example: str
@@ -60,7 +59,6 @@ class Variable:
     read: Callable[[str], Any]
     table: Literal["build", "wheel"] | None = None
     empty_switches_off: bool = False
-    secret: bool = False
 
 
 def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
@@ -83,18 +81,19 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
         try:
             value = variable.read(text) if text else None
         except ValueError as allowed:
-            given_text = "" if variable.secret else f", not {show(text)}"
+            given_text = "" if location in SECRET_VARIABLES else f", not {show(text)}"
             message = f"must be {allowed}{given_text}."
             yield Problem(Kind.INVALID_VARIABLE, location, message)
             continue
         (settings[variable.table] if variable.table else settings)[name.lower()] = value
-    overrides = tuple(f"{PREFIX}{name}={_shown(name, text)}" for name, text in given.items())
+    overrides = tuple(
+        f"{PREFIX}{name}={_shown(PREFIX + name, text)}" for name, text in given.items()
+    )
     return Environment(**settings, overrides=overrides)
 
 
-def _shown(name: str, text: str) -> str:
-    variable = VARIABLES.get(name)
-    return "***" if variable is not None and variable.secret else text
+def _shown(variable: str, text: str) -> str:
+    return "***" if variable in SECRET_VARIABLES else hide_credentials(text)
 
 
 def _counts(name: str, text: str) -> bool:
@@ -196,7 +195,6 @@ VARIABLES: Mapping[str, Variable] = {
         "ed25519-private:...",
         "The private key of who writes to the shared cache. It is never printed.",
         _private_key,
-        secret=True,
     ),
     "EDITABLE": Variable("compile", "Wins over `editable`.", _editable),
     "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from hatch_epcontext.errors import Key
-from hatch_epcontext.providers import Device, Profile, Provider, Tolerance
+from hatch_epcontext.providers import Device, Profile, Provider, Tolerance, variable_of
 
 Optimization = Literal["none", "basic", "extended", "all"]
 Policy = Literal[
@@ -27,6 +27,9 @@ ValidationMode = Literal["auto", "require", "structure", False]
 Trust = Literal["signed", "all"]
 ExecutorName = Literal["local", "dask"]
 Verification = Literal["record", "full"]
+
+SECRET_VARIABLES = frozenset({"HATCH_EPCONTEXT_CACHE_KEY"})
+"""The variables of ours whose value is a secret: it is never printed, and no worker gets it."""
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Dummy inputs that are generated, and need no file."""
@@ -84,6 +87,12 @@ class Target:
     min_coverage: float
     from_cache: bool
     resources: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether an option is a secret, whose value is in an environment variable."""
+        options = (*self.settings.provider_options.values(), *self.load_options.values())
+        return any(variable_of(value) for value in options)
 
     @property
     def needs_ep(self) -> bool:

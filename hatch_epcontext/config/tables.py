@@ -146,7 +146,8 @@ class NarrowableTable:
 
     provider_options: Options = _key(
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
-        "value. `true`, numbers and lists become the strings that it wants.",
+        "value. `true`, numbers and lists become the strings that it wants. A secret is the name of an "
+        'environment variable: `"{env:NAME}"`.',
         {},
     )
     session_options: Options = _key(

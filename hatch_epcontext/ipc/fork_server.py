@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ import sys
 import threading
 import time
 
-from hatch_epcontext.ipc.running import ENVIRONMENT, Order
+from hatch_epcontext.ipc.running import Order, worker_environment
 
 STARTED = b"started"
 """The server's first answer: it has forked the worker."""
@@ -97,7 +96,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT},
+                env=worker_environment(),
                 pass_fds=(theirs.fileno(),),
                 # Ctrl-C is for the build process, which ends its workers itself.
                 start_new_session=True,

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,9 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.ipc.running import Interpreter, Order, Running
+from hatch_epcontext.providers import variables_in
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.text import show_size
+from hatch_epcontext.text import hide_values, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import ReplyT, Request
@@ -161,6 +162,8 @@ class Workers:
         )
 
         folder.mkdir(parents=True)
+        text = to_json(request)
+        secrets = _secrets(text)
         order = Order(
             request.action,
             folder,
@@ -168,14 +171,16 @@ class Workers:
             folder / "reply.json",
             folder / "worker.log",
             (
-                *([VERBOSE] if self.verbose else []),
+                # ONNX Runtime's whole log has the values of all options.
+                *([VERBOSE] if self.verbose and not secrets else []),
                 *([f"{MEMORY_LIMIT}{self.memory_limit}"] if self.memory_limit else []),
             ),
         )
-        order.request_path.write_text(to_json(request), encoding="utf-8")
+        order.request_path.write_text(text, encoding="utf-8")
         order.log_path.touch()
-        with self._followed(order.log_path, location, request.action):
+        with self._followed(order.log_path, location, request.action, secrets):
             exit_code = self._run(order, location)
+        _hide_in(order.log_path, secrets)
         tail = _tail(order.log_path)
         if self._processes.stopped:
             raise _interrupted(location)
@@ -196,7 +201,7 @@ class Workers:
             return reply
         problems = [
             replace(each, location=each.location or location)
-            for each in from_json(text, Refusal).problems
+            for each in from_json(hide_values(text, secrets), Refusal).problems
         ]
         if exit_code == REFUSED:
             raise ModelError(*map(self._explained, problems))
@@ -254,22 +259,34 @@ class Workers:
         )
 
     @contextlib.contextmanager
-    def _followed(self, log_path: Path, location: str, action: str) -> Iterator[None]:
-        """While it is entered, a thread forwards what is written to ``log_path``."""
+    def _followed(
+        self, log_path: Path, location: str, action: str, secrets: Collection[str]
+    ) -> Iterator[None]:
+        """While it is entered, a thread forwards what is written to ``log_path``, without ``secrets``."""
         if self.log is None:
             yield
             return
         start = time.monotonic()
-        self.log(f"{location}: {action} ...")
+        log = self.log
+        log(f"{location}: {action} ...")
         ended = threading.Event()
-        thread = threading.Thread(target=_follow, args=(log_path, ended, location, self.log))
+
+        def forward(line: str) -> None:
+            log(hide_values(line, secrets))
+
+        thread = threading.Thread(target=_follow, args=(log_path, ended, location, forward))
         thread.start()
         try:
             yield
         finally:
             ended.set()
             thread.join()
-            self.log(f"{location}: {action} took {time.monotonic() - start:.1f} s")
+            log(f"{location}: {action} took {time.monotonic() - start:.1f} s")
+
+
+def _secrets(request: str) -> Collection[str]:
+    """The values of the environment variables that a request names as secrets."""
+    return [value for name in variables_in(request) if (value := os.environ.get(name))]
 
 
 def _with_variable(problem: Problem, name: str) -> Problem:
@@ -311,6 +328,13 @@ def _plain(text: str) -> str:
 
 def _interrupted(location: str) -> BuildError:
     return BuildError(Problem(Kind.INTERRUPTED, location, "the build was interrupted."))
+
+
+def _hide_in(log_path: Path, secrets: Collection[str]) -> None:
+    """Replace ``secrets`` in the log: it stays until the end of the build."""
+    if secrets:
+        text = log_path.read_text(encoding="utf-8", errors="replace")
+        log_path.write_text(hide_values(text, secrets), encoding="utf-8")
 
 
 def _tail(log_path: Path) -> str:

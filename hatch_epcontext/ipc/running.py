@@ -11,8 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
-"""Variables of every worker."""
+from hatch_epcontext.config.settings import SECRET_VARIABLES
+
+_ADDED = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
+
+_WITHHELD = SECRET_VARIABLES | {
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AZURE_CLIENT_SECRET",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_STORAGE_SAS_TOKEN",
+}
+"""Credentials of the shared cache, which only the build process uses."""
+
+
+def worker_environment() -> dict[str, str]:
+    """The variables of every worker: those of this process, without the credentials of the shared cache."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
+    return {**inherited, **_ADDED}
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,7 @@ class Interpreter:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT},
+                env=worker_environment(),
                 # A group of its own, so that what it starts can be ended with it.
                 start_new_session=True,
             )

@@ -45,7 +45,7 @@ def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
     if loader:
         shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
         files["__init__.py"] = record_file(folder / "__init__.py")
-    content = model_package.write(manifest.make(result, sources, files))
+    content = manifest.text(manifest.make(result, sources, files))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
     files[model_package.FILE] = record_file(folder / model_package.FILE)
     return Bundle(folder, files)

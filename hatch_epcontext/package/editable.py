@@ -96,7 +96,7 @@ def write(result: Result, folder: Path) -> None:
         for source in result.sources
     }
     # Before the files below: an interrupted install must not leave files that no manifest lists.
-    content = model_package.write(manifest.make(result, sources, files, "installed"))
+    content = manifest.text(manifest.make(result, sources, files, "installed"))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
     shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
     for built in result.built:

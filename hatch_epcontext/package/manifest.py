@@ -7,6 +7,7 @@ name. There are no times in it, so that two builds from one cache write the same
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,19 +27,27 @@ from hatch_epcontext.package.model_package import (
     ModelPackage,
     OrtInfo,
     Variant,
+    write,
 )
-from hatch_epcontext.providers import Plugin, Product
+from hatch_epcontext.providers import Plugin, Product, variable_of
 from hatch_epcontext.serialize import from_plain, to_plain
 
 T = TypeVar("T")
 
+UNSEALED = "0" * 64
+"""Stands in the manifest where `seal` puts the sha256 of its text."""
+
 
 @dataclass(frozen=True)
 class PackageMetadata:
-    """``files`` are the files of the package by path, all but the manifest itself."""
+    """``files`` are the files of the package by path, all but the manifest itself.
+
+    ``manifest_sha256``: of the manifest's text, with `UNSEALED` in its place.
+    """
 
     generator: str
     files: Mapping[str, FileRecord]
+    manifest_sha256: str = UNSEALED
 
     @property
     def is_ours(self) -> bool:
@@ -91,7 +100,8 @@ class VariantMetadata:
     ``settings``: how it was compiled; ``load_options``: provider options that only the loader
     understands; ``compiled_with``: the versions of the packages that compiled it. ``needs_device``:
     only the EP's own device can open it, because a simulator refuses it or crashes. ``prepared``: the
-    path of the prepared model in the variant's folder, if it is shipped.
+    path of the prepared model in the variant's folder, if it is shipped. ``secrets``: the provider options
+    that the app has to give, because their values are not shipped.
     """
 
     product: Product
@@ -108,6 +118,7 @@ class VariantMetadata:
     validation: Validation
     needs_device: bool = False
     prepared: str | None = None
+    secrets: tuple[str, ...] = ()
     sharing: Sharing | None = None
 
 
@@ -171,6 +182,17 @@ def make(
         layout,
         _metadata(PackageMetadata(generator, files)),
     )
+
+
+def text(package: ModelPackage) -> str:
+    """The manifest of ``package``, sealed: the loader's ``verify`` compares it with its own sha256."""
+    return seal(write(package))
+
+
+def seal(unsealed: str) -> str:
+    """The text of a manifest with its sha256 in the place of the last `UNSEALED`."""
+    before, _, after = unsealed.rpartition(UNSEALED)
+    return f"{before}{hashlib.sha256(unsealed.encode()).hexdigest()}{after}"
 
 
 def _is_open_form(model: Model) -> bool:
@@ -241,6 +263,7 @@ def _variant(built: Built, model: str) -> Variant:
     (index,) = (i for i, each in enumerate(record.contexts) if each.model == model)
     context = record.contexts[index]
     only_ours = {n: value for n, value in target.load_options.items() if USER_CACHE in value}
+    secrets = tuple(name for name, value in target.load_options.items() if variable_of(value))
     about = VariantMetadata(
         product=record.product,
         plugin=_shipped(target.provider.plugin),
@@ -255,6 +278,7 @@ def _variant(built: Built, model: str) -> Variant:
         coverage=context.coverage,
         validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
+        secrets=secrets,
         needs_device=job.needs_device,
         sharing=_sharing(built),
     )
@@ -268,7 +292,9 @@ def _variant(built: Built, model: str) -> Variant:
             model_file=context.model_file,
             session_options={**settings.session_options, **_loading(built)},
             provider_options={
-                name: value for name, value in target.load_options.items() if name not in only_ours
+                name: value
+                for name, value in target.load_options.items()
+                if name not in only_ours and name not in secrets
             },
         ),
         metadata=_metadata(about),

@@ -125,6 +125,9 @@ class Files(Protocol):
     def is_folder(self, name: str) -> bool:
         """Whether there is a folder of that name."""
 
+    def leads_outside(self, name: str) -> bool:
+        """Whether links lead from ``name`` to a place that is not in the package."""
+
 
 @dataclass(frozen=True)
 class FolderFiles:
@@ -139,6 +142,12 @@ class FolderFiles:
         # Of a name that no file can have, some versions of Python raise an error.
         with contextlib.suppress(OSError):
             return (self.folder / name).is_dir()
+        return False
+
+    def leads_outside(self, name: str) -> bool:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            return not (self.folder / name).resolve().is_relative_to(self.folder.resolve())
+        # Nothing can be there: a loop of links, or a name that no file can have.
         return False
 
 
@@ -161,6 +170,9 @@ class ArchiveFiles:
         path = self.folder / name
         prefix = f"{path}/" if path.parts else ""
         return any(each.startswith(prefix) for each in self.archive.namelist())
+
+    def leads_outside(self, name: str) -> bool:
+        return False
 
 
 def write(package: ModelPackage) -> str:
@@ -429,6 +441,10 @@ class _Reader:
 
     def _json(self, name: str, place: tuple[str, ...]) -> Checked[Any]:
         """The contents of a JSON file, or `_UNREADABLE`."""
+        if name != FILE and self._confined and self._files.leads_outside(name):
+            message = f"{name} is a link to a file outside of the package."
+            yield self._problem(place, message)
+            return _UNREADABLE
         try:
             text = self._files.read(name)
         except (OSError, ValueError) as error:
@@ -513,6 +529,8 @@ def _joined(*parts: str) -> str:
 def is_inside(path: str) -> bool:
     """Whether the relative ``path`` stays in its folder, on any system; also if it is the folder."""
     pure, windows = PurePosixPath(path), PureWindowsPath(path)
-    return bool(path) and not (
-        pure.is_absolute() or windows.drive or windows.root or ".." in windows.parts
-    )
+    if not path or pure.is_absolute() or windows.drive or windows.root:
+        return False
+    # Joined to a folder a part can become a drive, and Windows takes ".. " for the parent folder.
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
+    return all(part.strip(". ") and not PureWindowsPath(part).drive for part in parts)

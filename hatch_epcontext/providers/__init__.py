@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Plugin, Product, Profile, Provider, Tolerance
 from hatch_epcontext.providers.libraries import missing
-from hatch_epcontext.providers.option import Option, OptionValue, Scalar, render
+from hatch_epcontext.providers.option import (
+    Option,
+    OptionValue,
+    Scalar,
+    render,
+    variable_of,
+    variables_in,
+)
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -30,6 +37,8 @@ __all__ = [
     "find",
     "missing",
     "render",
+    "variable_of",
+    "variables_in",
 ]
 
 

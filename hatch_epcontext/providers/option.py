@@ -38,6 +38,8 @@ class Option:
     """The EP's spelling of false and of true."""
     several: bool = False
     """Whether it takes a list, with a value for each chip that a context is for."""
+    secret: bool = False
+    """Whether it is a key or a password: the configuration then has only the name of a variable."""
 
     @property
     def allowed(self) -> str:
@@ -53,6 +55,8 @@ class Option:
             bounds = [f"at least {self.minimum}"] if self.minimum is not None else []
             bounds += [f"at most {self.maximum}"] if self.maximum is not None else []
             return " ".join(["a whole number", *bounds])
+        if self.secret:
+            return '"{env:NAME}", with the name of an environment variable'
         if self.form:
             return self.form
         return {
@@ -82,6 +86,8 @@ class Option:
     def _fits(self, value: OptionValue, text: str) -> bool:
         if isinstance(value, Sequence) and not isinstance(value, str):
             return False
+        if self.secret:
+            return variable_of(text) is not None
         if self.choices:
             return text in self.choices
         if self.pattern:
@@ -165,6 +171,27 @@ def choice(
 def text(doc: str, default: str = "", scope: Scope = "compile") -> Option:
     """An option that takes any string."""
     return Option(doc, default=default, scope=scope)
+
+
+def secret(doc: str, scope: Scope = "both") -> Option:
+    """An option that is a key or a password."""
+    return Option(doc, secret=True, scope=scope)
+
+
+def variable_of(value: object) -> str | None:
+    """The environment variable whose value is meant, if ``value`` is ``"{env:NAME}"``: then it is a secret.
+
+    Only workers look up its value. Wherever else options go, they have the name.
+    """
+    found = (
+        re.fullmatch(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}", value) if isinstance(value, str) else None
+    )
+    return found[1] if found else None
+
+
+def variables_in(text: str) -> frozenset[str]:
+    """The environment variables of all secrets in ``text``, such as that of a request."""
+    return frozenset(re.findall(r'"\{env:([A-Za-z_][A-Za-z0-9_]*)\}"', text))
 
 
 def pointer(doc: str) -> Option:

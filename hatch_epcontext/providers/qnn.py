@@ -43,7 +43,10 @@ _OPTIONS: Mapping[str, Option] = {
         default="htp (filled in)",
         scope=_BOTH,
     ),
-    "backend_path": text("Path of the backend's library, instead of `backend_type`", scope=_BOTH),
+    "backend_path": text(
+        "The backend's library, instead of `backend_type`: a file name (the loader takes no path)",
+        scope=_BOTH,
+    ),
     "soc_model": number("SoC to compile for, such as 60 (Snapdragon X Elite)", several=True),
     "htp_arch": choice(
         "HTP architecture", "0", "68", "69", "73", "75", "79", "81", default="0", several=True

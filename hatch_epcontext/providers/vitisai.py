@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Provider, Tolerance
-from hatch_epcontext.providers.option import Option, choice, switch, text
+from hatch_epcontext.providers.option import Option, choice, secret, switch, text
 
 _OPTIONS: Mapping[str, Option] = {
     "config_file": text("Path of the compiler's configuration"),
@@ -14,7 +14,7 @@ _OPTIONS: Mapping[str, Option] = {
     "opt_level": choice(
         "Optimization level of int8 models", "0", "1", "2", "3", "65536", default="0"
     ),
-    "encryption_key": text("Key that encrypts the compiled model", scope="both"),
+    "encryption_key": secret("Key that encrypts the compiled model"),
     "enable_cache_file_io_in_mem": switch("Keep the EP's own cache in memory", "1"),
     "log_level": choice(
         "Level of the EP's log",

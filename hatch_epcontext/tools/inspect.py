@@ -105,10 +105,16 @@ def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
         if not (folder / name).is_file():
             yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
     if package.layout == "portable":
-        for name in (*recorded_files(package), *_unrecorded(package)):
-            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        # Also links that the manifest does not name: a model may name them.
+        links = (path.relative_to(folder).as_posix() for path in _links(folder))
+        for name in dict.fromkeys((*recorded_files(package), *_unrecorded(package), *links)):
+            if FolderFiles(folder).leads_outside(name):
                 message = "is a link to a file outside of the package, which ONNX Runtime refuses."
                 yield Problem(Kind.INVALID_PACKAGE, str(folder / name), message)
+
+
+def _links(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_symlink())
 
 
 def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:

@@ -454,7 +454,9 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
             about.settings,
             session_options={**about.settings.session_options, **options.session_options},
         )
-        load_options = {**options.provider_options, **about.load_options}
+        # Like a build: their values are in environment variables.
+        secrets = {n: v for n, v in settings.provider_options.items() if n in about.secrets}
+        load_options = {**options.provider_options, **about.load_options, **secrets}
     else:
         settings = CompileSettings(
             provider=provider.name,

@@ -110,7 +110,11 @@ def _missing_dependencies(library: Path) -> list[tuple[str, str | None]]:
     """
     try:
         listed = subprocess.run(
-            ["ldd", library], capture_output=True, text=True, timeout=60, check=False
+            ["ldd", library],  # noqa: S607  # where it is differs between systems
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []

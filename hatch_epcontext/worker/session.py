@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import CompileSettings
-from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.loader import USER_CACHE
-from hatch_epcontext.providers import PROVIDERS, Product, Provider
+from hatch_epcontext.providers import PROVIDERS, Product, Provider, variable_of
 from hatch_epcontext.worker.libraries import UnavailableError, register, unloadable
 
 LEVELS = {
@@ -38,9 +39,10 @@ def options(
     """Return session options with the target's EP added, and with ``provider_options``.
 
     ``session_options`` are added to the target's. Raises UnavailableError when the EP has no library,
-    no driver or no device on this machine.
+    no driver or no device on this machine, and BuildError when the variable of a secret is not set.
     """
     provider, settings = provider_of(target), target.settings
+    provider_options = {name: _look_up(name, each) for name, each in provider_options.items()}
     result = ort.SessionOptions()
     for key, value in {**settings.session_options, **(session_options or {})}.items():
         result.add_session_config_entry(key, value)
@@ -58,6 +60,24 @@ def options(
     policy = settings.policy.replace("-", "_").upper()
     result.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.__members__[policy])
     return result
+
+
+def _look_up(option: str, value: str) -> str:
+    """``value``, or that of the environment variable that it names as a secret."""
+    variable = variable_of(value)
+    if variable is None:
+        return value
+    if not (secret := os.environ.get(variable)):
+        raise BuildError(
+            Problem(
+                Kind.INVALID_OPTION,
+                "",
+                f"the option {option} is a secret in the environment variable {variable}, which is not set "
+                "where the model is compiled and run.",
+                "Set it there. Credentials of the shared cache cannot be used for that.",
+            )
+        )
+    return secret
 
 
 def cpu_options() -> ort.SessionOptions:

@@ -388,3 +388,14 @@ def test_a_link_to_a_file_outside_is_damage(cli: Cli, foreign: Make, tmp_path: P
     for command in (("validate",), ("inspect", "--verify")):
         printed = cli(*command, package, code=1)
         assert "is a link to a file outside of the package" in printed.stderr
+
+
+def test_a_link_that_the_manifest_does_not_name_is_damage_too(
+    cli: Cli, foreign: Make, tmp_path: Path
+) -> None:
+    package = foreign({"cpu": variant()})
+    (tmp_path / "outside").write_text("of somebody else")
+    (package / "cpu" / "weights.bin").symlink_to(tmp_path / "outside")
+    printed = cli("validate", package, "--structure", code=1).stderr
+    assert "weights.bin" in printed
+    assert "is a link to a file outside of the package" in printed

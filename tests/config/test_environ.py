@@ -253,3 +253,17 @@ def test_a_variable_may_decide_about_a_scheduler_in_pyproject(project: Path) -> 
     assert load(project, toml, None, EXECUTOR="dask").build.scheduler == "tcp://host:8786"
     for name, value in (("EXECUTOR", "local"), ("EXECUTOR", ""), ("SCHEDULER", "")):
         assert load(project, toml, None, **{name: value}).build.scheduler is None
+
+
+@pytest.mark.parametrize("name", ["CACHE_KEY", "CACHEKEY"])
+def test_the_key_of_the_cache_is_never_shown(name: str) -> None:
+    found, problems = collect(read_environment({f"{PREFIX}{name}": "hunter2"}))
+    assert "hunter2" not in str([problem.message for problem in problems])
+    assert name != "CACHE_KEY" or "hunter2" not in repr(found.overrides)
+
+
+def test_credentials_in_a_url_are_not_shown() -> None:
+    environ = {f"{PREFIX}CACHE": "s3://key:hunter2@bucket", f"{PREFIX}SCHEDULER": "tcp://a:hunter2"}
+    found, problems = collect(read_environment(environ))
+    assert "hunter2" not in repr((found.overrides, problems))
+    assert f"{PREFIX}CACHE=s3://***@bucket" in found.overrides

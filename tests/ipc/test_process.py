@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -177,3 +178,41 @@ def test_stopping_kills_running_workers(tmp_path: Path, fake_onnx: Path) -> None
     assert [problem.message for problem in failed[0].problems] == ["the build was interrupted."]
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text(encoding="ascii")), 0)
+
+
+def test_workers_do_not_get_the_credentials_of_the_shared_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_onnx: Path
+) -> None:
+    fake_onnx.write_text(
+        "import os\nprint(sorted(os.environ.items()))\nos._exit(9)", encoding="utf-8"
+    )
+    names = ("HATCH_EPCONTEXT_CACHE_KEY", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
+    for name in names:
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("VENDOR_SDK", "/opt/vendor")
+    for forks in (True, False):
+        with contextlib.ExitStack() as stack:
+            workers = Workers(60)
+            if forks:
+                stack.enter_context(workers)
+            with pytest.raises(BuildError) as raised:
+                workers.call(request_for(tmp_path), tmp_path / f"call-{forks}", location="a")
+        (found,) = raised.value.problems
+        assert "hunter2" not in str(found.log)
+        assert "('VENDOR_SDK', '/opt/vendor')" in str(found.log)
+
+
+def test_values_of_secrets_are_hidden_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_onnx: Path
+) -> None:
+    fake_onnx.write_text("import os\nprint(os.environ['MODEL_KEY'])\nos._exit(9)", encoding="utf-8")
+    monkeypatch.setenv("MODEL_KEY", "hunter2")
+    lines: list[str] = []
+    constants = {"x": "{env:MODEL_KEY}"}
+    request = CheckRequest((ModelSpec("a", "a.onnx", KEY, constants=constants),), {})
+    with pytest.raises(BuildError) as raised:
+        Workers(60, lines.append).call(request, tmp_path / "call", location="a")
+    (found,) = raised.value.problems
+    assert found.log == "***"
+    assert "a | ***" in lines
+    assert (tmp_path / "call" / "worker.log").read_text(encoding="utf-8").strip() == "***"

@@ -182,6 +182,20 @@ def test_the_device_is_named_for_npus_and_gpus_only(
     assert about.settings.device == (device or "cpu")
 
 
+def test_of_a_secret_it_has_only_the_name(project: Path, tmp_path: Path) -> None:
+    toml = """
+models = ["models/a.onnx"]
+[targets.npu]
+provider = "vitisai"
+provider-options = { encryption_key = "{env:MODEL_KEY}", target = "X1" }
+"""
+    variant, about = only_variant(made(project, toml, tmp_path / "artifacts"), "npu")
+    assert about.secrets == ("encryption_key",)
+    assert variant.ort is not None
+    assert variant.ort.provider_options == {"target": "X1"}
+    assert about.settings.provider_options["encryption_key"] == "{env:MODEL_KEY}"
+
+
 def test_options_that_only_our_loader_understands_are_in_the_metadata(
     project: Path, tmp_path: Path
 ) -> None:

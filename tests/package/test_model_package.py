@@ -369,6 +369,23 @@ def test_a_link_to_a_file_outside_is_followed(tmp_path: Path) -> None:
     assert opened_by_onnxruntime(tmp_path / "all")["package"] is not None
 
 
+@pytest.mark.parametrize("file", ["part/component.json", "det/cpu/ort.json"])
+def test_a_json_file_that_is_a_link_to_the_outside_is_not_read(tmp_path: Path, file: str) -> None:
+    edit = (
+        put("components", det="part")
+        if "part" in file
+        else put(CPU, executor_info={"ort": "ort.json"})
+    )
+    folder = save(tmp_path / "p", manifest(edit), [MODEL, file])
+    (folder / file).rename(tmp_path / "secret.json")
+    try:
+        (folder / file).symlink_to(tmp_path / "secret.json")
+    except OSError:
+        pytest.skip("this user may not make links")
+    _, problems = reading(folder)
+    assert f"{file} is a link to a file outside of the package." in [p.message for p in problems]
+
+
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
@@ -679,7 +696,7 @@ def test_a_path_inside_of_its_folder(path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     ["", "..", "../a", "a/../b", "a/..", "/", "/a", "//a/b", "C:", "C:a", "c:/a", "C:\\a", "\\a", "\\\\a\\b",
-     "..\\a", "a\\..\\b", "a/..\\b"],
+     "..\\a", "a\\..\\b", "a/..\\b", "./C:/a", ".\\c:a", "a/.. /b", "a/. ./b", "..."],
 )  # fmt: skip
 def test_a_path_outside_of_its_folder(path: str) -> None:
     assert not is_inside(path)

@@ -19,6 +19,7 @@ from hatch_epcontext.providers import (
     find,
     missing,
     render,
+    variable_of,
 )
 from hatch_epcontext.providers.base import ProfileOptions
 from hatch_epcontext.providers.option import choice, number, pointer, switch, text
@@ -89,6 +90,33 @@ def test_onnx_runtimes_names_and_other_spellings_are_known(written: str, provide
 )
 def test_other_names_are_unknown(name: str) -> None:
     assert find(name) is None
+
+
+def test_options_that_are_keys_or_passwords_are_secret() -> None:
+    secrets = {
+        (p.name, name) for p in PROVIDERS.values() for name, o in p.options.items() if o.secret
+    }
+    assert secrets == {("vitisai", "encryption_key")}
+    named = re.compile("key|passw|token|secret|credential", re.IGNORECASE)
+    options = {
+        (p.name, name) for p in PROVIDERS.values() for name in p.options if named.search(name)
+    }
+    assert options == secrets
+
+
+@pytest.mark.parametrize("value", ["{env:A}", "{env:_b9}"])
+def test_a_secret_is_the_name_of_a_variable(value: str) -> None:
+    assert PROVIDERS["vitisai"].options["encryption_key"].render(value) == value
+    assert variable_of(value) == value[5:-1]
+
+
+@pytest.mark.parametrize(
+    "value", ["", "x", "{env:}", "{env:A B}", " {env:A}", "{env:A}x", 5, None, True]
+)
+def test_anything_else_is_no_secret(value: Any) -> None:
+    assert variable_of(value) is None
+    with pytest.raises(ValueError, match="name of an environment variable"):
+        PROVIDERS["vitisai"].options["encryption_key"].render(value)
 
 
 def test_no_two_providers_have_the_same_name() -> None:

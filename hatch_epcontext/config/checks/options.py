@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
-from hatch_epcontext.providers import OptionValue, Provider, render
+from hatch_epcontext.providers import OptionValue, Provider, render, variable_of
 from hatch_epcontext.text import listing, near_name, show, suggestion
 
 _SESSION_OPTIONS = frozenset(
@@ -68,6 +68,7 @@ def check_options(
     target: Key,
 ) -> Iterator[Problem]:
     """The two tables of provider options in the table at ``key``, for the target at ``target``."""
+    yield from check_secrets(key, options, load_options, provider)
     if provider.any_options:
         return
     unchecked = Setting(target / "allow-unknown-options", True)
@@ -92,6 +93,27 @@ def check_options(
             )
 
 
+def check_secrets(
+    key: Key,
+    options: Mapping[str, OptionValue],
+    load_options: Mapping[str, OptionValue],
+    provider: Provider,
+) -> Iterator[Problem]:
+    """Secrets in the two tables of provider options in the table at ``key``: no message has their value."""
+    for table, given in (("provider-options", options), ("load-options", load_options)):
+        for name, value in given.items():
+            option = provider.options.get(name)
+            if option is None or not option.secret or variable_of(value) is not None:
+                continue
+            yield Problem.at(
+                key / table / name,
+                Kind.INVALID_OPTION,
+                f"must be {option.allowed}: it is a secret, and must not stand here.",
+                "Put it into an environment variable, and name that.",
+                Setting(key / table / name, f"{{env:{name.upper()}}}"),
+            )
+
+
 def _check_values(
     key: Key, options: Mapping[str, OptionValue], provider: Provider, unchecked: Setting
 ) -> Iterator[Problem]:
@@ -109,6 +131,9 @@ def _check_values(
             )
         elif name not in provider.options:
             yield _unknown(place, name, provider, unchecked)
+        elif provider.options[name].secret:
+            # `check_secrets` reports it.
+            continue
         elif provider.options[name].kind == "pointer":
             yield Problem.at(
                 place,

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hatch_epcontext.config.checks.common import check_name, check_values
-from hatch_epcontext.config.checks.options import check_options, check_session_options
+from hatch_epcontext.config.checks.options import (
+    check_options,
+    check_secrets,
+    check_session_options,
+)
 from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
 from hatch_epcontext.config.targets import NamedTarget
@@ -98,8 +102,10 @@ def check_narrowable(
 
     With ``unchecked`` provider options are not checked, and unknown session options pass.
     """
-    if not unchecked:
-        options, load_options = table.provider_options, table.load_options
+    options, load_options = table.provider_options, table.load_options
+    if unchecked:
+        yield from check_secrets(key, options, load_options, provider)
+    else:
         yield from check_options(key, options, load_options, provider, target)
     session_options = key / "session-options"
     yield from check_session_options(

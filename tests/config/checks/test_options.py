@@ -50,6 +50,22 @@ def test_an_option_for_compiling_names_its_place() -> None:
     assert problem.settings == (Setting(T / "provider-options" / "soc_model", 60),)
 
 
+@pytest.mark.parametrize("unchecked", ["", "allow-unknown-options = true"])
+@pytest.mark.parametrize("table", ["provider-options", "load-options"])
+def test_a_secret_in_the_configuration_is_refused_and_not_shown(
+    project: Path, table: str, unchecked: str
+) -> None:
+    text = f'provider = "vitisai"\n{table} = {{ encryption_key = "hunter2" }}\n{unchecked}\n'
+    message, found = only_problem(project, text)
+    assert found.location == f"tool.epcontext.{table}.encryption_key"
+    assert "it is a secret, and must not stand here." in found.message
+    assert found.settings[0].value == "{env:ENCRYPTION_KEY}"
+    assert "hunter2" not in f"{message} {found}"
+    given = target(project, text.replace("hunter2", "{env:MODEL_KEY}"))
+    assert given.load_options["encryption_key"] == "{env:MODEL_KEY}"
+    assert given.has_secrets
+
+
 def test_an_unknown_option_of_a_model_is_allowed_in_the_table_of_the_target() -> None:
     (problem,) = check_options(Key() / "models" / 0, {"x": 1}, {}, QNN, T)
     assert problem.key == Key() / "models" / 0 / "provider-options" / "x"
