@@ -666,8 +666,9 @@ class _Package:
         if self.is_archive:
             root = self._extract(names or [model_file], stack)
         if self.is_confined:
-            for name in _walk(root, folders, self._real_folders(root)):
-                if verify and name != _MANIFEST and name not in self.files:
+            for path in _walk(root, folders, self._real_folders(root)):
+                name = path.relative_to(root).as_posix() if verify else _MANIFEST
+                if name != _MANIFEST and name not in self.files:
                     raise _FileError(f"{name} is not in the manifest, and cannot be verified")
         for name in names:
             _check_file(root / name, name, self.files[name], verify=verify)
@@ -722,24 +723,27 @@ def _is_below(name: str, folder: str) -> bool:
     return folder == "." or name.startswith(f"{folder}/")
 
 
-def _walk(root: Path, folders: set[str], allowed: Sequence[Path]) -> Iterator[str]:
-    """The files below ``folders`` of ``root``, by their names in ``root``.
+def _walk(root: Path, folders: set[str], allowed: Sequence[Path]) -> Iterator[Path]:
+    """The files below ``folders`` of ``root``.
 
     Raises _FileError for a link to a place outside of the ``allowed`` folders.
     """
     for top in sorted(folders):
-        for place, below, files in os.walk(root / top):
+        for place, below, names in os.walk(root / top):
             folder = type(root)(place)
             # Python writes there what it has compiled.
             below[:] = [each for each in below if each != "__pycache__"]
-            links = [path for each in (*below, *files) if (path := folder / each).is_symlink()]
+            files = [folder / each for each in names]
+            links = [
+                each for each in (*files, *(folder / each for each in below)) if each.is_symlink()
+            ]
             # The folder too: on Windows it has other ways to lead elsewhere.
             for path in (folder, *links):
                 real = path.resolve()
-                if not any(map(real.is_relative_to, allowed)):
+                if not any(each == real or each in real.parents for each in allowed):
                     name = path.relative_to(root).as_posix()
                     raise _FileError(f"{name} is a link to a place outside of the package")
-            yield from ((folder / each).relative_to(root).as_posix() for each in files)
+            yield from files
 
 
 def _refuse_constant(name: str) -> None:
@@ -1435,7 +1439,8 @@ def _check_record(folder: Path, *, verify: bool) -> None:
         if _leaves(name):
             raise _FileError(f"{_RECORD} names a file elsewhere: {name!r}")
         _check_file(folder / name, name, recorded, verify=verify)
-    for name in _walk(folder, {"."}, [folder.resolve()]):
+    for path in _walk(folder, {"."}, [folder.resolve()]):
+        name = path.relative_to(folder).as_posix()
         if verify and name != _RECORD and name not in record:
             raise _FileError(f"{name} is not in {_RECORD}")
 
