@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
+from hatch_epcontext.files import write_atomically
 from hatch_epcontext.ipc.protocol import (
     DONE,
     FAILED,
@@ -18,6 +20,7 @@ from hatch_epcontext.ipc.protocol import (
     Refusal,
 )
 from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.system import is_refusal, system_problem
 
 _INFO = 1
 """ONNX Runtime's log severity for everything but messages for its own developers."""
@@ -55,17 +58,27 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
         reply, code = Refusal(error.problems), REFUSED
     except EpcontextError as error:
         reply, code = Refusal(error.problems), FAILED
+    except OSError as error:
+        reply, code = Refusal((_os_problem(error),)), FAILED
     except Exception as error:
         # ONNX Runtime's exceptions share no base class. Their messages are complete and meant for
         # users; for any other exception the traceback goes to the log.
         if not type(error).__module__.startswith("onnxruntime."):
-            import traceback
-
             traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"
-        reply, code = Refusal((Problem(Kind.COMPILE_FAILED, "", message),)), FAILED
-    Path(reply_path).write_text(to_json(reply), encoding="utf-8")
+        reply, code = Refusal((_problem(error),)), FAILED
+    # Whole or not at all, also when the disk is full.
+    write_atomically(Path(reply_path), to_json(reply), durable=False)
     return code
+
+
+def _os_problem(error: OSError) -> Problem:
+    """The problem for ``error``: the system's, or that of the library that raised it."""
+    traceback.print_exc()
+    return system_problem(error, Path.cwd()) if is_refusal(error) else _problem(error)
+
+
+def _problem(error: Exception) -> Problem:
+    return Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
             assert time.monotonic() < end
             time.sleep(0.05)
         os.kill(server_of(workers), signal.SIGKILL)
-        assert called.result(60).message == "the worker crashed with SIGKILL."
+        assert called.result(60).message == "the worker was killed with SIGKILL."
     wait_until_gone(int(started.read_text(encoding="ascii")))
     check.write_text("raise OSError('another')\n", encoding="utf-8")
     (tmp_path / "two").mkdir()
@@ -337,11 +337,22 @@ def test_the_hint_names_the_variable_that_sets_the_limit(
     assert stopped.advice() == "Raise HATCH_EPCONTEXT_TIMEOUT, which wins over the configuration."
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise MemoryError",
+        "import os\nprint('terminate called after throwing: std::bad_alloc', flush=True)\nos.abort()",
+    ],
+)
 def test_without_a_limit_short_memory_is_not_blamed_on_it(
-    tmp_path: Path, check: Path, workers: Workers
+    tmp_path: Path, check: Path, workers: Workers, body: str
 ) -> None:
-    check.write_text("raise MemoryError\n", encoding="utf-8")
-    assert problem(workers, tmp_path).kind is Kind.COMPILE_FAILED
+    check.write_text(body, encoding="utf-8")
+    short = problem(workers, tmp_path)
+    assert short.kind is Kind.OUT_OF_MEMORY
+    assert short.message.startswith("the worker ran out of memory: ")
+    assert "build.jobs" in short.advice()
+    assert "memory-limit" not in short.text()
 
 
 def test_long_steps_are_reported_while_they_run(
@@ -365,3 +376,79 @@ def test_long_steps_are_reported_while_they_run(
         problem(workers, tmp_path)
     assert lines[0].startswith("a -> npu: check runs for ")
     assert lines[0].endswith(" s")
+
+
+UNUSABLE = {
+    "half a reply": 'b\'{"models": [{"inp\'',
+    "nothing": "b''",
+    "binary": "bytes(range(256))",
+    "UTF-16": "'{}'.encode('utf-16')",
+    "a list": "b'[]'",
+    "a number": "b'1e3'",
+    "another type": 'b\'{"models": {"a": 1}}\'',
+    "another reply": "b'{\"devices\": []}'",
+    "no model": "b'{\"models\": []}'",
+    "two models": "b'{\"models\": [%s, %s]}' % (FACTS, FACTS)",
+    "100 MB": "b' ' * 10**8",
+    "deep": "b'[' * 10**6",
+    "deep objects": "b'{\"models\":' * 10**6",
+    "a number of 100,000 digits": 'b\'{"models": \' + b"7" * 10**5 + b"}"',
+    "NaN": "b'{\"models\": [NaN]}'",
+    "a lone surrogate": 'b\'{"models": "\\\\ud800"}\'',
+    "a folder": "None",
+}
+"""Replies that are none, as the source of their bytes."""
+
+
+def test_an_unusable_reply_is_one_message_with_the_end_of_the_log(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    for number, (name, source) in enumerate(UNUSABLE.items()):
+        check.write_text(
+            "import os, pathlib\n"
+            'FACTS = b\'{"inputs": [], "outputs": [], "external_data": []}\'\n'
+            "print('compiling', flush=True)\n"
+            f"reply = {source}\n"
+            "if reply is None: os.mkdir('reply.json')\n"
+            "else: pathlib.Path('reply.json').write_bytes(reply)\n"
+            "os._exit(0)\n",
+            encoding="utf-8",
+        )
+        (tmp_path / str(number)).mkdir()
+        found = problem(workers, tmp_path / str(number))
+        assert found.location == "a -> npu", name
+        assert found.log == "compiling", name
+        if source == "None":
+            assert found.message == "the worker ended with exit code 0 and without a reply."
+            continue
+        assert found.kind is Kind.INVALID_REPLY, name
+        assert found.message.startswith("the worker's reply cannot be used: "), name
+        assert len(found.message) < 600, name
+
+
+def test_a_worker_that_floods_its_log_is_stopped(
+    tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hatch_epcontext.ipc.process._LOG_LIMIT", 10**6)
+    check.write_text(
+        "import os\nwhile True: os.write(1, b'x' * 10_000_000 + b'\\nthe end\\n')\n",
+        encoding="utf-8",
+    )
+    lines: list[str] = []
+    with Workers(60, lines.append) as workers:
+        flooded = problem(workers, tmp_path)
+    assert flooded.kind is Kind.INVALID_REPLY
+    assert flooded.message == "the worker was stopped, because its log had more than 1.0 MB."
+    assert flooded.log is not None
+    assert len(flooded.log) < 100_000
+    assert max(map(len, lines)) < 3000
+
+
+def test_a_line_that_never_ends_is_shown_by_its_beginning(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text("print('x' * 10**6, flush=True)\nraise ValueError\n", encoding="utf-8")
+    log = problem(workers, tmp_path).log
+    assert log is not None
+    assert "ValueError" in log
+    assert max(map(len, log.splitlines())) < 3000
