@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.build.artifact import Result
     from hatch_epcontext.build.cache import Cache
     from hatch_epcontext.config.settings import Config, WheelSettings
-    from hatch_epcontext.files import FileRecord
+    from hatch_epcontext.package.bundle import Bundle
 
 
 # Not subscripted: the number of its type parameters differs between releases of hatchling.
@@ -31,7 +30,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _staging: contextlib.ExitStack | None = None
     _output: PurePosixPath | None = None
     _wheel: WheelSettings | None = None
-    _files: Mapping[str, FileRecord] = MappingProxyType({})
+    _bundle: Bundle | None = None
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -70,7 +69,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         for message in repeated_models(result, shipped_sources(result), files, config.root):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))
-        self._output, self._wheel, self._files = output, config.wheel, made.files
+        self._output, self._wheel, self._bundle = output, config.wheel, made
         self._set_tag(config, build_data)
 
     def _install_editable(self, config: Config) -> None:
@@ -152,7 +151,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.package import wheel
 
-        if self._output is None or self._wheel is None:
+        if self._output is None or self._wheel is None or self._bundle is None:
             return
         with self._errors_as_message():
             # Hatch's own rules for paths may have moved it.
@@ -162,10 +161,14 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 if self._wheel.verify == "full":
                     count, by = wheel.verify(finished, place), "by sha256"
                 else:
-                    count, by = wheel.verify_record(finished, place, self._files), "by RECORD"
+                    count, by = (
+                        wheel.verify_record(finished, place, self._bundle.files),
+                        "by RECORD",
+                    )
                 warning = wheel.check_size(finished, self._wheel.max_size)
             except WheelError:
                 Path(artifact_path).unlink(missing_ok=True)
+                self._bundle.check_sources(self._bundle.folder)
                 raise
             self._info(f"verified the wheel: {count} files as in the manifest, {by}")
             if warning:
