@@ -314,5 +314,7 @@ FAILED = 4
 """The worker's exit code when ONNX Runtime or the EP failed: its log may have more."""
 VERBOSE = "--verbose"
 """The worker's argument when ONNX Runtime prints its whole log."""
+END_WITH_INPUT = "--end-with-input"
+"""The worker's argument when it shall end, with all that it started, at the end of its standard input."""
 MEMORY_LIMIT = "--memory-limit="
 """The beginning of the worker's argument with the bytes of memory that it may use."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
+import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,7 @@ from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.ipc.protocol import (
     DONE,
+    END_WITH_INPUT,
     FAILED,
     MEMORY_LIMIT,
     REFUSED,
@@ -81,5 +87,44 @@ def _problem(error: Exception) -> Problem:
     return Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}")
 
 
+def _keep(arguments: list[str]) -> int:
+    """Answer the request in a fork, which ends with standard input; returns its exit code."""
+    from hatch_epcontext.worker.keeper import Keeper
+
+    def work() -> int:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        return main(*arguments)
+
+    return Keeper(0).run(work, lambda: None)
+
+
+def _end_with_input() -> None:
+    """End this process when nobody has the other end of its standard input any more."""
+    with contextlib.suppress(OSError):
+        os.read(0, 1)
+    if sys.platform != "win32":
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _die_like(code: int) -> None:
+    """End as the process with the exit code ``code`` did: a negative one is that of a signal."""
+    if code < 0:
+        faulthandler.disable()
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    _arguments = [each for each in sys.argv[1:] if each != END_WITH_INPUT]
+    if END_WITH_INPUT not in sys.argv:
+        sys.exit(main(*_arguments))
+    elif sys.platform == "linux":
+        _die_like(_keep(_arguments))
+    else:
+        threading.Thread(target=_end_with_input, daemon=True).start()
+        sys.exit(main(*_arguments))

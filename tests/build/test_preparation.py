@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import textwrap
@@ -50,7 +51,7 @@ def workers(body: Path) -> Iterator[Workers]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join((str(body.parent), *sys.path)))
-        with Workers(3) as started:
+        with Workers(60) as started:
             yield started
 
 
@@ -72,7 +73,7 @@ def prepared(job: Job, tmp_path: Path, workers: Workers, body: Path, source: str
     [
         ("import os; os.kill(os.getpid(), 9)", Kind.WORKER_KILLED, "SIGKILL"),
         ("import os; os.kill(os.getpid(), 15)", Kind.WORKER_KILLED, "SIGTERM"),
-        ("import time; time.sleep(60)", Kind.WORKER_TIMEOUT, "3 seconds"),
+        ("import time; time.sleep(60)", Kind.WORKER_TIMEOUT, "1 seconds"),
         ("raise MemoryError", Kind.OUT_OF_MEMORY, "out of memory"),
         ("raise OSError(28, 'No space left on device', 'x')", Kind.SYSTEM_ERROR, "No space left"),
         (
@@ -87,6 +88,8 @@ def prepared(job: Job, tmp_path: Path, workers: Workers, body: Path, source: str
 def test_what_is_not_the_simplifiers_fault_fails_the_job(
     job: Job, tmp_path: Path, workers: Workers, body: Path, source: str, kind: Kind, words: str
 ) -> None:
+    if kind is Kind.WORKER_TIMEOUT:
+        workers = dataclasses.replace(workers, timeout=1)
     with pytest.raises(BuildError) as raised:
         prepared(job, tmp_path, workers, body, source)
     (problem,) = raised.value.problems

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -46,7 +48,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             """),
         encoding="utf-8",
     )
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return body
 
 
@@ -91,7 +93,9 @@ def test_workers_are_forks_of_one_process_and_end_with_it(
         "import os, sys\n"
         "from hatch_epcontext.errors import BuildError, Kind, Problem\n"
         "known = sorted({'onnx', 'onnxruntime', 'numpy'} & sys.modules.keys())\n"
-        "text = f'{os.getpid()} {os.getppid()} {known}'\n"
+        "stat = open(f'/proc/{os.getppid()}/stat').read()\n"
+        "server = stat.rpartition(')')[2].split()[1]\n"
+        "text = f'{os.getpid()} {server} {known}'\n"
         "raise BuildError(Problem(Kind.COMPILE_FAILED, '', text))\n",
         encoding="utf-8",
     )
@@ -185,6 +189,56 @@ def test_what_a_worker_leaves_behind_ends_with_it(
     wait_until_gone(int(problem(workers, tmp_path).message.removeprefix("OSError: ")))
 
 
+def daemon(folder: Path) -> str:
+    """The source that starts a process with a session of its own, which writes its number into ``folder``."""
+    return (
+        "import os, time\n"
+        "if not (child := os.fork()):\n"
+        "    os.setsid()\n"
+        "    if os.fork(): os._exit(0)\n"
+        f"    open({str(folder / 'new')!r}, 'w').write(str(os.getpid()))\n"
+        f"    os.rename({str(folder / 'new')!r}, {str(folder / 'daemon')!r})\n"
+        "    time.sleep(600)\n"
+        "os.waitpid(child, 0)\n"
+        f"while not os.path.exists({str(folder / 'daemon')!r}): time.sleep(0.01)\n"
+    )
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_daemon_that_a_worker_started_ends_with_it(
+    tmp_path: Path, check: Path, forks: bool
+) -> None:
+    ends = {
+        "well": "raise ValueError",
+        "killed": "os.kill(os.getpid(), 9)",
+        "crashed": "os.kill(os.getpid(), 11)",
+        "too slow": "time.sleep(600)",
+    }
+    with contextlib.ExitStack() as stack:
+        workers = Workers(60)
+        if forks:
+            stack.enter_context(workers)
+        for name, end in ends.items():
+            if name == "too slow":
+                workers = dataclasses.replace(workers, timeout=1 if forks else 4)
+            folder = tmp_path / name
+            folder.mkdir()
+            check.write_text(daemon(folder) + end, encoding="utf-8")
+            problem(workers, folder)
+            # Not some time later: it may use a device, or write to the folder of the step.
+            assert not is_running(int((folder / "daemon").read_text("ascii"))), name
+
+
+def test_a_daemon_ends_when_the_keeper_of_its_worker_is_killed(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        f"{daemon(tmp_path)}\nos.kill(os.getppid(), 9)\ntime.sleep(600)", encoding="utf-8"
+    )
+    assert problem(workers, tmp_path).kind is Kind.WORKER_KILLED
+    wait_until_gone(int((tmp_path / "daemon").read_text("ascii")))
+
+
 def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
 ) -> None:
@@ -194,7 +248,7 @@ def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
     (folder / "numpy.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n", encoding="utf-8"
     )
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     assert problem(workers, tmp_path).message == "the worker crashed with SIGILL."
 
 
@@ -261,12 +315,14 @@ def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Work
     wait_until_gone(int((tmp_path / "pid").read_text(encoding="ascii")))
 
 
+@pytest.mark.parametrize("forks", [True, False])
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_the_build_however_it_ends(
-    tmp_path: Path, check: Path, by: signal.Signals
+    tmp_path: Path, check: Path, by: signal.Signals, forks: bool
 ) -> None:
     check.write_text(
-        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        f"{daemon(tmp_path)}\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
         "time.sleep(600)\n",
         encoding="utf-8",
     )
@@ -274,8 +330,9 @@ def test_workers_end_with_the_build_however_it_ends(
         from pathlib import Path
         from hatch_epcontext.ipc.process import Workers
         from tests.ipc.test_process import request_for
-        with Workers(600) as workers:
-            workers.call(request_for(Path("a.onnx")), Path({str(tmp_path / "call")!r}), location="a")
+        workers = Workers(600)
+        if {forks}: workers.__enter__()
+        workers.call(request_for(Path("a.onnx")), Path({str(tmp_path / "call")!r}), location="a")
         """)
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", script], cwd=root) as build:
@@ -284,7 +341,8 @@ def test_workers_end_with_the_build_however_it_ends(
             assert time.monotonic() < end
             time.sleep(0.05)
         build.send_signal(by)
-    wait_until_gone(int((tmp_path / "pid").read_text(encoding="ascii")))
+    for name in ("pid", "daemon"):
+        wait_until_gone(int((tmp_path / name).read_text(encoding="ascii")))
 
 
 @pytest.mark.parametrize("forks", [True, False])
