@@ -48,7 +48,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if reason := self._reason_to_skip():
             self._info(f"skipped: {reason}")
             return
-        with self._errors_as_message():
+        from hatch_epcontext.build.termination import terminated_as_error
+
+        with terminated_as_error(), self._errors_as_message():
             config = self._config()
             for override in config.overrides:
                 self._info(f"{override} (from the environment)")
@@ -79,6 +81,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.sources import read_sources
         from hatch_epcontext.ipc.process import Workers
         from hatch_epcontext.package import editable
+        from hatch_epcontext.system import writing
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
@@ -94,7 +97,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             index = open_cache(config, self._warning).index()
             workers = Workers(config.build.timeout)
             result = Result(read_sources(config, index, workers, staging / "check"), ())
-        editable.write(result, folder)
+        with writing("the package of the editable install", folder, str(folder)):
+            editable.write(result, folder)
         self._info(f"wrote {folder}")
         self._clean_up()
 
@@ -249,6 +253,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _errors_as_message(self) -> Iterator[None]:
         """Foreseen errors become one message without a traceback."""
         from hatch_epcontext.errors import EpcontextError, MissingError
+        from hatch_epcontext.system import os_error_text
 
         try:
             yield
@@ -263,7 +268,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()
-            self.app.abort(f"epcontext: {error}")
+            self.app.abort(f"epcontext: {os_error_text(error)}")
+        except BaseException:
+            self._clean_up()
+            raise
 
     def _clean_up(self) -> None:
         if self._staging is not None:

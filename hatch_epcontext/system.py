@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.files import STAGING_PREFIX
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -46,14 +46,37 @@ def writing(
         raise error(system_problem(refused, folder, what, location)) from refused
 
 
-def system_problem(error: OSError, folder: Path, what: str = "", location: str = "") -> Problem:
-    """The problem for ``error``, which came while ``what`` was written to ``folder``."""
-    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(folder)
+def system_problem(
+    error: OSError, folder: Path | None = None, what: str = "", location: str = ""
+) -> Problem:
+    """The problem for ``error``, which came while ``what`` was written to ``folder``.
+
+    Without ``folder`` it is that of the file that ``error`` names.
+    """
+    path, reason = _of(error)
+    place = folder or (Path(path).absolute().parent if path else Path.cwd())
     doing = f" while {what} was written" if what else ""
-    message = f"{error.strerror or error}{doing}: {path}."
-    if error.errno in _FULL:
-        message += f"\n{_room(folder)}"
-    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(folder))
+    message = f"{reason}{doing}: {path or place}."
+    if error.errno in _FULL or _FULL_IN_WORDS.search(reason):
+        message += f"\n{_room(place)}"
+    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(place))
+
+
+def _of(error: OSError) -> tuple[str, str]:
+    """The path that ``error`` names, if there is one, and the reason in words."""
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
+        # Of a whole folder: (source, target, reason) for each file.
+        _, target, reason = error.args[0][0]
+        return str(target), str(reason)
+    name = error.filename2 or error.filename
+    path = os.fsdecode(name) if isinstance(name, str | bytes) else ""
+    return path, error.strerror or str(error)
+
+
+def os_error_text(error: OSError) -> str:
+    """``error`` as a message: with what to do where the system refuses."""
+    refused = is_refusal(error) or isinstance(error, shutil.Error)
+    return system_problem(error).text() if refused else str(error)
 
 
 def is_refusal(error: OSError) -> bool:
@@ -85,16 +108,18 @@ def _is_full(folder: Path) -> bool:
 
 def _room(folder: Path) -> str:
     """How much room the file system of ``folder`` has, and where it is mounted."""
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    mount = next(
-        each for each in (existing, *existing.parents) if each.is_mount() or each == each.parent
-    )
-    usage = shutil.disk_usage(existing)
-    return f"The file system {mount} has {show_size(usage.free)} of {show_size(usage.total)} left."
+    try:
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        mount = next(each for each in (existing, *existing.parents) if os.path.ismount(each))
+        usage = shutil.disk_usage(existing)
+    except (OSError, StopIteration):
+        return "The file system does not say how much is left."
+    size = show_size(usage.total)
+    return f"The file system {mount} has {show_size(usage.free)} of {size} left."
 
 
 def _advice(folder: Path) -> str:
     variable = "TEMP" if sys.platform == "win32" else "TMPDIR"
-    if folder.is_relative_to(Path(tempfile.gettempdir()).resolve()):
+    if any(part.startswith(STAGING_PREFIX) for part in folder.parts):
         return f"Free space there, or set {variable} to a folder on another file system."
     return "Free space there, or choose another folder that can be written."

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hatch_epcontext.system import full_disk_problem, is_refusal, system_problem
 
 
 def test_a_full_disk_is_named_with_what_was_written_and_where_to_go() -> None:
-    folder = Path(tempfile.gettempdir()).resolve() / "hatch-epcontext-x"
+    folder = Path.cwd() / "hatch-epcontext-x"
     with pytest.raises(BuildError) as raised, writing("a model", folder, "a -> npu"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "a.onnx"))
     (problem,) = raised.value.problems

@@ -13,6 +13,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.package import manifest, model_package
+from hatch_epcontext.system import writing
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,11 @@ def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
 
     With ``loader`` the folder is also a Python package, which opens the models.
     """
-    folder = staging / "bundle"
+    with writing("the model package", staging):
+        return _bundle(result, staging / "bundle", loader=loader)
+
+
+def _bundle(result: Result, folder: Path, *, loader: bool) -> Bundle:
     folder.mkdir()
     for built in result.built:
         shutil.copytree(

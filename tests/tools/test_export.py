@@ -206,7 +206,7 @@ def test_what_was_there_comes_back_when_the_new_folder_cannot_be_renamed(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(PermissionError):
+    with pytest.raises(OutputError, match="in use"):
         export(config, out, run, loader=False, overwrite=True)
     assert tree(out.parent) == before
 
