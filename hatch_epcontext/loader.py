@@ -1046,7 +1046,13 @@ def _provider_options(variant: _Variant, request: _Request) -> dict[str, str]:
     """The variant's provider options, and those of the app unless it is the source."""
     result = dict(variant.provider_options)
     for name, value in (variant.ours.get("load_options") or {}).items():
-        result[name] = _expand_user_cache(value)
+        try:
+            result[name] = _expand_user_cache(value)
+        except RuntimeError as error:
+            # No home folder, as in a container that runs as any user. A cache only makes starts faster.
+            _log(
+                "warning", "%s is left out, because this user has no cache folder: %s", name, error
+            )
     if not variant.is_source:
         for name, more in request.provider_options.items():
             result[name] = str(int(more) if isinstance(more, bool) else more)

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from hatch_epcontext import files as files_module
 from hatch_epcontext.build import cache as cache_module
 from hatch_epcontext.build.artifact import Artifact, Validation, ValidationRun, ValidationStatus
 from hatch_epcontext.build.cache import Cache, default_root
+from hatch_epcontext.build.run import open_cache
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.ipc.facts import Agreement
 from tests.conftest import make_record
@@ -207,7 +211,25 @@ def test_a_damaged_validation_is_a_miss(cache: Cache, artifact: Artifact, entry:
 
 
 def test_the_users_cache_folder_is_named_after_the_package() -> None:
-    assert default_root().name == "hatch-epcontext"
+    root = default_root()
+    assert root is not None
+    assert root.name == "hatch-epcontext"
+
+
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_folder_the_build_goes_on_without_the_users_cache(project: Path) -> None:
+    lines: list[str] = []
+    config = load(project, parse('provider = "cpu"\nmodels = ["models/a.onnx"]\n'), {}, {})
+    cache = open_cache(config, lines.append)
+    assert default_root() is None
+    assert cache.store_report("a", "text") is None
+    (line,) = lines
+    assert line.startswith("this user has no home folder, and so no cache folder; this build ")
+
+
+def test_a_cache_folder_that_is_not_absolute_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_, **__: "~/.cache/x")
+    assert default_root() is None
 
 
 def test_the_latest_artifact_with_the_same_settings_is_found(

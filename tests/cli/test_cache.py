@@ -40,6 +40,16 @@ def test_a_missing_cache_is_empty(cli: Cli, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_folder_the_cache_must_be_named(cli: Cli, tmp_path: Path) -> None:
+    failed = cli("cache", "info", code=2)
+    assert "this user has no home folder, and so no cache folder." in failed.stderr
+    assert "--cache-dir" in failed.stderr
+    failed = cli("cache", "--cache-dir", "~/x", "info", code=2)
+    assert "no home folder" in failed.stderr
+    assert cli("cache", "--cache-dir", tmp_path / "none", "info").stdout.endswith("0 bytes\n")
+
+
 def test_artifacts_that_were_not_used_for_long_are_removed(
     cli: Cli, app_project: Path, filled: Path
 ) -> None:
