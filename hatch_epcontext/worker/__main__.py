@@ -70,16 +70,22 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
         # ONNX Runtime's exceptions share no base class. Their messages are complete and meant for
         # users; for any other exception the traceback goes to the log.
         if not type(error).__module__.startswith("onnxruntime."):
-            traceback.print_exc()
+            _print_traceback()
         reply, code = Refusal((_problem(error),)), FAILED
     # Whole or not at all, also when the disk is full.
     write_atomically(Path(reply_path), to_json(reply), durable=False)
     return code
 
 
+def _print_traceback() -> None:
+    # The disk that is full has the log too.
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
 def _os_problem(error: OSError) -> Problem:
     """The problem for ``error``: the system's, or that of the library that raised it."""
-    traceback.print_exc()
+    _print_traceback()
     return system_problem(error, Path.cwd()) if is_refusal(error) else _problem(error)
 
 

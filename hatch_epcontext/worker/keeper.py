@@ -101,14 +101,13 @@ class Keeper:
         keeper = os.getpid()
         worker = os.fork()
         if not worker:
-            self._become_worker(keeper)
-            leave(work)
+            leave(lambda: self._be_worker(keeper, work))
         started()
         code = self._wait(worker)
         kill_children()
         return code
 
-    def _become_worker(self, keeper: int) -> None:
+    def _be_worker(self, keeper: int, work: Callable[[], int]) -> int:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -117,6 +116,7 @@ class Keeper:
         # A group of its own, so that what it starts can be ended with it at once.
         os.setsid()
         end_with_parent(keeper, signal.SIGKILL)
+        return work()
 
     def _wait(self, worker: int) -> int:
         with selectors.DefaultSelector() as selector:
@@ -145,18 +145,21 @@ def leave(work: Callable[[], int]) -> None:
     """
     code = 1
     try:
-        code = work()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        import traceback
+        try:
+            code = work()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            import traceback
 
-        traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    ctypes.CDLL(None).fflush(None)
-    os._exit(code)
+            traceback.print_exc()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        ctypes.CDLL(None).fflush(None)
+    finally:
+        # In any case, also when the log cannot be written: ONNX Runtime hangs at the usual end of a fork.
+        os._exit(code)
 
 
 def kill(process_id: int) -> None:

@@ -510,3 +510,19 @@ def test_a_line_that_never_ends_is_shown_by_its_beginning(
     assert log is not None
     assert "ValueError" in log
     assert max(map(len, log.splitlines())) < 3000
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_worker_ends_although_neither_log_nor_reply_can_be_written(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "import os\n"
+        "full = os.open('/dev/full', os.O_WRONLY)\n"
+        "for each in (1, 2): os.dup2(full, each)\n"
+        "os.mkdir('reply.json')\n"
+        "raise OSError(28, 'No space left on device')\n",
+        encoding="utf-8",
+    )
+    ended = problem(workers, tmp_path)
+    assert ended.message == "the worker ended with exit code 1 and without a reply."
