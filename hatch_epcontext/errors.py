@@ -294,6 +294,12 @@ class Kind(Enum):
         "ONNX Runtime cannot run the source model on the CPU with the dummy inputs.",
         "Give inputs that the model takes with `validate.inputs`.",
     )
+    MODEL_CHANGED = (
+        "EPC211",
+        "Model changed during the build",
+        "A file of a model or of its dummy inputs was written or replaced while the build was running.",
+        "Build again when nothing writes to it. Nothing of it was stored or shipped.",
+    )
     NOTHING_COMPILED = (
         "EPC301",
         "Nothing was compiled",
@@ -339,8 +345,8 @@ class Kind(Enum):
     WORKER_CRASHED = (
         "EPC308",
         "Worker crashed",
-        "A worker process crashed in ONNX Runtime or in the EP, or was killed.",
-        "Read the log. If memory is short, lower `build.jobs`.",
+        "A worker process crashed in ONNX Runtime or in the EP.",
+        "Read the end of the worker's log below the message.",
     )
     WORKER_TIMEOUT = (
         "EPC309",
@@ -363,8 +369,8 @@ class Kind(Enum):
     OUT_OF_MEMORY = (
         "EPC312",
         "Out of memory",
-        "A worker needs more memory than `build.memory-limit` allows.",
-        "Raise `build.memory-limit` or `HATCH_EPCONTEXT_MEMORY_LIMIT`.",
+        "A worker needs more memory than there is, or than `build.memory-limit` allows.",
+        "Lower `build.jobs`, or raise `build.memory-limit` or `HATCH_EPCONTEXT_MEMORY_LIMIT`.",
     )
     NO_WORKER = (
         "EPC313",
@@ -377,6 +383,24 @@ class Kind(Enum):
         "Worker of the cluster was lost",
         "Workers of the dask cluster ended again and again in the middle of a job, or failed outside of it.",
         "Read the logs of the dask workers. Often memory or disk space is short.",
+    )
+    WORKER_KILLED = (
+        "EPC315",
+        "Worker was killed",
+        "Something else ended a worker: the system, because memory was short, or somebody.",
+        "Build again. If memory is short, lower `build.jobs`.",
+    )
+    SYSTEM_ERROR = (
+        "EPC316",
+        "The system refused",
+        "A disk is full, a folder cannot be written, or there are too many open files.",
+        "Free space, or move the folder that the message names: `TMPDIR`, `HATCH_EPCONTEXT_CACHE_DIR`.",
+    )
+    INVALID_REPLY = (
+        "EPC317",
+        "Unusable answer of a worker",
+        "A worker's reply cannot be read, or its log grows without end.",
+        "Read the end of the worker's log below the message.",
     )
     OUTPUT_DIFFERS = (
         "EPC401",

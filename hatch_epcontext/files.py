@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import shutil
+import stat
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 _CHUNK = 1 << 20
+
+STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
+"""How the names of temporary folders begin: in the system's folder for them, and beside a user's files."""
+
+_RANDOM = 8
+"""Characters that `tempfile` adds to that."""
+
+_LOCK = ".lock"
+"""The file in a temporary folder that is locked as long as the folder is used."""
+
+_DAY = 86400.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,11 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
         if file.exists():
             shutil.copymode(file, temporary)
         return temporary.replace(file)
+    except OSError as error:
+        # A write does not say to which file.
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -55,13 +75,88 @@ def sync(file: Path) -> None:
 
 
 @contextlib.contextmanager
-def temp_dir() -> Iterator[Path]:
-    """A temporary folder, which is removed in the end."""
-    with tempfile.TemporaryDirectory(
-        prefix="hatch-epcontext-", ignore_cleanup_errors=True
-    ) as folder:
+def temp_dir(parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder, which is removed in the end; in ``parent``, or in that of the system.
+
+    Before that, what killed processes left there in the same way is removed. Raises OSError if it cannot
+    be made.
+    """
+    prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
+    sweep(parent)
+    with contextlib.ExitStack() as stack:
+        locked = False
+        while not locked:
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+            )
+            # Another process may have swept it before it was locked.
+            locked = _hold(Path(folder, _LOCK), stack)
         # Resolved, because a temporary folder is often behind a link, and EPs compare paths.
         yield Path(folder).resolve()
+
+
+def _hold(file: Path, stack: contextlib.ExitStack) -> bool:
+    """Lock ``file``, which is made, until ``stack`` ends; False if somebody else has locked or removed it."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:
+        return False
+    stack.callback(os.close, descriptor)
+    return _lock(descriptor) is not False and file.exists()
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock an open file as long as it is open; False if it is locked, None where it cannot be locked."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK) else None
+    return True
+
+
+def sweep(parent: Path | None = None) -> None:
+    """Remove the folders that `temp_dir` made in ``parent`` for processes that do not run any more."""
+    prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
+    with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and len(entry.name) == len(prefix) + _RANDOM:
+                with contextlib.suppress(OSError):
+                    _sweep_one(Path(entry.path))
+
+
+def _sweep_one(folder: Path) -> None:
+    status = folder.lstat()
+    # Nobody else's: a folder for all users has those of other users, and what they call so.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != _user():
+        return
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError:
+        # Made at this moment, or by a process that was killed at that moment.
+        if status.st_mtime < time.time() - _DAY:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    try:
+        unused = _lock(descriptor)
+    finally:
+        # Windows removes no open file.
+        if sys.platform == "win32":
+            os.close(descriptor)
+    if unused:
+        shutil.rmtree(folder, ignore_errors=True)
+    if sys.platform != "win32":
+        os.close(descriptor)
+
+
+def _user() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> str:

@@ -1180,7 +1180,13 @@ def _provider_options(package: _Package, variant: _Variant, request: _Request) -
     """The variant's provider options, and those of the app unless it is the source."""
     result = dict(variant.provider_options)
     for name, value in (variant.ours.get("load_options") or {}).items():
-        result[name] = _expand_user_cache(value)
+        try:
+            result[name] = _expand_user_cache(value)
+        except RuntimeError as error:
+            # No home folder, as in a container that runs as any user. A cache only makes starts faster.
+            _log(
+                "warning", "%s is left out, because this user has no cache folder: %s", name, error
+            )
     for name in sorted(_LIBRARY_OPTIONS & result.keys() - request.provider_options.keys()):
         result[name] = _library(package, variant, name)
     if not variant.is_source:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.build.artifact import Result
     from hatch_epcontext.build.cache import Cache
     from hatch_epcontext.config.settings import Config, WheelSettings
-    from hatch_epcontext.files import FileRecord
+    from hatch_epcontext.package.bundle import Bundle
 
 
 # Not subscripted: the number of its type parameters differs between releases of hatchling.
@@ -31,7 +30,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _staging: contextlib.ExitStack | None = None
     _output: PurePosixPath | None = None
     _wheel: WheelSettings | None = None
-    _files: Mapping[str, FileRecord] = MappingProxyType({})
+    _bundle: Bundle | None = None
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -49,7 +48,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if reason := self._reason_to_skip():
             self._info(f"skipped: {reason}")
             return
-        with self._errors_as_message():
+        from hatch_epcontext.build.termination import terminated_as_error
+
+        with terminated_as_error(), self._errors_as_message():
             config = self._config()
             for override in config.overrides:
                 self._info(f"{override} (from the environment)")
@@ -70,7 +71,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         for message in repeated_models(result, shipped_sources(result), files, config.root):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))
-        self._output, self._wheel, self._files = output, config.wheel, made.files
+        self._output, self._wheel, self._bundle = output, config.wheel, made
         self._set_tag(config, build_data)
 
     def _install_editable(self, config: Config) -> None:
@@ -80,6 +81,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.sources import read_sources
         from hatch_epcontext.ipc.process import Workers
         from hatch_epcontext.package import editable
+        from hatch_epcontext.system import writing
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
@@ -95,7 +97,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             index = open_cache(config, self._warning).index()
             workers = Workers(config.build.timeout)
             result = Result(read_sources(config, index, workers, staging / "check"), ())
-        editable.write(result, folder)
+        with writing("the package of the editable install", folder, str(folder)):
+            editable.write(result, folder)
         self._info(f"wrote {folder}")
         self._clean_up()
 
@@ -152,7 +155,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.package import wheel
 
-        if self._output is None or self._wheel is None:
+        if self._output is None or self._wheel is None or self._bundle is None:
             return
         with self._errors_as_message():
             # Hatch's own rules for paths may have moved it.
@@ -162,10 +165,14 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 if self._wheel.verify == "full":
                     count, by = wheel.verify(finished, place), "by sha256"
                 else:
-                    count, by = wheel.verify_record(finished, place, self._files), "by RECORD"
+                    count, by = (
+                        wheel.verify_record(finished, place, self._bundle.files),
+                        "by RECORD",
+                    )
                 warning = wheel.check_size(finished, self._wheel.max_size)
             except WheelError:
                 Path(artifact_path).unlink(missing_ok=True)
+                self._bundle.check_sources(self._bundle.folder)
                 raise
             self._info(f"verified the wheel: {count} files as in the manifest, {by}")
             if warning:
@@ -246,6 +253,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _errors_as_message(self) -> Iterator[None]:
         """Foreseen errors become one message without a traceback."""
         from hatch_epcontext.errors import EpcontextError, MissingError
+        from hatch_epcontext.system import os_error_text
 
         try:
             yield
@@ -260,7 +268,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()
-            self.app.abort(f"epcontext: {error}")
+            self.app.abort(f"epcontext: {os_error_text(error)}")
+        except BaseException:
+            self._clean_up()
+            raise
 
     def _clean_up(self) -> None:
         if self._staging is not None:

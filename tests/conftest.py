@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,21 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith((PREFIX, "HATCH_BUILD")):
             monkeypatch.delenv(name)
     monkeypatch.setenv(f"{PREFIX}CACHE_DIR", str(tmp_path / "user-cache"))
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home folder, as in a container that runs as any user."""
+    if sys.platform == "win32":
+        pytest.skip("Windows has no such users")
+    import pwd
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", f"{PREFIX}CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -4,8 +4,11 @@ import hashlib
 import io
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +21,109 @@ from hatch_epcontext.files import (
     record_file,
     record_files,
     stream_sha256,
+    temp_dir,
     write_atomically,
 )
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture
+def system_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's folder for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+KILLED = """
+import os, sys, tempfile
+from pathlib import Path
+from hatch_epcontext.files import temp_dir
+tempfile.tempdir = sys.argv[1]
+with temp_dir() as folder:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "file").write_bytes(b"model")
+    (folder / "link").symlink_to(sys.argv[2])
+    os._exit(9)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+def test_what_a_killed_process_left_is_removed_and_nothing_else(
+    system_folder: Path, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    arguments = (sys.executable, "-c", KILLED, str(system_folder), str(precious))
+    assert subprocess.run(arguments, cwd=REPOSITORY, check=False).returncode == 9
+    (left,) = system_folder.iterdir()
+    assert (left / "sub" / "file").is_file()
+    others = ["hatch-epcontext-abcdefgh", "hatch-epcontext-mine", "other-abcdefgh"]
+    (system_folder / others[0]).symlink_to(precious)
+    for name in others[1:]:
+        (system_folder / name).mkdir()
+        (system_folder / name / ".lock").touch()
+    new = system_folder / "hatch-epcontext-newnewne"
+    new.mkdir()
+    with temp_dir() as live:
+        assert not left.exists()
+        with temp_dir():
+            assert live.is_dir()
+        assert {path.name for path in system_folder.iterdir()} == {*others, new.name, live.name}
+    assert not live.exists()
+    assert (precious / "file").is_file()
+    # Its process was killed before it could lock it.
+    os.utime(new, (10**9, 10**9))
+    with temp_dir():
+        assert not new.exists()
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root has other users"
+)
+def test_what_another_user_left_is_kept(system_folder: Path) -> None:
+    left = system_folder / "hatch-epcontext-abcdefgh"
+    left.mkdir()
+    (left / ".lock").touch()
+    os.chown(left, 12345, 12345)
+    with temp_dir():
+        assert left.is_dir()
+    os.chown(left, 0, 0)
+    with temp_dir():
+        assert not left.exists()
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    system_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+    real = os.open
+
+    def swept(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path).name == ".lock":
+            made.append(Path(path).parent)
+            if len(made) == 1:
+                path.parent.rename(tmp_path / "removed")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", swept)
+    with temp_dir() as folder:
+        assert folder.is_dir()
+        assert made[1:] == [folder]
+    assert list(system_folder.iterdir()) == []
+
+
+def test_a_folder_beside_the_users_files_is_swept_too(tmp_path: Path) -> None:
+    left = tmp_path / ".epcontext-abcdefgh"
+    left.mkdir()
+    (left / ".lock").touch()
+    (tmp_path / ".epcontext-notes").mkdir()
+    with temp_dir(tmp_path) as folder:
+        assert folder.parent == tmp_path
+        assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [".epcontext-notes"]
 
 
 def test_the_folder_is_made_and_contains_nothing_else(tmp_path: Path) -> None:
@@ -35,6 +139,18 @@ def test_an_existing_file_keeps_its_mode(tmp_path: Path) -> None:
     file.chmod(0o640)
     write_atomically(file, "new")
     assert (file.read_text(encoding="utf-8"), file.stat().st_mode & 0o777) == ("new", 0o640)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Path, "write_bytes", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+        )
+        with pytest.raises(OSError, match="No space") as raised:
+            write_atomically(file, "new")
+    assert raised.value.filename == str(file)
 
 
 def test_the_old_text_stays_when_the_new_one_cannot_be_written(

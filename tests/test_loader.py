@@ -2169,6 +2169,21 @@ def test_a_load_option_names_a_folder_in_the_users_cache(ship: Shipper) -> None:
     assert (app._user_folder() / "kernels").is_dir()
 
 
+def test_without_a_home_folder_the_cache_is_left_out(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = ship(cpu=changed(CPU, load_options={"cache": "{user-cache}/kernels"}))
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    assert app.target_of(app.load("a")) == "cpu"
+    assert "cache is left out, because this user has no cache folder" in caplog.text
+
+
 def test_a_cache_folder_that_cannot_be_made_is_a_failure(ship: Shipper, tmp_path: Path) -> None:
     app = ship(cpu=changed(CPU, load_options={"cache": "{user-cache}/kernels"}))
     (tmp_path / "home").write_text("a file", encoding="utf-8")

@@ -332,6 +332,22 @@ def test_an_invalid_wheel_is_removed(
     assert list((root / "dist").iterdir()) == []
 
 
+def test_a_source_that_changes_before_it_is_packed_is_not_shipped(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(root, 'fallback = "source"\n')
+    bundle, model = package_bundle.bundle, root / "models" / "a.onnx"
+
+    def changing(*arguments: Any) -> package_bundle.Bundle:
+        made = bundle(*arguments)
+        model.write_bytes(model.read_bytes() + b"more")
+        return made
+
+    monkeypatch.setattr(package_bundle, "bundle", changing)
+    assert f"{model}: EPC211\n    changed during the build" in failure(root, capsys)
+    assert list((root / "dist").iterdir()) == []
+
+
 def test_an_editable_install_uses_the_source_models_in_place(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,9 +36,18 @@ _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a build that waits for another one shall end."""
 
 
-def default_root() -> Path:
-    """The user's cache folder for this package."""
-    return Path(platformdirs.user_cache_dir("hatch-epcontext", appauthor=False))
+NO_HOME = "this user has no home folder, and so no cache folder"
+"""Why there is no default folder, as in a container that runs as any user."""
+
+
+def default_root() -> Path | None:
+    """The user's cache folder for this package; None if the user has no home folder."""
+    try:
+        root = Path(platformdirs.user_cache_dir("hatch-epcontext", appauthor=False))
+    except RuntimeError:
+        return None
+    # Older versions of platformdirs leave the `~` as it is.
+    return root if root.is_absolute() else None
 
 
 class Cache:

@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 from hatch_epcontext.build.artifact import Record
 from hatch_epcontext.build.entry import entry_name, read_record
 from hatch_epcontext.build.envelope import DamagedError, envelope_around, read_envelope
-from hatch_epcontext.files import is_intact, link_or_copy, sync, write_atomically
+from hatch_epcontext.files import is_intact, link_or_copy, sync, temp_dir, write_atomically
 from hatch_epcontext.serialize import to_json
 
 _ATTEMPTS = 3
@@ -60,11 +59,8 @@ def staging(layout: Path) -> Iterator[Path]:
     """A new folder on the file system of the artifacts, so that they can be renamed; raises OSError."""
     parent = layout / STAGING
     parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    try:
+    with temp_dir(parent) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _publish(staged: Path, entry: Path) -> None:

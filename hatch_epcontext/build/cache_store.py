@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from hatch_epcontext.build.cache_folder import (
     stored_record,
 )
 from hatch_epcontext.build.envelope import DamagedError
-from hatch_epcontext.files import is_sha256
+from hatch_epcontext.files import is_sha256, sweep
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
 """A build that wrote a file so long ago, and did not finish it, does not run any more."""
@@ -111,21 +110,16 @@ class Store:
             yield from (file for file in found if is_sha256(file.name))
 
     def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
-        """Remove what killed builds left in the cache's own folders, and did not change since ``before``."""
+        """Remove what killed builds left: folders that nobody uses, and files unchanged since ``before``."""
+        sweep(self.root / LAYOUT / STAGING)
         for path in list(self._leftovers()):
             # It can be that of a running build, which removes it itself.
             with contextlib.suppress(OSError):
-                status = path.lstat()
-                if before is not None and _changed(status) >= before:
-                    continue
-                if stat.S_ISDIR(status.st_mode):
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
+                if before is None or _changed(path.lstat()) < before:
                     path.unlink()
 
     def _leftovers(self) -> Iterator[Path]:
         layout = self.root / LAYOUT
-        yield from _inside(layout / STAGING)
         small = (*(layout / name for name in _SMALL_FILES), self.root / "reports")
         for folder in (*small, *self._entry_folders()):
             yield from filter(_is_temporary, _inside(folder))

@@ -3,6 +3,9 @@
 So a build reads no file that did not change, and needs no worker for a model that it knows. An index is a
 folder of small files, which are written whole or not at all, and which any number of builds may use. Each is
 a document in an envelope: what is damaged is read again.
+
+An `Index` belongs to one build, which sees one version of each file: it fails when a file is not what it
+was at the first look.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.build.envelope import DamagedError, envelope_around, read_envelope
+from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.files import file_sha256, is_sha256, write_atomically
 from hatch_epcontext.serialize import from_json, to_json
 
@@ -24,6 +28,21 @@ if TYPE_CHECKING:
     from hatch_epcontext.build.remote import Remote
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a file was at the first look of a build: size in bytes, time of its last change in ns, hex sha256.
+
+    ``settled``: whether a later change must show in its status.
+    """
+
+    size: int
+    changed: int
+    digest: str
+    sha256: str
+    settled: bool
+
 
 _SETTLED_NS = 2 * 10**9
 """Nanoseconds after which a changed file must have another status: the coarsest file systems count in
@@ -39,21 +58,64 @@ class Index:
 
     folder: Path | None = None
     remote: Remote | None = None
-    _known: dict[str, str] = field(default_factory=dict)
+    _looks: dict[Path, _Look] = field(default_factory=dict)
 
     def sha256(self, path: Path) -> str:
-        """The hex sha256 of the file ``path``, from the index if its status is known there."""
+        """The hex sha256 of the file ``path``, from the index if its status is known there.
+
+        Raises ModelError if it is not what it was at the first look.
+        """
+        first = self._looks.get(path)
+        if first is None:
+            return self._look(path).sha256
+        self._compare(path, first, read=False)
+        return first.sha256
+
+    def check(self, path: Path) -> None:
+        """Raise ModelError if the file ``path`` is not what it was at the first look.
+
+        As `sha256`, but a file that was written at the moment of the first look is read again.
+        """
+        first = self._looks.get(path)
+        if first is None:
+            self._look(path)
+        else:
+            self._compare(path, first, read=not first.settled)
+
+    def _look(self, path: Path) -> _Look:
         status = path.stat()
         key = _digest_of(status)
-        found = self._known.get(key) or self._read_sha256(key)
+        # A file that was written at this moment may be written again without another status.
+        settled = _is_settled(status)
+        found = self._read_sha256(key)
         if found is None:
-            # A file that was written at this moment may be written again without another status.
-            settled = _is_settled(status)
             found = file_sha256(path)
-            if settled and _digest_of(path.stat()) == key:
+            if _digest_of(path.stat()) != key:
+                raise changed_error(path)
+            if settled:
                 self._write(_status_name(key), found)
-        self._known[key] = found
-        return found
+        # Threads may look at the same time: the first one counts.
+        look = _Look(status.st_size, status.st_mtime_ns, key, found, settled)
+        return self._looks.setdefault(path, look)
+
+    def _compare(self, path: Path, first: _Look, *, read: bool) -> None:
+        """Raise ModelError if the file is another one than at the ``first`` look.
+
+        It is read again with ``read``, or if its status moved: links and changes of modes move it too.
+        """
+        try:
+            status = path.stat()
+            moved = abs(status.st_mtime_ns - first.changed) > _SETTLED_NS
+            # Written again in the meantime: what a worker read can be neither the old nor the new contents.
+            if moved or status.st_size != first.size:
+                raise changed_error(path)
+            if not read and _digest_of(status) == first.digest:
+                return
+            if file_sha256(path) != first.sha256 or _digest_of(path.stat()) != _digest_of(status):
+                raise changed_error(path)
+        except OSError as error:
+            raise changed_error(path) from error
+        self._looks[path] = replace(first, digest=_digest_of(status), settled=_is_settled(status))
 
     def facts(self, key: str, type_: type[T]) -> T | None:
         """The facts that were stored under ``key``, a hex sha256."""
@@ -100,6 +162,18 @@ class Index:
 
     def _file(self, folder: Path, name: str) -> Path:
         return folder / name.rpartition("/")[2]
+
+
+def changed_error(path: Path) -> ModelError:
+    """The error for a file, or a folder of files, that is not what it was when the build began."""
+    return ModelError(
+        Problem(
+            Kind.MODEL_CHANGED,
+            str(path),
+            "changed during the build: what was compiled may be neither the old nor the new contents.",
+            "Build again when nothing writes to it. Nothing of it was stored or shipped.",
+        )
+    )
 
 
 def _facts_name(key: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from hatch_epcontext.build.coverage import check_coverage
 from hatch_epcontext.build.entry import Check, check_for
 from hatch_epcontext.build.executors.executor import Executor
 from hatch_epcontext.build.fingerprint import fingerprint
-from hatch_epcontext.build.index import Index
+from hatch_epcontext.build.index import Index, changed_error
 from hatch_epcontext.build.plan import Job
 from hatch_epcontext.build.validation import (
+    input_files,
+    inputs_digest,
     not_run_error,
     validation_key,
     validation_of_alone,
@@ -107,9 +110,33 @@ class JobRunner:
             # Another build may have compiled it in the meantime.
             if artifact := cache.take(key, folder, check):
                 return artifact, True
-            record = self.executor.compile(job, key, folder)
+            with self._unchanged(job):
+                record = self.executor.compile(job, key, folder)
             cache.store(key, folder, record, check)
             return Artifact(folder, record), False
+
+    @contextlib.contextmanager
+    def _unchanged(self, job: Job) -> Iterator[None]:
+        """Raise ModelError at the end if a file that the job reads is not what the build has hashed."""
+        inputs = [
+            (m.validate.inputs, inputs_digest(m.validate.inputs, self.index)) for m in job.models
+        ]
+        try:
+            yield
+        except BuildError:
+            # Half a file may be the reason.
+            self._check_files(job)
+            raise
+        self._check_files(job)
+        for name, digest in inputs:
+            if inputs_digest(name, self.index) != digest:
+                raise changed_error(Path(name))
+
+    def _check_files(self, job: Job) -> None:
+        for model in job.models:
+            files = self.sources[model.name].files
+            for file in (*files, *input_files(model.validate.inputs)):
+                self.index.check(file)
 
     def _waiting(self, job: Job) -> Callable[[], None]:
         beat = Heartbeat()
@@ -208,7 +235,8 @@ class JobRunner:
                     _build_elsewhere(job),
                 )
             )
-        run = self.executor.validate(job, model, key, artifact, context)
+        with self._unchanged(job):
+            run = self.executor.validate(job, model, key, artifact, context)
         unavailable = run.validation.status is not ValidationStatus.RAN
         if unavailable and model.validate.mode == "require":
             raise not_run_error(job, model, run.validation.reason or "it was not run")

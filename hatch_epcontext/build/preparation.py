@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +18,23 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.ipc.facts import SIMPLIFIERS, Simplifier
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import PrepareReply
 
 
-_NOT_THE_SIMPLIFIERS = (Kind.OUT_OF_MEMORY, Kind.WORKER_TIMEOUT, Kind.INTERRUPTED)
-"""What no other simplifier would mend; its result would stay in the cache, although it is weaker."""
+_CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
+"""What can happen by chance: it is the simplifier's fault when it happens again."""
+
+_THE_SIMPLIFIERS = _CRASHES | {
+    Kind.COMPILE_FAILED,
+    Kind.OUTPUT_DIFFERS,
+    Kind.NOT_FINITE,
+    Kind.OUTPUT_SHAPE,
+}
+"""The faults of a simplifier itself. After any other one, such as a worker that was killed, the result of
+the next simplifier would stay in the cache, although it is weaker, and although this one works."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,8 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
     """Prepare ``model`` below ``scratch``.
 
     EPs for fixed shapes compile no control flow: if a simplifier leaves some, the next one is tried,
-    and the result with less of it is taken. Raises BuildError when no simplifier works.
+    and the result with less of it is taken. Raises BuildError when no simplifier works, or when one fails
+    for a reason that is not its own.
     """
     best: tuple[Simplifier, PrepareReply] | None = None
     failures: list[tuple[Simplifier, BuildError]] = []
@@ -138,7 +149,7 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
         except ModelError:
             raise
         except BuildError as error:
-            if any(problem.kind in _NOT_THE_SIMPLIFIERS for problem in error.problems):
+            if not _is_only(error, _THE_SIMPLIFIERS):
                 raise
             failures.append((simplifier, error))
             continue
@@ -156,15 +167,32 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
     return Prepared(reply.path, preparation, reply.bounds, reply.reference)
 
 
+def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:
+    return all(problem.kind in kinds for problem in error.problems)
+
+
 def _simplify(
+    job: Job, model: Model, simplifier: Simplifier, scratch: Path, workers: Workers
+) -> PrepareReply:
+    """The reply of ``simplifier``; after a crash that of a second try."""
+    try:
+        return _try(job, model, simplifier, scratch / simplifier, workers)
+    except BuildError as error:
+        if not _is_only(error, _CRASHES):
+            raise
+    return _try(job, model, simplifier, scratch / f"{simplifier}-again", workers)
+
+
+def _try(
     job: Job, model: Model, simplifier: Simplifier, scratch: Path, workers: Workers
 ) -> PrepareReply:
     from hatch_epcontext.ipc.protocol import PrepareRequest
 
-    folder = scratch / f"prepared-{model.name}-{simplifier}"
-    folder.mkdir()
+    folder = scratch / "result"
+    with writing("a prepared model", folder, job.location):
+        folder.mkdir(parents=True)
     return workers.call(
         PrepareRequest(model_spec_for(model, job.target), simplifier, str(folder), _compare(model)),
-        scratch / f"prepare-{model.name}-{simplifier}",
+        scratch / "call",
         location=f"{job.location}: preparation",
     )

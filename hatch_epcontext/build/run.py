@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.build.artifact import Built, Failure, Result
-from hatch_epcontext.build.cache import Cache, default_root
+from hatch_epcontext.build.cache import NO_HOME, Cache, default_root
 from hatch_epcontext.build.executors.executor import Executor
 from hatch_epcontext.build.executors.local import LocalExecutor
 from hatch_epcontext.build.job import JobRunner
@@ -38,6 +38,8 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     if not config.use_cache:
         return Cache(None, warn)
     root, settings = config.cache_dir or default_root(), config.build
+    if root is None:
+        warn(f"{NO_HOME}; this build does not use one. Set HATCH_EPCONTEXT_CACHE_DIR to a folder.")
     if settings.cache is None:
         return Cache(root, warn)
     # Few builds have one.

@@ -56,6 +56,9 @@ def read_sources(
         if config.only_from_cache:
             raise BuildError(*map(_not_known, unknown))
         reply = workers.call(checks.request(unknown), scratch, location="reading the models")
+        for model in unknown:
+            # Facts of other contents must not be stored as those of what was hashed.
+            index.check(model.path)
         known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
     # Others may not have what was read here before.
     sent = config.models if index.remote is not None and index.remote.can_write else unknown

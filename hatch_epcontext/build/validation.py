@@ -63,11 +63,19 @@ def inputs_digest(inputs: str, index: Index) -> str:
     if path.is_file():
         return index.sha256(path)
     if path.is_dir():
-        files = (each for each in sorted(path.rglob("*")) if each.is_file())
+        files = input_files(inputs)
         return value_sha256(
             {each.relative_to(path).as_posix(): index.sha256(each) for each in files}
         )
     return inputs
+
+
+def input_files(inputs: str) -> list[Path]:
+    """The files of the dummy inputs of a model; empty for synthetic ones."""
+    path = Path(inputs)
+    if path.is_file():
+        return [path]
+    return [each for each in sorted(path.rglob("*")) if each.is_file()] if path.is_dir() else []
 
 
 def validation_without_run(job: Job, model: Model, reason: str | None) -> Validation | None:

@@ -14,12 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hatch_epcontext.build import html_report
 from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.build.cache import default_root
+from hatch_epcontext.build.cache import NO_HOME, default_root
 from hatch_epcontext.build.cache_store import Store
 from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.build.report import make_report
 from hatch_epcontext.build.run import IncompleteError, build, open_cache
 from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, show_size
@@ -90,8 +91,21 @@ cache_option = click.option(
 
 
 def open_store(cache_dir: Path | None) -> Store:
-    """The store in ``cache_dir``, or in the user's cache folder."""
-    return Store((cache_dir or default_root()).expanduser().absolute())
+    """The store in ``cache_dir``, or in the user's cache folder; raises ConfigError if there is none."""
+    store = find_store(cache_dir)
+    if store is None:
+        hint = f"Name a folder with --cache-dir or {PREFIX}CACHE_DIR."
+        raise ConfigError(Problem(Kind.MISSING_KEY, "--cache-dir", f"{NO_HOME}.", hint))
+    return store
+
+
+def find_store(cache_dir: Path | None) -> Store | None:
+    """The store in ``cache_dir``, or in the user's cache folder; None if the user has no home folder."""
+    try:
+        root = (cache_dir or default_root() or Path("~")).expanduser()
+    except RuntimeError:
+        return None
+    return Store(root.absolute())
 
 
 def verbosity_options(command: Command) -> Command:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import hatch_epcontext
+from hatch_epcontext.build.termination import terminated_as_error
 from hatch_epcontext.cli._flag_errors import error_text
 from hatch_epcontext.cli.bench import bench_
 from hatch_epcontext.cli.build import build
@@ -19,6 +20,7 @@ from hatch_epcontext.cli.inspect import inspect
 from hatch_epcontext.cli.schema import schema
 from hatch_epcontext.cli.validate import validate
 from hatch_epcontext.errors import ConfigError, EpcontextError
+from hatch_epcontext.system import os_error_text
 
 
 class _Failure(click.ClickException):
@@ -35,13 +37,14 @@ class _InvalidConfiguration(_Failure):
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with terminated_as_error():
+                return super().invoke(ctx)
         except ConfigError as error:
             raise _InvalidConfiguration(error_text(error, ctx)) from error
         except EpcontextError as error:
             raise _Failure(error_text(error, ctx)) from error
         except OSError as error:
-            raise _Failure(str(error)) from error
+            raise _Failure(os_error_text(error)) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import cache_option, open_store
+from hatch_epcontext.cli._common import cache_option, find_store
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.doctor import Diagnosis, examine
@@ -29,7 +29,7 @@ def doctor(ctx: click.Context, project: Path, cache_dir: Path | None, as_json: b
     It shows ONNX Runtime, the EPs with their devices or the reason for none, the cache, and the hook of
     PROJECT. The exit code is 1 if there are problems.
     """
-    diagnosis = examine(project.absolute(), open_store(cache_dir), os.environ)
+    diagnosis = examine(project.absolute(), find_store(cache_dir), os.environ)
     if as_json:
         click.echo(to_json(diagnosis), nl=False)
     else:

@@ -117,14 +117,21 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+    return _expand(text).absolute()
 
 
 def _absolute_path(text: str) -> Path:
     # Front ends build in folders of their own, which they remove afterwards.
-    if not Path(text).expanduser().is_absolute():
+    if not _expand(text).is_absolute():
         raise ValueError("an absolute path")
     return _path(text)
+
+
+def _expand(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("a path without ~, because this user has no home folder") from None
 
 
 def _editable(text: str) -> str:

@@ -48,10 +48,18 @@ def _that_shares_weights(provider: Provider) -> Provider:
     return dataclasses.replace(provider, shares_weights=True, loads_shared=True)
 
 
+def _expand(library: str) -> Path:
+    try:
+        return Path(library).expanduser()
+    except RuntimeError:
+        # No home folder: the file is then reported as missing.
+        return Path(library)
+
+
 def _with_library(provider: Provider, table: TargetTable, root: Path) -> Provider:
     ep = table.ep_name or provider.ep
     library = table.library or ""
-    path = str(root / Path(library).expanduser()) if library and _is_path(library) else ""
+    path = str(root / _expand(library)) if library and _is_path(library) else ""
     module = "" if path else library
     own = ("onnxruntime", "onnxruntime-gpu")
     return dataclasses.replace(

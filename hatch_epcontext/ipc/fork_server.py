@@ -4,8 +4,9 @@ A fresh interpreter needs about half a second for that, a fork some milliseconds
 frameworks of macOS do not survive a fork, and Windows has none.
 
 The build process and the server (`hatch_epcontext.worker.fork_server`) share a socket. For each worker
-the build process sends one end of a new connection over it, and on that the order as JSON; the server
-answers with the exit code. A connection that is closed before ends its worker, so no worker outlives the
+the build process sends one end of a new connection over it, and on that the order as JSON; the answer is
+the exit code. The server forks a keeper (`hatch_epcontext.worker.keeper`), which forks the worker and ends
+with it all that it started. A connection that is closed before ends its worker, so no worker outlives the
 build, however that ends.
 """
 
@@ -23,7 +24,7 @@ import time
 from hatch_epcontext.ipc.running import Order, worker_environment
 
 STARTED = b"started"
-"""The server's first answer: it has forked the worker."""
+"""The first answer: the worker was forked."""
 
 _GRACE = 10.0
 """Seconds in which the server must end a worker. Then it is killed itself, and its workers end with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,24 +12,42 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.ipc.running import Interpreter, Order, Running
 from hatch_epcontext.providers import variables_in
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.serialize import from_plain, to_json
+from hatch_epcontext.system import full_disk_problem, removed_problem, writing
 from hatch_epcontext.text import hide_values, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import ReplyT, Request
 
+T = TypeVar("T")
+
 _TAIL = 40
 """The number of lines of a worker's log that an error shows."""
 
+_TAIL_BYTES = 64 << 10
+"""Bytes of the end of a log in which these lines are looked for."""
+
+_LOG_LIMIT = 100 * 10**6
+"""Bytes of a log above which its worker is stopped. ONNX Runtime's whole log of a large model has less."""
+
+_REPLY_LIMIT = 64 * 10**6
+"""Bytes of the largest reply: that of a graph with a million nodes has less."""
+
+_PIECE = 1 << 20
+"""Bytes of a log that are forwarded at once."""
+
+_LONGEST_LINE = 2000
+"""Characters of a line of a log that are shown."""
+
 _POLL_SECONDS = 0.2
-"""Seconds between two reads of the log of a worker that is followed."""
+"""Seconds between two looks at the log of a worker."""
 
 _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 """Seconds after which a running worker is reported first, and then again."""
@@ -40,6 +59,14 @@ _NO_MEMORY = re.compile(
     re.IGNORECASE,
 )
 """How Python, C++ and ONNX Runtime say that memory is short."""
+
+_LESS_MEMORY = "Run fewer jobs at once (build.jobs), or build on a machine with more memory."
+
+_LONGEST_REASON = 400
+"""Characters of the reason why a reply cannot be read."""
+
+_CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
+"""The signals by which a process ends through its own fault; all others come from outside."""
 
 _WINDOWS_CRASHES = {
     0xC0000005: "access violation",
@@ -161,7 +188,6 @@ class Workers:
             Refusal,
         )
 
-        folder.mkdir(parents=True)
         text = to_json(request)
         secrets = _secrets(text)
         order = Order(
@@ -176,36 +202,35 @@ class Workers:
                 *([f"{MEMORY_LIMIT}{self.memory_limit}"] if self.memory_limit else []),
             ),
         )
-        order.request_path.write_text(text, encoding="utf-8")
-        order.log_path.touch()
+        with writing("a request to a worker", folder, location):
+            folder.mkdir(parents=True)
+            order.request_path.write_text(text, encoding="utf-8")
+            order.log_path.touch()
         with self._followed(order.log_path, location, request.action, secrets):
             exit_code = self._run(order, location)
-        _hide_in(order.log_path, secrets)
-        tail = _tail(order.log_path)
         if self._processes.stopped:
             raise _interrupted(location)
+        if not order.log_path.is_file():
+            raise BuildError(removed_problem(folder, location))
+        _hide_in(order.log_path, secrets)
         if exit_code is None:
-            limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
-            message = f"the worker was stopped after {self.timeout:g} seconds."
-            problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
-            raise BuildError(_with_variable(problem, "TIMEOUT"))
+            raise BuildError(self._too_slow(order, location))
+        tail = _tail(order.log_path)
         if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
-            message = f"the worker {_describe_exit(exit_code)}."
-            problem = Problem(
-                Kind.WORKER_CRASHED, location, message, _crash_hint(exit_code), log=tail
-            )
-            raise BuildError(self._explained(problem))
-        text = order.reply_path.read_text(encoding="utf-8")
-        if exit_code == DONE:
-            reply: ReplyT = from_json(text, request.reply_type)
-            return reply
-        problems = [
-            replace(each, location=each.location or location)
-            for each in from_json(hide_values(text, secrets), Refusal).problems
-        ]
+            raise BuildError(self._explained(_ended(exit_code, location, tail), folder))
+        try:
+            if exit_code == DONE:
+                return _read_reply(order.reply_path, request)
+            _hide_in(order.reply_path, secrets)
+            refusal = _read(order.reply_path, Refusal)
+        except _InvalidReplyError as error:
+            message = f"the worker's reply cannot be used: {error}."
+            problem = Problem(Kind.INVALID_REPLY, location, message, log=tail)
+            raise BuildError(self._explained(problem, folder)) from None
+        problems = [replace(each, location=each.location or location) for each in refusal.problems]
         if exit_code == REFUSED:
-            raise ModelError(*map(self._explained, problems))
-        raise BuildError(*(self._explained(replace(each, log=tail)) for each in problems))
+            raise ModelError(*(self._explained(each, folder) for each in problems))
+        raise BuildError(*(self._explained(replace(each, log=tail), folder) for each in problems))
 
     @property
     def stopped(self) -> bool:
@@ -230,20 +255,33 @@ class Workers:
         beat = Heartbeat()
         end = beat.start + self.timeout
         while (now := time.monotonic()) < end:
-            code = process.wait(min(end, beat.next) - now)
+            code = process.wait(min(end - now, _POLL_SECONDS))
             if code is not None:
                 return code
+            if _size(order.log_path) > _LOG_LIMIT:
+                raise BuildError(_flooded(order, location))
             seconds = beat.due()
             if seconds is not None and self.progress is not None:
                 self.progress(f"{location}: {order.action} runs for {seconds:.0f} s")
         return None
 
-    def _explained(self, problem: Problem) -> Problem:
-        """``problem``, or that the worker had too little memory if a limit is or may be the reason."""
+    def _too_slow(self, order: Order, location: str) -> Problem:
+        limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
+        message = f"the worker was stopped after {self.timeout:g} seconds."
+        tail = _tail(order.log_path)
+        problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
+        return _with_variable(problem, "TIMEOUT")
+
+    def _explained(self, problem: Problem, folder: Path) -> Problem:
+        """``problem``, or that the worker had too little memory or too little room in ``folder``."""
+        said = f"{problem.message}\n{problem.log or ''}"
+        if full := full_disk_problem(folder, problem.location, said):
+            # What the worker says itself has the path.
+            return problem if problem.kind is Kind.SYSTEM_ERROR else replace(full, log=problem.log)
         if self.memory_limit is None:
-            return problem
+            return _without_limit(problem)
         key, size = Key() / "build" / "memory-limit", show_size(self.memory_limit)
-        if not _NO_MEMORY.search(f"{problem.message}\n{problem.log}"):
+        if not _NO_MEMORY.search(said):
             # Some EPs only say that they cannot do what they could do with more memory.
             hint = f"Or the worker had too little memory: {key} is {size}."
             return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
@@ -266,8 +304,7 @@ class Workers:
         if self.log is None:
             yield
             return
-        start = time.monotonic()
-        log = self.log
+        start, log = time.monotonic(), self.log
         log(f"{location}: {action} ...")
         ended = threading.Event()
 
@@ -289,6 +326,13 @@ def _secrets(request: str) -> Collection[str]:
     return [value for name in variables_in(request) if (value := os.environ.get(name))]
 
 
+def _hide_in(file: Path, secrets: Collection[str]) -> None:
+    """Replace ``secrets`` in a worker's file: it stays until the end of the build."""
+    if secrets and _size(file) <= _LOG_LIMIT:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        file.write_text(hide_values(text, secrets), encoding="utf-8")
+
+
 def _with_variable(problem: Problem, name: str) -> Problem:
     """``problem``, with the environment variable to change instead of the key if it is set."""
     variable = PREFIX + name
@@ -296,6 +340,50 @@ def _with_variable(problem: Problem, name: str) -> Problem:
         return problem
     hint = f"Raise {variable}, which wins over the configuration."
     return replace(problem, hint=hint, settings=())
+
+
+def _without_limit(problem: Problem) -> Problem:
+    """``problem``, or that memory was short. A log may have warnings about that: only a crash's counts."""
+    crashed = problem.kind is Kind.WORKER_CRASHED
+    if not _NO_MEMORY.search(f"{problem.message}\n{problem.log if crashed else ''}"):
+        return problem
+    message = f"the worker ran out of memory: {problem.message}"
+    return replace(problem, kind=Kind.OUT_OF_MEMORY, message=message, hint=_LESS_MEMORY)
+
+
+class _InvalidReplyError(Exception):
+    """A reply that is not one; the message says why."""
+
+
+def _read_reply(path: Path, request: Request[ReplyT]) -> ReplyT:
+    reply: ReplyT = _read(path, request.reply_type)
+    if reason := request.misfit(reply):
+        raise _InvalidReplyError(reason)
+    return reply
+
+
+def _read(path: Path, type_: type[T]) -> T:
+    """The ``type_`` in the file ``path``; raises _InvalidReplyError if it is not one."""
+    if (size := path.stat().st_size) > _REPLY_LIMIT:
+        reason = f"it has {show_size(size)}, and {show_size(_REPLY_LIMIT)} are allowed"
+        raise _InvalidReplyError(reason)
+    try:
+        # Neither NaN nor Infinity is JSON, and no reply has one.
+        plain = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        return from_plain(plain, type_)
+    except RecursionError:
+        raise _InvalidReplyError("it is too deep") from None
+    except ValueError as error:
+        raise _InvalidReplyError(str(error)[:_LONGEST_REASON]) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has {name}")
+
+
+def _flooded(order: Order, location: str) -> Problem:
+    message = f"the worker was stopped, because its log had more than {show_size(_LOG_LIMIT)}."
+    return Problem(Kind.INVALID_REPLY, location, message, log=_tail(order.log_path))
 
 
 def _follow(
@@ -310,15 +398,31 @@ def _follow(
     last = False
     while not last:
         last = ended.wait(_POLL_SECONDS)
-        if not log_path.is_file():
-            continue
+        while found := _piece(log_path, offset):
+            offset += len(found)
+            *lines, rest = (rest + found).split(b"\n")
+            if len(rest) > _PIECE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                log(f"{location} | {_shown(line)}")
+    if rest:
+        log(f"{location} | {_shown(rest)}")
+
+
+def _piece(log_path: Path, offset: int) -> bytes:
+    try:
         with log_path.open("rb") as file:
             file.seek(offset)
-            found = file.read()
-        offset += len(found)
-        *lines, rest = (rest + found).split(b"\n")
-        for line in [*lines, *([rest] if last and rest else [])]:
-            log(f"{location} | {_plain(line.decode('utf-8', 'replace'))}")
+            return file.read(_PIECE)
+    except FileNotFoundError:
+        return b""
+
+
+def _shown(line: bytes) -> str:
+    text = line[: 4 * _LONGEST_LINE].decode("utf-8", "replace")
+    if len(text) <= _LONGEST_LINE and len(line) <= 4 * _LONGEST_LINE:
+        return _plain(text)
+    return f"{_plain(text[:_LONGEST_LINE])} ... ({show_size(len(line))})"
 
 
 def _plain(text: str) -> str:
@@ -330,30 +434,49 @@ def _interrupted(location: str) -> BuildError:
     return BuildError(Problem(Kind.INTERRUPTED, location, "the build was interrupted."))
 
 
-def _hide_in(log_path: Path, secrets: Collection[str]) -> None:
-    """Replace ``secrets`` in the log: it stays until the end of the build."""
-    if secrets:
-        text = log_path.read_text(encoding="utf-8", errors="replace")
-        log_path.write_text(hide_values(text, secrets), encoding="utf-8")
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _tail(log_path: Path) -> str:
-    text = log_path.read_text(encoding="utf-8", errors="replace")
-    return "\n".join(_plain(line) for line in text.rstrip().splitlines()[-_TAIL:])
+    size = log_path.stat().st_size
+    with log_path.open("rb") as file:
+        file.seek(max(size - _TAIL_BYTES, 0))
+        lines = file.read(_TAIL_BYTES).rstrip().splitlines()
+    return "\n".join(map(_shown, lines[-_TAIL:]))
+
+
+def _ended(code: int, location: str, tail: str) -> Problem:
+    """The problem of a worker that ended with exit code ``code`` and without a reply."""
+    name = _signal_name(code)
+    if name is not None and name not in _CRASHES:
+        hint = "Something else ended it: build again."
+        if name == "SIGKILL":
+            hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
+        return Problem(
+            Kind.WORKER_KILLED, location, f"the worker was killed with {name}.", hint, log=tail
+        )
+    hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
+    message = f"the worker {_describe_exit(code)}."
+    return Problem(Kind.WORKER_CRASHED, location, message, hint, log=tail)
+
+
+def _signal_name(code: int) -> str | None:
+    """The name of the signal that ended a process with this exit code, if one did."""
+    if code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"the signal {-code}"
 
 
 def _describe_exit(code: int) -> str:
-    if code < 0:
-        try:
-            return f"crashed with {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    if name := _WINDOWS_CRASHES.get(code & 0xFFFFFFFF):
-        return f"crashed with {name} (0x{code & 0xFFFFFFFF:08X})"
+    if name := _signal_name(code):
+        return f"crashed with {name}"
+    if crash := _WINDOWS_CRASHES.get(code & 0xFFFFFFFF):
+        return f"crashed with {crash} (0x{code & 0xFFFFFFFF:08X})"
     return f"ended with exit code {code} and without a reply"
-
-
-def _crash_hint(code: int) -> str:
-    if code == -getattr(signal, "SIGKILL", 9):
-        return "The system kills processes when memory is short: run fewer jobs at once."
-    return "The crash is in ONNX Runtime or in the execution provider's library: see the log."

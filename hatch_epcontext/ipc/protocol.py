@@ -5,8 +5,9 @@ What they carry is in `facts`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from hatch_epcontext.errors import Key, Problem
@@ -20,6 +21,7 @@ from hatch_epcontext.ipc.facts import (
     TensorFacts,
 )
 from hatch_epcontext.providers import Product, Profile, Tolerance
+from hatch_epcontext.text import count
 
 ReplyT = TypeVar("ReplyT")
 
@@ -42,6 +44,10 @@ class Request(Generic[ReplyT]):
         (base,) = (each for each in vars(cls)["__orig_bases__"] if get_args(each))
         cls.action, (cls.reply_type,) = action, get_args(base)
         REQUESTS[action] = cls
+
+    def misfit(self, reply: ReplyT) -> str | None:
+        """Why ``reply``, which has the right type, cannot be the answer to this request; None if it can."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,11 @@ class CheckRequest(Request[CheckReply], action="check"):
     profiles: tuple[ModelProfiles, ...] = ()
     left_open: Mapping[str, str] = field(default_factory=dict)
 
+    def misfit(self, reply: CheckReply) -> str | None:
+        if len(reply.models) == len(self.models):
+            return None
+        return f"it is about {count(len(reply.models), 'model')} instead of {len(self.models)}"
+
 
 @dataclass(frozen=True)
 class PrepareReply:
@@ -106,6 +117,9 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     folder: str
     compare: bool
 
+    def misfit(self, reply: PrepareReply) -> str | None:
+        return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))
+
 
 @dataclass(frozen=True)
 class CompileReply:
@@ -125,6 +139,13 @@ class CompileRequest(Request[CompileReply], action="compile"):
     prepared: tuple[str, ...]
     target: TargetSpec
     folder: str
+
+    def misfit(self, reply: CompileReply) -> str | None:
+        found = [context.model for context in reply.contexts]
+        if found != [model.name for model in self.models]:
+            return "it is about other models"
+        files = (str(Path(self.folder, context.model_file)) for context in reply.contexts)
+        return _misfit_files(self.folder, files)
 
 
 @dataclass(frozen=True)
@@ -274,6 +295,18 @@ class Refusal:
     problems: tuple[Problem, ...]
 
 
+def _misfit_files(folder: str, paths: Iterable[str]) -> str | None:
+    """Why the files ``paths`` cannot be those that a worker wrote into ``folder``; None if they can."""
+    for path in paths:
+        try:
+            inside = Path(path).resolve(strict=True).is_relative_to(Path(folder).resolve())
+        except (OSError, ValueError):
+            inside = False
+        if not inside:
+            return f"it names {path[:200]!r}, which is no file in the folder of the step"
+    return None
+
+
 DONE = 0
 REFUSED = 3
 """The worker's exit code when the model or its configuration is invalid."""
@@ -281,5 +314,7 @@ FAILED = 4
 """The worker's exit code when ONNX Runtime or the EP failed: its log may have more."""
 VERBOSE = "--verbose"
 """The worker's argument when ONNX Runtime prints its whole log."""
+END_WITH_INPUT = "--end-with-input"
+"""The worker's argument when it shall end, with all that it started, at the end of its standard input."""
 MEMORY_LIMIT = "--memory-limit="
 """The beginning of the worker's argument with the bytes of memory that it may use."""

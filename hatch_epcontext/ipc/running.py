@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from hatch_epcontext.config.settings import SECRET_VARIABLES
+from hatch_epcontext.ipc import job_object
 
 _ADDED = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
 
@@ -62,22 +64,36 @@ class Running(Protocol):
         """Return when it has ended, after `kill` if it still runs."""
 
 
+_GRACE = 10.0
+"""Seconds in which a worker must end, with all that it started, when its input is closed."""
+
+
 class Interpreter:
-    """A worker in a fresh Python interpreter."""
+    """A worker in a fresh Python interpreter.
+
+    It ends at the end of its standard input, and so with the build, however that ends. On Linux it is a fork
+    of that interpreter, which stays as its keeper: see `hatch_epcontext.worker.keeper`.
+    """
 
     def __init__(self, order: Order) -> None:
-        command = (sys.executable, "-m", "hatch_epcontext.worker", *order.arguments)
+        # Only now: a build that finds everything in the cache needs no requests.
+        from hatch_epcontext.ipc.protocol import END_WITH_INPUT
+
+        arguments = (*order.arguments, END_WITH_INPUT)
+        command = (sys.executable, "-m", "hatch_epcontext.worker", *arguments)
         with order.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 cwd=order.folder,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=worker_environment(),
                 # A group of its own, so that what it starts can be ended with it.
                 start_new_session=True,
             )
+        self._lock = threading.Lock()
+        self._job = job_object.contain(self._process)
 
     def wait(self, seconds: float) -> int | None:
         try:
@@ -88,13 +104,29 @@ class Interpreter:
         return code
 
     def kill(self) -> None:
-        if self._process.poll() is None:
+        if sys.platform == "linux":
+            # Its keeper ends it, and what it started.
+            self._close_input()
+        elif self._process.poll() is None:
             _kill_group(self._process.pid)
             self._process.kill()
 
     def close(self) -> None:
         self.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            # Stopped, or stuck.
+            _kill_group(self._process.pid)
+            self._process.kill()
+            self._process.wait()
+        self._close_input()
+        self._job.close()
+
+    def _close_input(self) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        with self._lock, contextlib.suppress(OSError):
+            self._process.stdin.close()
 
 
 def _kill_group(process_id: int) -> None:

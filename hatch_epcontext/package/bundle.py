@@ -8,22 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.build.artifact import Result, Source
+from hatch_epcontext.build.index import changed_error
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.package import manifest, model_package
+from hatch_epcontext.system import writing
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model package on disk: ``files`` in ``folder``, by their path there, the manifest last."""
+    """A model package on disk: ``files`` in ``folder``, by their path there, the manifest last.
+
+    ``sources``: those of ``files`` that the user can still change, each with the user's own file.
+    """
 
     folder: Path
     files: Mapping[str, FileRecord]
+    sources: Mapping[str, Path]
 
     def entries(self, output: PurePosixPath) -> dict[str, str]:
         """Absolute path -> path in the wheel, for Hatch's ``force_include``."""
         return {str(self.folder / name): str(output / name) for name in self.files}
+
+    def check_sources(self, folder: Path) -> None:
+        """Raise ModelError if a source in ``folder``, this package or a copy, is not what was built."""
+        for name, path in self.sources.items():
+            copy = folder / name
+            if not copy.is_file() or record_file(copy) != self.files[name]:
+                raise changed_error(path)
 
 
 def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
@@ -31,7 +44,11 @@ def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
 
     With ``loader`` the folder is also a Python package, which opens the models.
     """
-    folder = staging / "bundle"
+    with writing("the model package", staging):
+        return _bundle(result, staging / "bundle", loader=loader)
+
+
+def _bundle(result: Result, folder: Path, *, loader: bool) -> Bundle:
     folder.mkdir()
     for built in result.built:
         shutil.copytree(
@@ -39,16 +56,19 @@ def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
         )
     files = manifest.artifact_files(result)
     sources = shipped_sources(result)
+    own: dict[str, Path] = {}
     for source in result.sources:
         if source.model.name in sources:
             files |= _copy_source(source, folder)
+            shipped = manifest.source_folder(source.model)
+            own |= {f"{shipped}/{name}": source.model.path.parent / name for name in source.records}
     if loader:
         shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
         files["__init__.py"] = record_file(folder / "__init__.py")
     content = manifest.text(manifest.make(result, sources, files))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
     files[model_package.FILE] = record_file(folder / model_package.FILE)
-    return Bundle(folder, files)
+    return Bundle(folder, files, own)
 
 
 def _copy_source(source: Source, folder: Path) -> dict[str, FileRecord]:

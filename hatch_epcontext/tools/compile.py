@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from hatch_epcontext.build.report import Report, make_report
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.system import writing
 
 
 @dataclass(frozen=True)
@@ -145,18 +146,16 @@ def _publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
     if not overwrite:
         _refuse_existing(files)
     staged: dict[Path, Path] = {}
-    folders: list[Path] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for folder in dict.fromkeys(target.parent for target in files):
-            folder.mkdir(parents=True, exist_ok=True)
-            # Beside the targets, because a file can only be renamed within its file system.
-            folders.append(Path(tempfile.mkdtemp(prefix=".epcontext-", dir=folder)))
-            for target, source in files.items():
-                if target.parent == folder:
-                    staged[target] = folders[-1] / target.name
-                    shutil.copyfile(source, staged[target])
+            with writing("a result", folder, str(folder), OutputError):
+                folder.mkdir(parents=True, exist_ok=True)
+                # Beside the targets, because a file can only be renamed within its file system.
+                beside = stack.enter_context(temp_dir(folder))
+                for target, source in files.items():
+                    if target.parent == folder:
+                        staged[target] = beside / target.name
+                        shutil.copyfile(source, staged[target])
         for target, copy in staged.items():
-            copy.replace(target)
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            with writing("a result", target.parent, str(target), OutputError):
+                copy.replace(target)

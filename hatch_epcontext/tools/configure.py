@@ -148,7 +148,16 @@ def configure(models: Mapping[str, Path], provider: str, job_settings: JobSettin
     config = load(Path.cwd(), root, {}, _environ(build, job_settings), confined=False)
     if job_settings.cache_dir is None:
         return config
-    return dataclasses.replace(config, cache_dir=job_settings.cache_dir.expanduser().absolute())
+    return dataclasses.replace(config, cache_dir=_cache_dir(job_settings.cache_dir))
+
+
+def _cache_dir(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:
+        message = f"{path} begins with ~, and this user has no home folder."
+        problem = Problem(Kind.INVALID_VALUE, "cache_dir", message, "Write an absolute path.")
+        raise ConfigError(problem) from None
 
 
 def _environ(build: _Tables, job_settings: JobSettings) -> Mapping[str, str]:

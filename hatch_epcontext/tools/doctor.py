@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hatch_epcontext.build.cache import NO_HOME
 from hatch_epcontext.build.cache_store import Store
 from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.requirements import TOOLS, check_environment, installed
@@ -41,8 +42,8 @@ class Diagnosis:
     """An environment.
 
     ``distributions`` (of ONNX Runtime) and ``tools``: the installed ones, with their versions;
-    ``cache``: the cache's folder, and ``artifacts`` their number; ``project``: a sentence about the
-    project; ``problems``: what must be corrected.
+    ``cache``: the cache's folder, or why there is none, and ``artifacts`` their number; ``project``: a
+    sentence about the project; ``problems``: what must be corrected.
     """
 
     distributions: Mapping[str, str]
@@ -54,8 +55,11 @@ class Diagnosis:
     problems: tuple[Problem, ...]
 
 
-def examine(project: Path, store: Store, environ: Mapping[str, str]) -> Diagnosis:
-    """Examine this environment, ``store``, and the project in the folder ``project``."""
+def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> Diagnosis:
+    """Examine this environment, ``store``, and the project in the folder ``project``.
+
+    ``store`` is None if the user has no cache folder.
+    """
     distributions = _versions(DISTRIBUTIONS)
     tools = _versions(requirement.split(">=")[0] for requirement in TOOLS)
     summary, problems = _examine_project(project, environ)
@@ -68,8 +72,8 @@ def examine(project: Path, store: Store, environ: Mapping[str, str]) -> Diagnosi
         distributions,
         tools,
         tuple(states),
-        str(store.root),
-        len(store.entries()),
+        NO_HOME if store is None else str(store.root),
+        0 if store is None else len(store.entries()),
         summary,
         problems,
     )

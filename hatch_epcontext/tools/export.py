@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +15,9 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import Kind, OutputError, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.package import model_package
-from hatch_epcontext.package.bundle import bundle
+from hatch_epcontext.package.bundle import Bundle, bundle
 from hatch_epcontext.package.manifest import read_own
+from hatch_epcontext.system import writing
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.compile import CompileResult, check_folder
 
@@ -50,7 +52,7 @@ def export(
         _refuse_sources(place, (file for source in result.sources for file in source.files))
         # Compiling takes long enough for somebody else to write there.
         _refuse_existing(folder, place, overwrite=overwrite)
-        _replace(place, made.folder)
+        _replace(place, made)
     return CompileResult(tuple(folder / name for name in made.files), make_report(result))
 
 
@@ -128,16 +130,23 @@ def _files(place: Path) -> Iterator[str]:
             yield path.relative_to(place).as_posix()
 
 
-def _replace(place: Path, new: Path) -> None:
-    """Make ``place`` a copy of the folder ``new``: the whole copy, or what was there before."""
+@contextlib.contextmanager
+def _beside(place: Path) -> Iterator[Path]:
+    """A temporary folder beside ``place``."""
     place.parent.mkdir(parents=True, exist_ok=True)
+    with temp_dir(place.parent) as folder:
+        yield folder
+
+
+def _replace(place: Path, made: Bundle) -> None:
+    """Make ``place`` a copy of the folder of ``made``: the whole copy, or what was there before."""
+    refused = writing("the model package", place.parent, str(place), OutputError)
     # Beside it, because a folder can only be renamed within its file system.
-    with tempfile.TemporaryDirectory(
-        prefix=".epcontext-", dir=place.parent, ignore_cleanup_errors=True
-    ) as beside:
-        copy, earlier = Path(beside) / "new", Path(beside) / "earlier"
-        # Real copies: in ``new`` the files of the cache and of the project are only linked.
-        shutil.copytree(new, copy, copy_function=shutil.copyfile)
+    with refused, _beside(place) as beside:
+        copy, earlier = beside / "new", beside / "earlier"
+        # Real copies: in the bundle the files of the cache and of the project are only linked.
+        shutil.copytree(made.folder, copy, copy_function=shutil.copyfile)
+        made.check_sources(copy)
         if place.exists():
             place.rename(earlier)
         try:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
+import os
+import signal
 import sys
+import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
+from hatch_epcontext.files import write_atomically
 from hatch_epcontext.ipc.protocol import (
     DONE,
+    END_WITH_INPUT,
     FAILED,
     MEMORY_LIMIT,
     REFUSED,
@@ -18,6 +26,7 @@ from hatch_epcontext.ipc.protocol import (
     Refusal,
 )
 from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.system import is_refusal, system_problem
 
 _INFO = 1
 """ONNX Runtime's log severity for everything but messages for its own developers."""
@@ -55,18 +64,73 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
         reply, code = Refusal(error.problems), REFUSED
     except EpcontextError as error:
         reply, code = Refusal(error.problems), FAILED
+    except OSError as error:
+        reply, code = Refusal((_os_problem(error),)), FAILED
     except Exception as error:
         # ONNX Runtime's exceptions share no base class. Their messages are complete and meant for
         # users; for any other exception the traceback goes to the log.
         if not type(error).__module__.startswith("onnxruntime."):
-            import traceback
-
-            traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"
-        reply, code = Refusal((Problem(Kind.COMPILE_FAILED, "", message),)), FAILED
-    Path(reply_path).write_text(to_json(reply), encoding="utf-8")
+            _print_traceback()
+        reply, code = Refusal((_problem(error),)), FAILED
+    # Whole or not at all, also when the disk is full.
+    write_atomically(Path(reply_path), to_json(reply), durable=False)
     return code
 
 
+def _print_traceback() -> None:
+    # The disk that is full has the log too.
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
+def _os_problem(error: OSError) -> Problem:
+    """The problem for ``error``: the system's, or that of the library that raised it."""
+    _print_traceback()
+    return system_problem(error, Path.cwd()) if is_refusal(error) else _problem(error)
+
+
+def _problem(error: Exception) -> Problem:
+    return Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}")
+
+
+def _keep(arguments: list[str]) -> int:
+    """Answer the request in a fork, which ends with standard input; returns its exit code."""
+    from hatch_epcontext.worker.keeper import Keeper
+
+    def work() -> int:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        return main(*arguments)
+
+    return Keeper(0).run(work, lambda: None)
+
+
+def _end_with_input() -> None:
+    """End this process when nobody has the other end of its standard input any more."""
+    with contextlib.suppress(OSError):
+        os.read(0, 1)
+    if sys.platform != "win32":
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _die_like(code: int) -> None:
+    """End as the process with the exit code ``code`` did: a negative one is that of a signal."""
+    if code < 0:
+        faulthandler.disable()
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    _arguments = [each for each in sys.argv[1:] if each != END_WITH_INPUT]
+    if END_WITH_INPUT not in sys.argv:
+        sys.exit(main(*_arguments))
+    elif sys.platform == "linux":
+        _die_like(_keep(_arguments))
+    else:
+        threading.Thread(target=_end_with_input, daemon=True).start()
+        sys.exit(main(*_arguments))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -23,6 +22,13 @@ from hatch_epcontext.ipc.fork_server import STARTED
 from hatch_epcontext.ipc.protocol import REQUESTS
 from hatch_epcontext.serialize import make_ready
 from hatch_epcontext.worker.__main__ import main
+from hatch_epcontext.worker.keeper import (
+    Keeper,
+    adopt_orphans,
+    end_with_parent,
+    kill_children,
+    leave,
+)
 
 _PRELOADED = (
     "numpy",
@@ -30,9 +36,6 @@ _PRELOADED = (
     "onnxruntime",
     *(f"hatch_epcontext.worker.{name}" for name in ("check", "compile", "prepare", "validate")),
 )
-
-_PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``: the signal that a process gets when its parent dies."""
 
 
 def _preload() -> None:
@@ -55,12 +58,13 @@ def _preload() -> None:
 
 
 class _Server:
-    """Forks workers, and sends each exit code over the connection of its order."""
+    """Forks a keeper for each order, which forks the worker, and sends its exit code to the build."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
-        self._running: dict[int, socket.socket] = {}
+        self._orders: set[socket.socket] = set()
+        self._keepers: set[int] = set()
         self._awake, wake = socket.socketpair()
         for each in (self._awake, wake):
             each.setblocking(False)
@@ -68,6 +72,8 @@ class _Server:
 
     def serve(self) -> None:
         """Work until the build process closes its end."""
+        # A keeper that is killed leaves its worker's processes to this one.
+        adopt_orphans()
         signal.signal(signal.SIGCHLD, _do_nothing)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for each in (self._control, self._awake):
@@ -75,17 +81,13 @@ class _Server:
         while True:
             for key, _ in self._selector.select():
                 found: Any = key.fileobj
-                if found.fileno() < 0:
-                    # Its worker has ended, and an earlier event of the same moment has closed it.
-                    continue
                 if found is self._awake:
                     self._awake.recv(4096)
                     self._reap()
                 elif found is not self._control:
                     self._receive(found)
                 elif not self._accept():
-                    for process_id in self._running:
-                        _kill(process_id)
+                    self._end()
                     return
 
     def _accept(self) -> bool:
@@ -94,6 +96,7 @@ class _Server:
         # Without a descriptor this process has too many: the build process sees that nobody answers.
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
+            self._orders.add(connection)
             self._selector.register(connection, selectors.EVENT_READ)
         return bool(message)
 
@@ -102,15 +105,12 @@ class _Server:
             order = connection.recv(1 << 20)
         except OSError:
             order = b""
-        known = {each: process_id for process_id, each in self._running.items()}
-        if connection in known:
-            self._selector.unregister(connection)
-            _kill(known[connection])
-        elif order:
-            self._fork(json.loads(order), connection)
-        else:
-            self._selector.unregister(connection)
-            connection.close()
+        self._selector.unregister(connection)
+        self._orders.remove(connection)
+        # The keeper has the connection from now on.
+        with connection:
+            if order:
+                self._fork(json.loads(order), connection)
 
     def _fork(self, order: dict[str, Any], connection: socket.socket) -> None:
         parent = os.getpid()
@@ -122,78 +122,60 @@ class _Server:
                 "ignore", "This process .* is multi-threaded", DeprecationWarning
             )
             try:
-                process_id = os.fork()
+                keeper = os.fork()
             except OSError:
                 # Too many processes, or too little memory: the build process sees that nobody answers.
-                self._selector.unregister(connection)
-                connection.close()
                 return
-        if process_id:
-            self._running[process_id] = connection
+            if keeper:
+                self._keepers.add(keeper)
+                return
+            leave(lambda: self._keep(order, connection, parent))
+
+    def _keep(self, order: dict[str, Any], connection: socket.socket, server: int) -> int:
+        """Be the keeper of a worker."""
+        end_with_parent(server, signal.SIGTERM)
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        for each in (self._control, self._awake, self._wake, *self._orders):
+            each.close()
+        keeper = Keeper(connection.fileno())
+
+        def work() -> int:
+            connection.close()
+            _become_worker(order)
+            return main(*order["arguments"])
+
+        def started() -> None:
             with contextlib.suppress(OSError):
                 connection.sendall(STARTED)
-            return
-        code = 1
-        try:
-            self._close(connection)
-            _become_worker(order, parent)
-            code = main(*order["arguments"])
-        finally:
-            _leave(code)
 
-    def _close(self, connection: socket.socket) -> None:
-        """Close in a fork what belongs to the server."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._selector.close()
-        for each in (self._control, self._awake, self._wake, connection, *self._running.values()):
-            each.close()
+        code = keeper.run(work, started)
+        with contextlib.suppress(OSError):
+            connection.sendall(str(code).encode())
+        return 0
 
     def _reap(self) -> None:
-        for process_id, connection in list(self._running.items()):
-            # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
-            if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            _kill(process_id)
-            _, status = os.waitpid(process_id, 0)
-            del self._running[process_id]
-            with contextlib.suppress(OSError):
-                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(connection)
-            connection.close()
+        for keeper in list(self._keepers):
+            process_id, status = os.waitpid(keeper, os.WNOHANG)
+            if process_id:
+                self._keepers.remove(keeper)
+                if status:
+                    kill_children(keep=self._keepers)
+
+    def _end(self) -> None:
+        """End all workers, and wait for their keepers."""
+        for keeper in self._keepers:
+            os.kill(keeper, signal.SIGTERM)
+        for keeper in self._keepers:
+            os.waitpid(keeper, 0)
 
 
-def _become_worker(order: dict[str, Any], parent: int) -> None:
-    os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        # The server died before that.
-        os._exit(1)
+def _become_worker(order: dict[str, Any]) -> None:
     os.chdir(order["folder"])
     log = os.open(order["log_path"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-
-
-def _leave(code: int) -> None:
-    """End a fork without what Python and libraries do at their end: it belongs to the server."""
-    if sys.exc_info()[0] is not None:
-        import traceback
-
-        traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    ctypes.CDLL(None).fflush(None)
-    os._exit(code)
-
-
-def _kill(process_id: int) -> None:
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            kill(process_id, signal.SIGKILL)
 
 
 def _do_nothing(signal_number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from hatch_epcontext import files as files_module
@@ -21,8 +22,12 @@ from hatch_epcontext.build.artifact import (
     ValidationStatus,
 )
 from hatch_epcontext.build.cache import Cache, default_root
+from hatch_epcontext.build.cache_folder import staging
 from hatch_epcontext.build.entry import entry_name, validation_name
 from hatch_epcontext.build.envelope import DamagedError, envelope_around
+from hatch_epcontext.build.run import open_cache
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.ipc.facts import Agreement
 from hatch_epcontext.serialize import to_json
@@ -59,6 +64,17 @@ def test_a_stored_artifact_is_found_again(
     assert taken == Artifact(tmp_path / "taken", artifact.record)
     assert record_files(taken.folder) == artifact.record.files
     assert not warnings
+
+
+def test_storing_sweeps_what_killed_builds_left(
+    cache: Cache, artifact: Artifact, tmp_path: Path
+) -> None:
+    with staging(tmp_path / "cache" / "v4") as running:
+        killed = running.with_name(".epcontext-abcd1234")
+        (killed / "entry").mkdir(parents=True)
+        (killed / ".lock").touch()
+        cache.store(KEY, artifact.folder, artifact.record, any_record)
+        assert [path.name for path in killed.parent.iterdir()] == [running.name]
 
 
 def test_what_was_taken_survives_the_cache(
@@ -340,7 +356,25 @@ def test_a_damaged_validation_is_a_miss(
 
 
 def test_the_users_cache_folder_is_named_after_the_package() -> None:
-    assert default_root().name == "hatch-epcontext"
+    root = default_root()
+    assert root is not None
+    assert root.name == "hatch-epcontext"
+
+
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_folder_the_build_goes_on_without_the_users_cache(project: Path) -> None:
+    lines: list[str] = []
+    config = load(project, parse('provider = "cpu"\nmodels = ["models/a.onnx"]\n'), {}, {})
+    cache = open_cache(config, lines.append)
+    assert default_root() is None
+    assert cache.store_report("a", "text") is None
+    (line,) = lines
+    assert line.startswith("this user has no home folder, and so no cache folder; this build ")
+
+
+def test_a_cache_folder_that_is_not_absolute_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_, **__: "~/.cache/x")
+    assert default_root() is None
 
 
 def test_the_latest_artifact_with_the_same_settings_is_found(

@@ -9,6 +9,7 @@ import pytest
 
 from hatch_epcontext.build import index as index_module
 from hatch_epcontext.build.index import Index
+from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.files import file_sha256
 
 LONG_AGO = 10**9
@@ -65,7 +66,7 @@ def test_a_file_that_has_just_been_written_is_read_by_each_build(
 
 
 @pytest.mark.parametrize("size", [5, 6])
-def test_a_changed_file_is_read_again(
+def test_a_changed_file_is_read_again_by_the_next_build(
     tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     settle(monkeypatch)
@@ -76,8 +77,53 @@ def test_a_changed_file_is_read_again(
     before = file.stat()
     file.write_bytes(b"x" * size)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert index.sha256(file) == file_sha256(file) != first
+    assert Index(tmp_path / "index").sha256(file) == file_sha256(file) != first
     assert len(read) == 2
+    for look in (index.sha256, index.check):
+        with pytest.raises(ModelError) as raised:
+            look(file)
+        assert [(each.kind, each.location) for each in raised.value.problems] == [
+            (Kind.MODEL_CHANGED, str(file))
+        ]
+
+
+def test_a_build_fails_if_a_file_is_removed_or_put_back(tmp_path: Path) -> None:
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index()
+    index.sha256(file)
+    os.utime(file, (LONG_AGO, LONG_AGO))
+    with pytest.raises(ModelError, match="changed during the build"):
+        index.check(file)
+    file.unlink()
+    with pytest.raises(ModelError, match="changed during the build"):
+        index.check(file)
+
+
+def test_a_file_that_has_just_been_written_is_read_again_in_the_end(
+    tmp_path: Path, read: list[str]
+) -> None:
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index()
+    index.sha256(file)
+    index.check(file)
+    assert read == ["a.onnx"] * 2
+
+
+def test_another_link_or_mode_is_no_change(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index()
+    index.sha256(file)
+    os.link(file, tmp_path / "b.onnx")
+    file.chmod(0o600)
+    index.check(file)
+    index.check(file)
+    assert len(read) <= 2
 
 
 def test_facts_are_stored_by_their_key(tmp_path: Path) -> None:

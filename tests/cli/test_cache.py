@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.build.cache_folder import staging
 from hatch_epcontext.build.signing import public_key
 from hatch_epcontext.config.pyproject import parse
 from tests.cli.conftest import Cli
@@ -54,6 +55,16 @@ def test_a_missing_cache_is_empty(cli: Cli, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_folder_the_cache_must_be_named(cli: Cli, tmp_path: Path) -> None:
+    failed = cli("cache", "info", code=2)
+    assert "this user has no home folder, and so no cache folder." in failed.stderr
+    assert "--cache-dir" in failed.stderr
+    failed = cli("cache", "--cache-dir", "~/x", "info", code=2)
+    assert "no home folder" in failed.stderr
+    assert cli("cache", "--cache-dir", tmp_path / "none", "info").stdout.endswith("0 bytes\n")
+
+
 def test_artifacts_that_were_not_used_for_long_are_removed(
     cli: Cli, app_project: Path, filled: Path
 ) -> None:
@@ -98,10 +109,10 @@ def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> Non
 def leave(cache: Path) -> list[Path]:
     """What killed builds can leave in ``cache``."""
     entry = entries(cache)[0]
-    folders = [cache / "v4" / "staging" / "x1", cache / "v4" / "staging" / "x2"]
-    for folder in folders:
-        (folder / "entry" / "files").mkdir(parents=True)
-        (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
+    folder = cache / "v4" / "staging" / ".epcontext-abcd1234"
+    (folder / "entry" / "files").mkdir(parents=True)
+    (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
+    (folder / ".lock").touch()
     files = [
         cache / "v4" / "latest" / f".{'ab' * 32}.17-4711.tmp",
         cache / "v4" / "index" / f".{'ab' * 32}.17-4711.tmp",
@@ -111,7 +122,7 @@ def leave(cache: Path) -> list[Path]:
     for file in files:
         file.parent.mkdir(exist_ok=True)
         file.touch()
-    return [*folders, *files]
+    return files
 
 
 def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> None:
@@ -131,6 +142,14 @@ def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> Non
     assert not list((filled / "v4" / "staging").iterdir())
 
 
+def test_what_a_running_build_uses_stays(cli: Cli, filled: Path) -> None:
+    with staging(filled / "v4") as folder:
+        (folder / "entry").mkdir()
+        cli("cache", "clear")
+        cli("cache", "prune", "--older-than", "1d")
+        assert (folder / "entry").is_dir()
+
+
 @pytest.mark.parametrize("arguments", [("--older-than", "30d"), ("--max-size", "1GB")])
 def test_pruning_removes_what_builds_left_that_were_killed_more_than_a_day_ago(
     cli: Cli, filled: Path, arguments: tuple[str, str]
@@ -139,6 +158,7 @@ def test_pruning_removes_what_builds_left_that_were_killed_more_than_a_day_ago(
     for path in left:
         age(path, 0.9)
     cli("cache", "prune", *arguments)
+    assert not list((filled / "v4" / "staging").iterdir())
     assert all(path.exists() for path in left)
     for path in left:
         age(path, 1.1)

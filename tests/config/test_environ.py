@@ -32,6 +32,13 @@ def test_nothing_is_set_by_default_and_other_variables_do_not_count() -> None:
     assert collect(read_environment(environ)) == (Environment(), [])
 
 
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_folder_paths_have_no_tilde() -> None:
+    for name in ("CACHE_DIR", "REPORT"):
+        _, (problem,) = collect(read_environment({f"{PREFIX}{name}": "~/x.html"}))
+        assert "a path without ~, because this user has no home folder" in problem.message
+
+
 def test_all_variables(tmp_path: Path) -> None:
     settings = read(
         SKIP="true",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -46,7 +48,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             """),
         encoding="utf-8",
     )
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return body
 
 
@@ -91,7 +93,9 @@ def test_workers_are_forks_of_one_process_and_end_with_it(
         "import os, sys\n"
         "from hatch_epcontext.errors import BuildError, Kind, Problem\n"
         "known = sorted({'onnx', 'onnxruntime', 'numpy'} & sys.modules.keys())\n"
-        "text = f'{os.getpid()} {os.getppid()} {known}'\n"
+        "stat = open(f'/proc/{os.getppid()}/stat').read()\n"
+        "server = stat.rpartition(')')[2].split()[1]\n"
+        "text = f'{os.getpid()} {server} {known}'\n"
         "raise BuildError(Problem(Kind.COMPILE_FAILED, '', text))\n",
         encoding="utf-8",
     )
@@ -185,6 +189,56 @@ def test_what_a_worker_leaves_behind_ends_with_it(
     wait_until_gone(int(problem(workers, tmp_path).message.removeprefix("OSError: ")))
 
 
+def daemon(folder: Path) -> str:
+    """The source that starts a process with a session of its own, which writes its number into ``folder``."""
+    return (
+        "import os, time\n"
+        "if not (child := os.fork()):\n"
+        "    os.setsid()\n"
+        "    if os.fork(): os._exit(0)\n"
+        f"    open({str(folder / 'new')!r}, 'w').write(str(os.getpid()))\n"
+        f"    os.rename({str(folder / 'new')!r}, {str(folder / 'daemon')!r})\n"
+        "    time.sleep(600)\n"
+        "os.waitpid(child, 0)\n"
+        f"while not os.path.exists({str(folder / 'daemon')!r}): time.sleep(0.01)\n"
+    )
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_daemon_that_a_worker_started_ends_with_it(
+    tmp_path: Path, check: Path, forks: bool
+) -> None:
+    ends = {
+        "well": "raise ValueError",
+        "killed": "os.kill(os.getpid(), 9)",
+        "crashed": "os.kill(os.getpid(), 11)",
+        "too slow": "time.sleep(600)",
+    }
+    with contextlib.ExitStack() as stack:
+        workers = Workers(60)
+        if forks:
+            stack.enter_context(workers)
+        for name, end in ends.items():
+            if name == "too slow":
+                workers = dataclasses.replace(workers, timeout=1 if forks else 4)
+            folder = tmp_path / name
+            folder.mkdir()
+            check.write_text(daemon(folder) + end, encoding="utf-8")
+            problem(workers, folder)
+            # Not some time later: it may use a device, or write to the folder of the step.
+            assert not is_running(int((folder / "daemon").read_text("ascii"))), name
+
+
+def test_a_daemon_ends_when_the_keeper_of_its_worker_is_killed(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        f"{daemon(tmp_path)}\nos.kill(os.getppid(), 9)\ntime.sleep(600)", encoding="utf-8"
+    )
+    assert problem(workers, tmp_path).kind is Kind.WORKER_KILLED
+    wait_until_gone(int((tmp_path / "daemon").read_text("ascii")))
+
+
 def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
 ) -> None:
@@ -194,7 +248,7 @@ def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
     (folder / "numpy.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n", encoding="utf-8"
     )
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     assert problem(workers, tmp_path).message == "the worker crashed with SIGILL."
 
 
@@ -213,7 +267,7 @@ def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
             assert time.monotonic() < end
             time.sleep(0.05)
         os.kill(server_of(workers), signal.SIGKILL)
-        assert called.result(60).message == "the worker crashed with SIGKILL."
+        assert called.result(60).message == "the worker was killed with SIGKILL."
     wait_until_gone(int(started.read_text(encoding="ascii")))
     check.write_text("raise OSError('another')\n", encoding="utf-8")
     (tmp_path / "two").mkdir()
@@ -261,12 +315,14 @@ def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Work
     wait_until_gone(int((tmp_path / "pid").read_text(encoding="ascii")))
 
 
+@pytest.mark.parametrize("forks", [True, False])
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_the_build_however_it_ends(
-    tmp_path: Path, check: Path, by: signal.Signals
+    tmp_path: Path, check: Path, by: signal.Signals, forks: bool
 ) -> None:
     check.write_text(
-        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        f"{daemon(tmp_path)}\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
         "time.sleep(600)\n",
         encoding="utf-8",
     )
@@ -274,8 +330,9 @@ def test_workers_end_with_the_build_however_it_ends(
         from pathlib import Path
         from hatch_epcontext.ipc.process import Workers
         from tests.ipc.test_process import request_for
-        with Workers(600) as workers:
-            workers.call(request_for(Path("a.onnx")), Path({str(tmp_path / "call")!r}), location="a")
+        workers = Workers(600)
+        if {forks}: workers.__enter__()
+        workers.call(request_for(Path("a.onnx")), Path({str(tmp_path / "call")!r}), location="a")
         """)
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", script], cwd=root) as build:
@@ -284,7 +341,8 @@ def test_workers_end_with_the_build_however_it_ends(
             assert time.monotonic() < end
             time.sleep(0.05)
         build.send_signal(by)
-    wait_until_gone(int((tmp_path / "pid").read_text(encoding="ascii")))
+    for name in ("pid", "daemon"):
+        wait_until_gone(int((tmp_path / name).read_text(encoding="ascii")))
 
 
 @pytest.mark.parametrize("forks", [True, False])
@@ -337,11 +395,22 @@ def test_the_hint_names_the_variable_that_sets_the_limit(
     assert stopped.advice() == "Raise HATCH_EPCONTEXT_TIMEOUT, which wins over the configuration."
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise MemoryError",
+        "import os\nprint('terminate called after throwing: std::bad_alloc', flush=True)\nos.abort()",
+    ],
+)
 def test_without_a_limit_short_memory_is_not_blamed_on_it(
-    tmp_path: Path, check: Path, workers: Workers
+    tmp_path: Path, check: Path, workers: Workers, body: str
 ) -> None:
-    check.write_text("raise MemoryError\n", encoding="utf-8")
-    assert problem(workers, tmp_path).kind is Kind.COMPILE_FAILED
+    check.write_text(body, encoding="utf-8")
+    short = problem(workers, tmp_path)
+    assert short.kind is Kind.OUT_OF_MEMORY
+    assert short.message.startswith("the worker ran out of memory: ")
+    assert "build.jobs" in short.advice()
+    assert "memory-limit" not in short.text()
 
 
 def test_long_steps_are_reported_while_they_run(
@@ -365,3 +434,95 @@ def test_long_steps_are_reported_while_they_run(
         problem(workers, tmp_path)
     assert lines[0].startswith("a -> npu: check runs for ")
     assert lines[0].endswith(" s")
+
+
+UNUSABLE = {
+    "half a reply": 'b\'{"models": [{"inp\'',
+    "nothing": "b''",
+    "binary": "bytes(range(256))",
+    "UTF-16": "'{}'.encode('utf-16')",
+    "a list": "b'[]'",
+    "a number": "b'1e3'",
+    "another type": 'b\'{"models": {"a": 1}}\'',
+    "another reply": "b'{\"devices\": []}'",
+    "no model": "b'{\"models\": []}'",
+    "two models": "b'{\"models\": [%s, %s]}' % (FACTS, FACTS)",
+    "100 MB": "b' ' * 10**8",
+    "deep": "b'[' * 10**6",
+    "deep objects": "b'{\"models\":' * 10**6",
+    "a number of 100,000 digits": 'b\'{"models": \' + b"7" * 10**5 + b"}"',
+    "NaN": "b'{\"models\": [NaN]}'",
+    "a lone surrogate": 'b\'{"models": "\\\\ud800"}\'',
+    "a folder": "None",
+}
+"""Replies that are none, as the source of their bytes."""
+
+
+def test_an_unusable_reply_is_one_message_with_the_end_of_the_log(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    for number, (name, source) in enumerate(UNUSABLE.items()):
+        check.write_text(
+            "import os, pathlib\n"
+            'FACTS = b\'{"inputs": [], "outputs": [], "external_data": []}\'\n'
+            "print('compiling', flush=True)\n"
+            f"reply = {source}\n"
+            "if reply is None: os.mkdir('reply.json')\n"
+            "else: pathlib.Path('reply.json').write_bytes(reply)\n"
+            "os._exit(0)\n",
+            encoding="utf-8",
+        )
+        (tmp_path / str(number)).mkdir()
+        found = problem(workers, tmp_path / str(number))
+        assert found.location == "a -> npu", name
+        assert found.log == "compiling", name
+        if source == "None":
+            assert found.message == "the worker ended with exit code 0 and without a reply."
+            continue
+        assert found.kind is Kind.INVALID_REPLY, name
+        assert found.message.startswith("the worker's reply cannot be used: "), name
+        assert len(found.message) < 600, name
+
+
+def test_a_worker_that_floods_its_log_is_stopped(
+    tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hatch_epcontext.ipc.process._LOG_LIMIT", 10**6)
+    check.write_text(
+        "import os\nwhile True: os.write(1, b'x' * 10_000_000 + b'\\nthe end\\n')\n",
+        encoding="utf-8",
+    )
+    lines: list[str] = []
+    with Workers(60, lines.append) as workers:
+        flooded = problem(workers, tmp_path)
+    assert flooded.kind is Kind.INVALID_REPLY
+    assert flooded.message == "the worker was stopped, because its log had more than 1.0 MB."
+    assert flooded.log is not None
+    assert len(flooded.log) < 100_000
+    assert max(map(len, lines)) < 3000
+
+
+def test_a_line_that_never_ends_is_shown_by_its_beginning(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text("print('x' * 10**6, flush=True)\nraise ValueError\n", encoding="utf-8")
+    log = problem(workers, tmp_path).log
+    assert log is not None
+    assert "ValueError" in log
+    assert max(map(len, log.splitlines())) < 3000
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_worker_ends_although_neither_log_nor_reply_can_be_written(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "import os\n"
+        "full = os.open('/dev/full', os.O_WRONLY)\n"
+        "for each in (1, 2): os.dup2(full, each)\n"
+        "os.mkdir('reply.json')\n"
+        "raise OSError(28, 'No space left on device')\n",
+        encoding="utf-8",
+    )
+    ended = problem(workers, tmp_path)
+    assert ended.message == "the worker ended with exit code 1 and without a reply."

@@ -35,7 +35,7 @@ def fake_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The source file of the ``onnx`` that workers import, which the test writes."""
     folder = tmp_path / "fake"
     folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return folder / "onnx.py"
 
 

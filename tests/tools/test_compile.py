@@ -67,7 +67,7 @@ def test_a_failed_copy_leaves_nothing(
             raise OSError("the disk is full")
 
     monkeypatch.setattr(shutil, "copyfile", fails)
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(OutputError, match="full"):
         _publish(files, overwrite=True)
     assert list(next(iter(files)).parent.iterdir()) == []
 

@@ -12,7 +12,7 @@ import pytest
 from hatch_epcontext.build.artifact import Artifact, Result
 from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import BuildError, Kind, OutputError, Problem
+from hatch_epcontext.errors import BuildError, Kind, ModelError, OutputError, Problem
 from hatch_epcontext.files import is_intact
 from hatch_epcontext.package.manifest import PackageMetadata, read_own
 from hatch_epcontext.tools.export import export
@@ -72,6 +72,19 @@ def test_the_folder_has_the_manifest_the_artifacts_and_the_sources(
     assert is_intact(out, about(out).files)
     assert (out / "a/source/a.onnx").read_bytes() == (project / "models/a.onnx").read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_source_that_changes_meanwhile_is_not_written(
+    config: Config, run: Run, out: Path, project: Path
+) -> None:
+    def changing(planned: Plan, staging: Path) -> Result:
+        result = run(planned, staging)
+        (project / "models/a.onnx").write_bytes(b"another")
+        return result
+
+    with pytest.raises(ModelError, match=r"a\.onnx: EPC211\n    changed during the build"):
+        export(config, out, changing, loader=False, overwrite=False)
+    assert list(out.parent.iterdir()) == []
 
 
 def test_with_the_loader_the_folder_is_a_python_package(
@@ -193,7 +206,7 @@ def test_what_was_there_comes_back_when_the_new_folder_cannot_be_renamed(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(PermissionError):
+    with pytest.raises(OutputError, match="in use"):
         export(config, out, run, loader=False, overwrite=True)
     assert tree(out.parent) == before
 

@@ -28,6 +28,7 @@ from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.system import writing
 
 _SMALL = 1 << 20
 """Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
@@ -92,7 +93,8 @@ class LocalExecutor:
         start = time.monotonic()
         prepared = [self.preparations.get(job, model) for model in job.models]
         prepare_seconds = time.monotonic() - start
-        folder.mkdir(parents=True)
+        with writing("an artifact", folder, job.location):
+            folder.mkdir(parents=True)
         request = CompileRequest(
             models=tuple(model_spec_for(model, job.target) for model in job.models),
             prepared=tuple(each.path for each in prepared),
@@ -122,7 +124,8 @@ class LocalExecutor:
 
         scratch = self._scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
-        shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
+        with writing("a copy to validate", moved, job.location):
+            shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
         spec = model_spec_to_run(model, job.target)
         request = ValidateRequest(
             spec,

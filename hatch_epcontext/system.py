@@ -1,0 +1,125 @@
+"""What the system refuses, in words: a full disk, a folder that cannot be written, too many open files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
+from hatch_epcontext.files import STAGING_PREFIX
+from hatch_epcontext.text import show_size
+
+_FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
+"""What the system answers when there is no room for a file."""
+
+_REFUSALS = _FULL | {
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "EROFS", "EIO", "ESTALE", "ENODEV", "ENXIO"),
+        *("EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ETIMEDOUT"),
+    )
+}
+"""What the system answers whatever a program does right. A missing file can be the program's own fault."""
+
+_FULL_IN_WORDS = re.compile(
+    r"no space left on device|disk quota exceeded|not enough space on the disk", re.IGNORECASE
+)
+
+_NO_ROOM = 64 << 10
+"""Bytes below which a file system counts as full: libraries that fail to write there rarely say why."""
+
+
+@contextlib.contextmanager
+def writing(
+    what: str, folder: Path, location: str = "", error: type[EpcontextError] = BuildError
+) -> Iterator[None]:
+    """Raise ``error`` with one problem in place of an OSError, while ``what`` is written to ``folder``."""
+    try:
+        yield
+    except OSError as refused:
+        raise error(system_problem(refused, folder, what, location)) from refused
+
+
+def system_problem(
+    error: OSError, folder: Path | None = None, what: str = "", location: str = ""
+) -> Problem:
+    """The problem for ``error``, which came while ``what`` was written to ``folder``.
+
+    Without ``folder`` it is that of the file that ``error`` names.
+    """
+    path, reason = _of(error)
+    place = folder or (Path(path).absolute().parent if path else Path.cwd())
+    doing = f" while {what} was written" if what else ""
+    message = f"{reason}{doing}: {path or place}."
+    if error.errno in _FULL or _FULL_IN_WORDS.search(reason):
+        message += f"\n{_room(place)}"
+    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(place))
+
+
+def _of(error: OSError) -> tuple[str, str]:
+    """The path that ``error`` names, if there is one, and the reason in words."""
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
+        # Of a whole folder: (source, target, reason) for each file.
+        _, target, reason = error.args[0][0]
+        return str(target), str(reason)
+    name = error.filename2 or error.filename
+    path = os.fsdecode(name) if isinstance(name, str | bytes) else ""
+    return path, error.strerror or str(error)
+
+
+def os_error_text(error: OSError) -> str:
+    """``error`` as a message: with what to do where the system refuses."""
+    refused = is_refusal(error) or isinstance(error, shutil.Error)
+    return system_problem(error).text() if refused else str(error)
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether the system refuses, and the program that got ``error`` is not to blame."""
+    return error.errno in _REFUSALS
+
+
+def removed_problem(folder: Path, location: str) -> Problem:
+    """The problem when somebody has removed the temporary ``folder`` of a step."""
+    message = f"the temporary folder {folder} was removed while the build was running."
+    hint = "Keep programs that clean temporary folders away from it, or set TMPDIR to another one."
+    return Problem(Kind.SYSTEM_ERROR, location, message, hint)
+
+
+def full_disk_problem(folder: Path, location: str, said: str) -> Problem | None:
+    """The problem if ``folder``, where something failed and ``said`` this, has no room left; else None."""
+    if not _FULL_IN_WORDS.search(said) and not _is_full(folder):
+        return None
+    message = f"No space left on device while the worker wrote: {folder}.\n{_room(folder)}"
+    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(folder))
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _NO_ROOM
+    except OSError:
+        return False
+
+
+def _room(folder: Path) -> str:
+    """How much room the file system of ``folder`` has, and where it is mounted."""
+    try:
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        mount = next(each for each in (existing, *existing.parents) if os.path.ismount(each))
+        usage = shutil.disk_usage(existing)
+    except (OSError, StopIteration):
+        return "The file system does not say how much is left."
+    size = show_size(usage.total)
+    return f"The file system {mount} has {show_size(usage.free)} of {size} left."
+
+
+def _advice(folder: Path) -> str:
+    variable = "TEMP" if sys.platform == "win32" else "TMPDIR"
+    if any(part.startswith(STAGING_PREFIX) for part in folder.parts):
+        return f"Free space there, or set {variable} to a folder on another file system."
+    return "Free space there, or choose another folder that can be written."
