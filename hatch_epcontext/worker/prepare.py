@@ -13,7 +13,7 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
 from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.reference import check_outputs, reference, write_reference
@@ -71,8 +71,8 @@ def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> ort.Inferenc
 
 def _write_fixed(spec: ModelSpec, folder: Path, simplifier: Simplifier) -> Path:
     source = Path(spec.path)
-    model = graph.read(source, spec.key)
-    data = graph.external_data(model, source.parent, spec.key)
+    model = reading.read(source, spec.key)
+    data = external.external_data(model, source.parent, spec.key)
     # onnx itself, which onnxslim uses, refuses external data that is a link, hard or symbolic.
     copy = shutil.copyfile if simplifier == "onnxslim" else link_or_copy
     for name in data:

@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.protocol import ValidateReply, ValidateRequest
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import reading
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
@@ -73,7 +73,7 @@ def _feeds(request: ValidateRequest) -> dict[str, Array]:
         own = request.context.inputs
         given = {each.name: constant(spec, each) for each in own if each.name in spec.constants}
         return {**dummy_inputs(own, spec), **given}
-    source = graph.read(Path(spec.path), spec.key)
+    source = reading.read(Path(spec.path), spec.key)
     fix_inputs(source, spec)
     feeds = feeds_for(source, spec)
     if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
