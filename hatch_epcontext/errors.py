@@ -294,6 +294,12 @@ class Kind(Enum):
         "ONNX Runtime cannot run the source model on the CPU with the dummy inputs.",
         "Give inputs that the model takes with `validate.inputs`.",
     )
+    RUN_TIMEOUT = (
+        "EPC210",
+        "Model runs for too long",
+        "Running the source model on the CPU, or what was made of it, took longer than `validate.timeout`.",
+        "Give smaller inputs with `validate.inputs` or `dims`, or raise `validate.timeout`.",
+    )
     NOTHING_COMPILED = (
         "EPC301",
         "Nothing was compiled",

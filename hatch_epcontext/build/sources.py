@@ -179,8 +179,8 @@ class _Checks:
 def _unchecked_key(model: Model, index: Index) -> str:
     """What identifies the facts of ``model`` whatever it is checked against."""
     spec = to_plain(source_spec(model))
-    # Paths differ between machines.
-    other = ("path", "key", "listed", "inputs")
+    # Paths differ between machines, and no fact depends on the others.
+    other = ("path", "key", "listed", "inputs", "timeout")
     return value_sha256(
         {
             "version": [hatch_epcontext.__version__, FORMAT],

@@ -181,11 +181,11 @@ class Workers:
             raise _interrupted(location)
         if exit_code is None:
             limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
-            message = f"the worker was stopped after {self.timeout:g} seconds."
+            message = f"the worker was stopped after {self.timeout:g} seconds{order.last_step}."
             problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
             raise BuildError(_with_variable(problem, "TIMEOUT"))
         if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
-            message = f"the worker {_describe_exit(exit_code)}."
+            message = f"the worker {_describe_exit(exit_code)}{order.last_step}."
             problem = Problem(
                 Kind.WORKER_CRASHED, location, message, _crash_hint(exit_code), log=tail
             )

@@ -17,6 +17,7 @@ from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.session import provider_of
 from hatch_epcontext.worker.sharing import compile_group
+from hatch_epcontext.worker.step import step
 
 
 def handle(request: CompileRequest) -> CompileReply:
@@ -25,6 +26,7 @@ def handle(request: CompileRequest) -> CompileReply:
     Raises BuildError when the EP's result is not what the request asks for: no node is compiled, a
     context is of another EP or for another chip, or a sidecar is missing.
     """
+    step(f"compiling for {provider_of(request.target).ep}")
     start = time.monotonic()
     if len(request.models) > 1:
         contexts = compile_group(request)
