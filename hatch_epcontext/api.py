@@ -46,6 +46,7 @@ from hatch_epcontext.ipc.facts import Agreement, Coverage, CoverageStatus, NodeF
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import ContextFacts, InspectReply
 from hatch_epcontext.providers import Device, OptionValue
+from hatch_epcontext.text import printable
 from hatch_epcontext.tools import compile as compile_tool
 from hatch_epcontext.tools import compile_bytes
 from hatch_epcontext.tools import validate as validate_tool
@@ -200,7 +201,7 @@ def compile_models(
 
     def line(text: str) -> None:
         if log is not None:
-            log(text)
+            log(printable(text))
 
     if package:
         return export(config, output, run, loader=False, overwrite=overwrite)

@@ -246,6 +246,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _errors_as_message(self) -> Iterator[None]:
         """Foreseen errors become one message without a traceback."""
         from hatch_epcontext.errors import EpcontextError, MissingError
+        from hatch_epcontext.text import printable
 
         try:
             yield
@@ -260,7 +261,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()
-            self.app.abort(f"epcontext: {error}")
+            self.app.abort(f"epcontext: {printable(str(error), lines=True)}")
 
     def _clean_up(self) -> None:
         if self._staging is not None:
@@ -268,7 +269,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._staging = None
 
     def _info(self, message: str) -> None:
-        self.app.display_info(f"epcontext: {message}")
+        from hatch_epcontext.text import printable
+
+        self.app.display_info(f"epcontext: {printable(message)}")
 
     def _warning(self, message: str) -> None:
-        self.app.display_warning(f"epcontext: {message}")
+        from hatch_epcontext.text import printable
+
+        self.app.display_warning(f"epcontext: {printable(message, lines=True)}")

@@ -141,6 +141,14 @@ def _functions(*calls: tuple[str, list[str]]) -> Make:
     return make
 
 
+def _with_reference(name: str) -> onnx.ModelProto:
+    """A model with an attribute that stands for one of a function, outside of any function."""
+    model = _node("Gather", ["w", "x"], axis=0)()
+    (attribute,) = model.graph.node[0].attribute
+    attribute.ref_attr_name = name
+    return model
+
+
 def _nested(depth: int) -> bytes:
     """The bytes of graphs inside each other: protobuf itself does not write so many."""
 
@@ -314,6 +322,10 @@ HOSTILE_TO_RUN: dict[str, tuple[Make, str]] = {
     "one input of two": (_saved(_node("Equal", ["x"])), "the source model itself"),
     "three inputs of two": (_saved(_node("Equal", ["x", "w", "w"])), "the source model itself"),
     "axis as text": (_saved(_node("Gather", ["w", "x"], axis="one")), "the source model itself"),
+    "axis of a function that is not there": (
+        _saved(lambda: _with_reference("axis")),
+        "the source model itself",
+    ),
     "axis as a list": (_saved(_node("Gather", ["w", "x"], axis=[1])), "the source model itself"),
     "table of NaN": (_range(np.full(2, np.nan, np.float32), "OneHot"), "the source model itself"),
     "table of words": (_range(np.array(["a", "b"], object)), "the source model itself"),

@@ -18,7 +18,7 @@ from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, S
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.ipc.running import Interpreter, Order, Running
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.text import show_size
+from hatch_epcontext.text import printable, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import ReplyT, Request
@@ -306,7 +306,7 @@ def _follow(
 
 def _plain(text: str) -> str:
     # ONNX Runtime writes colours even to a file.
-    return _COLOUR.sub("", text).rstrip("\r")
+    return printable(_COLOUR.sub("", text).rstrip("\r"))
 
 
 def _interrupted(location: str) -> BuildError:

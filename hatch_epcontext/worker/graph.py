@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,10 +59,12 @@ def operator(node: onnx.NodeProto) -> str:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """Return the value of an attribute of ``node``, text as bytes; ``default`` if it is missing."""
+    """Return the value of an attribute of ``node``, text as bytes; ``default`` if it has no value."""
     for each in node.attribute:
         if each.name == name:
-            return onnx.helper.get_attribute_value(each)
+            # A function's attribute can stand for it, or it is of no type that ONNX has.
+            with contextlib.suppress(ValueError):
+                return onnx.helper.get_attribute_value(each)
     return default
 
 

@@ -25,7 +25,7 @@ from hatch_epcontext.worker.session import provider_of
 
 def read_optimized(name: str, result: Path) -> Context:
     """Return the facts of the optimized graph ``result``."""
-    model = load(result, "")
+    model = load(result, result.name)
     return Context(
         model=name,
         model_file=result.name,
@@ -45,7 +45,7 @@ def read_context(spec: ModelSpec, prepared: Path, result: Path, target: TargetSp
     except ModelError as error:
         # What the EP wrote is not to blame on the model.
         problems = (
-            Problem(Kind.WRONG_RESULT, "", f"in what {provider.ep} wrote, {problem.message}")
+            Problem(Kind.WRONG_RESULT, "", f"{provider.ep} wrote {result.name}: {problem.message}")
             for problem in error.problems
         )
         raise BuildError(*problems) from error

@@ -69,26 +69,25 @@ def load(path: Path, location: Key | str) -> onnx.ModelProto:
     ``location`` is that of problems. Raises ModelError when the file is no ONNX model, when it is too
     large, and when names, tensors or functions of it are damaged; the message names them.
     """
-    name = path.name if isinstance(location, Key) else "the file"
+    # Any other location is that of the file.
+    name = f"{path.name} " if isinstance(location, Key) else ""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise _invalid(location, f"{name} is not a regular file.")
+        raise _invalid(location, f"{name}is not a regular file.")
     if status.st_size > PROTOBUF_LIMIT:
         size = show_size(status.st_size)
-        message = f"{name} has {size}, but an ONNX file cannot be larger than 2 GiB."
+        message = f"{name}has {size}, but an ONNX file cannot be larger than 2 GiB."
         raise _invalid(location, message)
     try:
         model = onnx.load_model_from_string(path.read_bytes())
     except DecodeError:
-        message = (
-            f"{name} is not an ONNX model: it cannot be read as one. It is damaged, or its graphs are "
-            "nested too deeply."
-        )
+        reason = "it is damaged, or its graphs are nested too deeply"
+        message = f"{name}is not an ONNX model: it cannot be read as one, because {reason}."
         raise _invalid(location, message) from None
     if not model.ir_version or not model.HasField("graph"):
-        raise _invalid(location, f"{name} is not an ONNX model: it has no graph.")
+        raise _invalid(location, f"{name}is not an ONNX model: it has no graph.")
     if problem := next(_damage(model), None):
-        raise _invalid(location, f"{name} is damaged: {problem}.")
+        raise _invalid(location, f"{name}is damaged: {problem}.")
     return model
 
 

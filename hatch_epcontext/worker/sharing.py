@@ -55,7 +55,7 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
 
 
 def _sidecars(result: Path) -> set[str]:
-    model = load(result, "")
+    model = load(result, result.name)
     return {
         graph.text(node, "ep_cache_context")
         for node in graph.contexts(model.graph)
@@ -68,7 +68,7 @@ def _equalize_spill_fill(results: list[Path]) -> None:
 
     The first member that is opened allocates the buffer for all, and it can be any of them.
     """
-    models = {result: load(result, "") for result in results}
+    models = {result: load(result, result.name) for result in results}
     nodes = [node for model in models.values() for node in graph.contexts(model.graph)]
     largest = max((graph.number(node, "max_size", 0) for node in nodes), default=0)
     for result, model in models.items():
