@@ -31,10 +31,13 @@ def graphs(part: Part) -> Iterator[Part]:
         inner: list[Part] = []
         for node in each.node:
             for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    inner.append(attribute.g)
-                inner += attribute.graphs
+                inner += attribute_graphs(attribute)
         waiting += reversed(inner)
+
+
+def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    """Return the graphs that are values of ``attribute``."""
+    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
 
 
 def nodes(part: Part) -> Iterator[onnx.NodeProto]:
@@ -137,19 +140,29 @@ def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
 def tensors(part: Part) -> Iterator[onnx.TensorProto]:
     """Yield all stored tensors of ``part``, also those in attributes and in the graphs inside it."""
     for each in graphs(part):
-        if isinstance(each, onnx.GraphProto):
-            yield from each.initializer
-            for sparse in each.sparse_initializer:
-                yield from (sparse.values, sparse.indices)
+        yield from stored_tensors(each)
         for node in each.node:
             for attribute in node.attribute:
-                if attribute.HasField("t"):
-                    yield attribute.t
-                yield from attribute.tensors
-                if attribute.HasField("sparse_tensor"):
-                    yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
-                for sparse in attribute.sparse_tensors:
-                    yield from (sparse.values, sparse.indices)
+                yield from attribute_tensors(attribute)
+
+
+def stored_tensors(part: Part) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers of ``part``, without those of the graphs inside it."""
+    if isinstance(part, onnx.GraphProto):
+        yield from part.initializer
+        for sparse in part.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+
+
+def attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors that are values of ``attribute``, without those of the graphs inside it."""
+    if attribute.HasField("t"):
+        yield attribute.t
+    yield from attribute.tensors
+    if attribute.HasField("sparse_tensor"):
+        yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+    for sparse in attribute.sparse_tensors:
+        yield from (sparse.values, sparse.indices)
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:

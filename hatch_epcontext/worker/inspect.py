@@ -18,20 +18,18 @@ def handle(request: InspectRequest) -> InspectReply:
     """Return the facts of the request's file; raises ModelError when it is not an ONNX model."""
     path = Path(request.path)
     model = load(path, "")
-    operators = Counter(
-        graph.operator(node)
-        for node in graph.compute_nodes(model.graph)
-        if node.op_type != graph.CONTEXT_OP
-    )
-    external.refuse_too_large(model, path.parent)
-    data = external.names(model)
+    nodes = graph.compute_nodes(model.graph)
+    contexts = [node for node in nodes if node.op_type == graph.CONTEXT_OP]
+    operators = Counter(graph.operator(n) for n in nodes if n.op_type != graph.CONTEXT_OP)
+    if data := external.names(model):
+        external.refuse_too_large(model, path.parent)
     inside = tuple(name for name in data if external.stays_inside(path.parent, name))
     return InspectReply(
         inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
         outputs=tuple(map(graph.facts, model.graph.output)),
         opsets={opset.domain or "ai.onnx": opset.version for opset in model.opset_import},
         operators=dict(operators.most_common()),
-        contexts=tuple(_context(node, path.parent) for node in graph.contexts(model.graph)),
+        contexts=tuple(_context(node, path.parent) for node in contexts),
         external_data=inside,
         outside=tuple(name for name in data if name not in inside),
         compatibility=graph.compatibility(model),

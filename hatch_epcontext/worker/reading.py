@@ -113,23 +113,41 @@ def _damage(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _damaged_part(part: graph.Part) -> Iterator[str]:
-    for inner in graph.graphs(part):
+    # All in one pass: there are models with a million nodes.
+    waiting = [part]
+    while waiting:
+        inner = waiting.pop()
+        yield from _damaged_values(inner)
         for node in inner.node:
             its = (node.name, node.op_type, node.domain, *node.input, *node.output)
-            yield from _no_names("a name of a node", *its)
-        if isinstance(inner, onnx.GraphProto):
-            for value in (*inner.input, *inner.output, *inner.value_info):
-                dims = (dim.dim_param for dim in value.type.tensor_type.shape.dim)
-                yield from _no_names("a name of a value", value.name, *dims)
-    for tensor in graph.tensors(part):
-        yield from _no_names("the name of a tensor", tensor.name)
+            if not _are_names(its):
+                yield from _no_names("a name of a node", *its)
+            for attribute in node.attribute:
+                waiting += graph.attribute_graphs(attribute)
+                for tensor in graph.attribute_tensors(attribute):
+                    yield from _damaged_tensor(tensor)
+
+
+def _damaged_values(part: graph.Part) -> Iterator[str]:
+    if isinstance(part, onnx.GraphProto):
+        for value in (*part.input, *part.output, *part.value_info):
+            dims = (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+            yield from _no_names("a name of a value", value.name, *dims)
+    for tensor in graph.stored_tensors(part):
         yield from _damaged_tensor(tensor)
+
+
+def _are_names(names: Iterable[str]) -> bool:
+    try:
+        return "\0" not in "".join(names)
+    except TypeError:
+        # protobuf returns bytes for text that is not UTF-8.
+        return False
 
 
 def _no_names(what: str, *names: str | bytes) -> Iterator[str]:
     """The ``names`` that are no text, or end early for everything that is written in C."""
     for name in names:
-        # protobuf returns bytes for text that is not UTF-8.
         if not isinstance(name, str):
             yield f"{what} is not UTF-8 text: {name!r}"
         elif "\0" in name:
@@ -174,6 +192,7 @@ def _calls(nodes: Iterable[onnx.NodeProto], own: Container[_Function]) -> list[_
 
 
 def _damaged_tensor(tensor: TensorProto) -> Iterator[str]:
+    yield from _no_names("the name of a tensor", tensor.name)
     if any(size < 0 for size in tensor.dims):
         yield f"the tensor {tensor.name!r} has a negative size: {list(tensor.dims)}"
         return
