@@ -46,6 +46,7 @@ from hatch_epcontext.ipc.facts import Agreement, Coverage, CoverageStatus, NodeF
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import ContextFacts, InspectReply
 from hatch_epcontext.providers import Device, OptionValue
+from hatch_epcontext.text import printable
 from hatch_epcontext.tools import compile as compile_tool
 from hatch_epcontext.tools import compile_bytes
 from hatch_epcontext.tools import validate as validate_tool
@@ -135,8 +136,9 @@ def compile_models(
     ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
     ``embed``: whether the compiled blob is inside the context model; the default is a sidecar beside it.
     ``share_weights``: compile all models together, with one sidecar.
-    ``validate``: the mode, or a table with ``mode``, ``inputs`` and ``tolerance``. An ``inputs`` file is
-    an ``.npz`` with an array for each input, of its dtype and shape.
+    ``validate``: the mode, or a table with ``mode``, ``inputs``, ``tolerance`` and ``timeout`` (seconds
+    for one run of the model). An ``inputs`` file is an ``.npz`` with an array for each input, of its
+    dtype and shape.
     ``settings``: any other keys of a target, a model or the build, as in TOML, such as
     ``{"min-coverage": 0.9, "build.timeout": 600}`` (seconds).
     ``package``: make ``output`` the folder of a model package, with a manifest and the source models.
@@ -199,7 +201,7 @@ def compile_models(
 
     def line(text: str) -> None:
         if log is not None:
-            log(text)
+            log(printable(text))
 
     if package:
         return export(config, output, run, loader=False, overwrite=overwrite)

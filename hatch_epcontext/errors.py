@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
-from hatch_epcontext.text import dotted, to_toml
+from hatch_epcontext.text import dotted, printable, to_toml
 
 T = TypeVar("T")
 
@@ -294,6 +294,12 @@ class Kind(Enum):
         "ONNX Runtime cannot run the source model on the CPU with the dummy inputs.",
         "Give inputs that the model takes with `validate.inputs`.",
     )
+    RUN_TIMEOUT = (
+        "EPC210",
+        "Model runs for too long",
+        "Running the source model on the CPU, or what was made of it, took longer than `validate.timeout`.",
+        "Give smaller inputs with `validate.inputs` or `dims`, or raise `validate.timeout`.",
+    )
     MODEL_CHANGED = (
         "EPC211",
         "Model changed during the build",
@@ -563,13 +569,13 @@ class Problem:
     def text(self, names: KeyNames | None = None) -> str:
         """The problem as a message, in which ``names`` says how keys are called."""
         names = names or KeyNames()
-        location = self.location if self.key is None else names.key(self.key)
+        location = printable(self.location if self.key is None else names.key(self.key))
         lines = [f"{location}: {self.kind.id}" if location else self.kind.id]
-        lines.append(textwrap.indent(self.message, "    "))
+        lines.append(_indented(self.message, "    "))
         if advice := self.advice(names):
-            lines.append(textwrap.indent(advice, "    "))
+            lines.append(_indented(advice, "    "))
         if self.log:
-            lines += ["    the end of the worker's log:", textwrap.indent(self.log, "    | ")]
+            lines += ["    the end of the worker's log:", _indented(self.log, "    | ")]
         return "\n".join(lines)
 
     def advice(self, names: KeyNames | None = None) -> str:
@@ -581,6 +587,10 @@ class Problem:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _indented(text: str, prefix: str) -> str:
+    return textwrap.indent(printable(text, lines=True), prefix)
 
 
 Checked = Generator[Problem, None, T]

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from hatch_epcontext.text import show_size
+
 _CHUNK = 1 << 20
 
 STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
@@ -30,6 +32,14 @@ _LOCK = ".lock"
 """The file in a temporary folder that is locked as long as the folder is used."""
 
 _DAY = 86400.0
+MOST_BYTES = 256 * 10**9
+"""Bytes of one file or of all weights of a model: more than a machine of today can compile."""
+
+_LARGE = 10**9
+"""Bytes from which a file is not read before it is clear what for."""
+
+_TIMES = 100
+"""How much larger than what is used of it, or was written to it, such a file may be."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,31 @@ def symlink_or_copy(source: Path, target: Path) -> None:
         target.symlink_to(source)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def is_regular(path: Path) -> bool:
+    """Whether ``path`` is a file that can be read: no folder, pipe or device, and a possible name."""
+    # `Path.is_file` raises for names that are too long.
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def too_large(status: os.stat_result, used: int | None = None) -> str | None:
+    """Why a file of this ``status`` is not read, as the end of a sentence; None if it can be.
+
+    ``used``: its bytes that are used, if that is known. A file without contents can have any size.
+    """
+    size = status.st_size
+    if size > MOST_BYTES:
+        return f"is larger than {show_size(MOST_BYTES)}: {show_size(size)}"
+    if size < _LARGE:
+        return None
+    if used is not None and size > _TIMES * used:
+        return f"has {show_size(size)}, and the model uses {show_size(used)} of it"
+    # Windows does not count them.
+    blocks: int | None = getattr(status, "st_blocks", None)
+    if blocks is not None and size > _TIMES * 512 * blocks:
+        return f"has {show_size(size)}, of which only {show_size(512 * blocks)} were ever written"
+    return None
 
 
 def file_sha256(path: Path) -> str:

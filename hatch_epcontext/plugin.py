@@ -254,6 +254,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Foreseen errors become one message without a traceback."""
         from hatch_epcontext.errors import EpcontextError, MissingError
         from hatch_epcontext.system import os_error_text
+        from hatch_epcontext.text import printable
 
         try:
             yield
@@ -268,7 +269,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()
-            self.app.abort(f"epcontext: {os_error_text(error)}")
+            self.app.abort(f"epcontext: {printable(os_error_text(error), lines=True)}")
         except BaseException:
             self._clean_up()
             raise
@@ -279,7 +280,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._staging = None
 
     def _info(self, message: str) -> None:
-        self.app.display_info(f"epcontext: {message}")
+        from hatch_epcontext.text import printable
+
+        self.app.display_info(f"epcontext: {printable(message)}")
 
     def _warning(self, message: str) -> None:
-        self.app.display_warning(f"epcontext: {message}")
+        from hatch_epcontext.text import printable
+
+        self.app.display_warning(f"epcontext: {printable(message, lines=True)}")

@@ -339,4 +339,6 @@ def to_plain(value: Any) -> Any:
 
 def to_json(value: Any) -> str:
     """A dataclass as JSON that is the same for equal values: sorted keys, two spaces, a final newline."""
-    return json.dumps(to_plain(value), indent=2, sort_keys=True) + "\n"
+    # The only control character that JSON leaves as it is.
+    text = json.dumps(to_plain(value), indent=2, sort_keys=True).replace("\x7f", "\\u007f")
+    return text + "\n"

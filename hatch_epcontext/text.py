@@ -11,11 +11,33 @@ from typing import Any
 _MOST_ALLOWED = 12
 """With a near name, longer lists of allowed names are not printed."""
 
+_UNPRINTABLE = re.compile(
+    # Control characters, but no tab; DEL; marks that change the direction of text; and separators.
+    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff"
+    # Halves of characters, which file names can have and no output takes.
+    r"\ud800-\udfff]"
+)
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 _IPV6 = r"\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]"
 _HOST = rf"""(?:(?:\*\*\*@)?{_IPV6}|(?!(?:\*\*\*@)?{_IPV6})[^\s/:'"]*)"""
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    r"""``text`` as a terminal or a page can show it, whoever wrote it.
+
+    Control characters, which a terminal obeys, and marks that hide or turn text around become escapes such
+    as ``\x1b``. Tabs stay, and line breaks only with ``lines``.
+    """
+
+    def escaped(found: re.Match[str]) -> str:
+        if lines and found[0] == "\n":
+            return "\n"
+        return found[0].encode("unicode_escape").decode("ascii")
+
+    return _UNPRINTABLE.sub(escaped, text)
 
 
 def toml_key(name: str) -> str:

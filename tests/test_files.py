@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.files import (
+    MOST_BYTES,
     FileRecord,
     file_sha256,
     is_intact,
     is_portable,
+    is_regular,
     link_or_copy,
     record_file,
     record_files,
     stream_sha256,
     temp_dir,
+    too_large,
     write_atomically,
 )
 from tests.conftest import REPOSITORY
@@ -247,3 +250,24 @@ def test_names_that_stay_below_their_folder_on_every_system(name: str) -> None:
 )
 def test_names_that_leave_it_on_some_system(name: str) -> None:
     assert not is_portable(name)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files with holes take space there")
+def test_files_that_nothing_can_need_are_too_large(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"\0" * 4096)
+    assert too_large(file.stat()) is None
+    assert too_large(file.stat(), 1) is None
+    with file.open("r+b") as opened:
+        opened.truncate(2 * 10**9)
+    assert "of which only" in (too_large(file.stat()) or "")
+    assert "the model uses 7 bytes of it" in (too_large(file.stat(), 7) or "")
+    with file.open("r+b") as opened:
+        opened.truncate(MOST_BYTES + 1)
+    assert "is larger than 256.0 GB" in (too_large(file.stat()) or "")
+
+
+def test_what_cannot_be_a_file_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    names = ("a", "b", ".", "a" * 5000, "a\0")
+    assert [name for name in names if is_regular(tmp_path / name)] == ["a"]

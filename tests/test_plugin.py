@@ -17,6 +17,7 @@ from hatch_epcontext.errors import collect
 from hatch_epcontext.package import bundle as package_bundle
 from hatch_epcontext.package.model_package import FolderFiles, read
 from hatch_epcontext.plugin import EpcontextBuildHook
+from hatch_epcontext.text import printable
 from tests import projects
 from tests.models import model, network, save, save_with_data, unknown_operator, value
 
@@ -254,6 +255,19 @@ def test_a_failed_job_is_one_message_and_leaves_nothing(
     assert "a.onnx is not an ONNX model" in failure(root, capsys)
     assert list((root / "dist").iterdir()) == []
     assert not (tmp_path / "user-cache").exists()
+
+
+def test_what_onnxruntime_says_of_a_name_is_shown_as_text(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = unknown_operator()
+    # ONNX Runtime names the node only where it knows the domain.
+    made.graph.node[0].domain = ""
+    made.graph.node[0].name = "\x1b]0;owned\x07[red]\u202e\x9b31m"
+    save(made, root / "models" / "a.onnx")
+    message = failure(root, capsys)
+    assert r"\x1b]0;owned\x07[red]\u202e\x9b31m" in message
+    assert printable(message, lines=True) == message
 
 
 def test_all_failed_jobs_are_reported_and_the_others_are_cached(

@@ -16,6 +16,7 @@ from hatch_epcontext.text import (
     listing,
     pairs,
     parse_size,
+    printable,
     quoted_key,
     show,
     show_size,
@@ -186,3 +187,22 @@ def test_values_are_hidden_in_every_form() -> None:
 def test_credentials_in_urls_are_hidden(text: str, shown: str) -> None:
     assert hide_credentials(text) == shown
     assert "secret" not in show(text)
+
+
+HIDDEN = [
+    *map(chr, range(0x20)),
+    *map(chr, range(0x7F, 0xA0)),
+    *"\u200e\u2028\u202e\u2069",
+    "\ud800",
+]
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_what_a_terminal_obeys_is_shown_as_an_escape(lines: bool) -> None:
+    shown = printable("".join(HIDDEN), lines=lines)
+    kept = {"\t", "\n"} if lines else {"\t"}
+    assert {each for each in shown if each in HIDDEN} == kept
+    assert printable("\x1b]0;a\x07\r\u202e") == r"\x1b]0;a\x07\r\u202e"
+    assert printable("a \\x1b [red] ä 模型 🙂") == "a \\x1b [red] ä 模型 🙂"
+    # What is shown twice is shown the same.
+    assert printable(shown, lines=lines) == shown

@@ -12,7 +12,7 @@ from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, 
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.ipc.facts import CoverageStatus
-from hatch_epcontext.text import count, show_size
+from hatch_epcontext.text import count, printable, show_size
 
 _STYLE = Path(__file__).with_name("html_report.css")
 
@@ -47,8 +47,11 @@ def render(report: Report, title: str) -> str:
 
 def _e(tag: str, *children: str | ET.Element, **attributes: str) -> ET.Element:
     """An element; ``class_`` is its class, because `class` is a keyword in Python."""
-    element = ET.Element(tag, {name.rstrip("_"): value for name, value in attributes.items()})
-    for child in children:
+    element = ET.Element(
+        tag, {name.rstrip("_"): printable(value) for name, value in attributes.items()}
+    )
+    for given in children:
+        child = printable(given, lines=True) if isinstance(given, str) else given
         if isinstance(child, ET.Element):
             element.append(child)
         elif len(element):

@@ -183,6 +183,7 @@ def model_spec(model: Model, *, static_shapes: bool) -> ModelSpec:
         model.validate.inputs,
         static_shapes,
         model.listed,
+        model.validate.timeout,
     )
 
 

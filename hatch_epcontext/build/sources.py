@@ -15,12 +15,13 @@ from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import BuildError, Key, Kind, Problem
-from hatch_epcontext.files import FileRecord, is_portable
-from hatch_epcontext.ipc.facts import ModelFacts
+from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem
+from hatch_epcontext.files import FileRecord, is_portable, is_regular, too_large
+from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelFacts
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.text import show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import CheckRequest
@@ -42,6 +43,9 @@ def read_sources(
 
     Raises BuildError with all problems of all models.
     """
+    if problems := list(_too_large(config.models)):
+        # They are not even hashed.
+        raise ModelError(*problems)
     checks = _Checks.of(config)
     # Whoever compiled what is now taken from the cache has checked the model for its own targets.
     key_of = _unchecked_key if config.only_from_cache else checks.key
@@ -101,8 +105,22 @@ def _is_whole(model: Model, facts: ModelFacts) -> bool:
     Facts from a shared cache name no files elsewhere, which the wheel would contain.
     """
     return all(
-        is_portable(name) and (model.path.parent / name).is_file() for name in facts.external_data
+        is_portable(name) and _can_be_read(model.path.parent / name) for name in facts.external_data
     )
+
+
+def _can_be_read(file: Path) -> bool:
+    return is_regular(file) and too_large(file.stat()) is None
+
+
+def _too_large(models: Iterable[Model]) -> Iterator[Problem]:
+    for model in models:
+        if (size := model.path.stat().st_size) > PROTOBUF_LIMIT:
+            yield Problem.at(
+                model.key,
+                Kind.INVALID_MODEL,
+                f"{model.path.name} has {show_size(size)}, but an ONNX file cannot be larger than 2 GiB.",
+            )
 
 
 def _not_known(model: Model) -> Problem:
@@ -164,8 +182,8 @@ class _Checks:
 def _unchecked_key(model: Model, index: Index) -> str:
     """What identifies the facts of ``model`` whatever it is checked against."""
     spec = to_plain(source_spec(model))
-    # Paths differ between machines.
-    other = ("path", "key", "listed", "inputs")
+    # Paths differ between machines, and no fact depends on the others.
+    other = ("path", "key", "listed", "inputs", "timeout")
     return value_sha256(
         {
             "version": [hatch_epcontext.__version__, FORMAT],

@@ -19,6 +19,7 @@ from hatch_epcontext.build.cache_store import Store
 from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.build.report import make_report
 from hatch_epcontext.build.run import IncompleteError, build, open_cache
+from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.ipc.process import Workers
@@ -30,7 +31,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def warn(text: str) -> None:
     """Print a warning."""
-    click.echo(f"epcontext: {text}", err=True)
+    echo(f"epcontext: {text}", err=True, lines=True)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Verbosity:
     def _print(self, line: str) -> None:
         if not self.quiet:
             # On a terminal rich replaces the stream, and keeps its bar below.
-            click.echo(line, err=True)
+            echo(line, err=True)
 
 
 cache_option = click.option(
@@ -135,7 +136,7 @@ def report_options(command: Command) -> Command:
 def show_written(package: Path, files: Sequence[Path], *, as_json: bool) -> None:
     """Say that the folder ``package`` was written with ``files``."""
     size = show_size(sum(file.stat().st_size for file in files))
-    click.echo(f"wrote {package} ({count(len(files), 'file')}, {size})", err=as_json)
+    echo(f"wrote {package} ({count(len(files), 'file')}, {size})", err=as_json)
 
 
 def run_plan(

@@ -9,6 +9,7 @@ import click
 import hatch_epcontext
 from hatch_epcontext.build.termination import terminated_as_error
 from hatch_epcontext.cli._flag_errors import error_text
+from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli.bench import bench_
 from hatch_epcontext.cli.build import build
 from hatch_epcontext.cli.cache import cache
@@ -27,7 +28,7 @@ class _Failure(click.ClickException):
     """An expected error: a message without a traceback."""
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"epcontext: {self.message}", err=True)
+        echo(f"epcontext: {self.message}", err=True, lines=True)
 
 
 class _InvalidConfiguration(_Failure):

@@ -15,7 +15,7 @@ from hatch_epcontext.build.plan import Plan, plan
 from hatch_epcontext.cli._common import Verbosity, verbosity_options
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
-from hatch_epcontext.cli._output import show
+from hatch_epcontext.cli._output import add_row, echo, show
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.providers import find
@@ -101,7 +101,7 @@ def bench_(
         show(_table(measured, markdown=markdown))
     for each in measured.measured:
         if each.error is not None:
-            click.echo(f"epcontext: {each.case}: {each.error}", err=True)
+            echo(f"epcontext: {each.case}: {each.error}", err=True, lines=True)
     if measured.failures:
         raise BuildError(*measured.failures)
     ctx.exit(1 if any(each.error is not None for each in measured.measured) else 0)
@@ -147,7 +147,8 @@ def _table(bench: Bench, *, markdown: bool) -> Table:
             source = by_case[compiled.model, "source", None, buffer]
             artifact = by_case[compiled.model, "artifact", compiled.embedded, buffer]
             with_cache = by_case.get((compiled.model, "cache", compiled.embedded, buffer))
-            table.add_row(
+            add_row(
+                table,
                 compiled.model,
                 "memory" if buffer else "disk",
                 {None: "-", True: "inside", False: "beside"}[compiled.embedded],

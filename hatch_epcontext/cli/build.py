@@ -16,7 +16,7 @@ from hatch_epcontext.cli._common import (
     verbosity_options,
     warn,
 )
-from hatch_epcontext.cli._output import show, table
+from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.cli._project import project_config, project_options
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.serialize import to_json
@@ -84,11 +84,12 @@ def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
         return
     rows = table("job", "provider", "fingerprint", "cache")
     for each in runs:
-        rows.add_row(
+        add_row(
+            rows,
             each.job.location,
             each.job.target.provider.name,
             each.fingerprint[:12],
             "cached" if each.cached else "not cached",
         )
     show(rows)
-    click.echo(f"requires: {', '.join(planned.requirements)}")
+    echo(f"requires: {', '.join(planned.requirements)}")

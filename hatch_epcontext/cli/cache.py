@@ -11,7 +11,7 @@ import click
 from hatch_epcontext.build.cache_store import Entry, Store
 from hatch_epcontext.build.requirements import pip_install
 from hatch_epcontext.cli._common import cache_option, open_store
-from hatch_epcontext.cli._output import show, table
+from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.config.cache_url import SIGNATURES
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
@@ -55,7 +55,7 @@ def cache(ctx: click.Context, cache_dir: Path | None) -> None:
 def info(store: Store) -> None:
     """Show the cache's folder, and its artifacts."""
     entries = store.entries()
-    click.echo(f"{store.root}: {_summarize(entries)}")
+    echo(f"{store.root}: {_summarize(entries)}")
     if not entries:
         return
     made = table("models", "files", "size", "last used", "fingerprint")
@@ -65,8 +65,8 @@ def info(store: Store) -> None:
         models = (
             ", ".join(context.model for context in entry.record.contexts) if entry.record else ""
         )
-        made.add_row(
-            models or "damaged", files, show_size(entry.size), used, entry.fingerprint[:12]
+        add_row(
+            made, models or "damaged", files, show_size(entry.size), used, entry.fingerprint[:12]
         )
     show(made)
 
@@ -89,14 +89,14 @@ def prune(store: Store, older_than: datetime.timedelta | None, max_size: int | N
     """Remove artifacts that are old, or exceed a size."""
     if older_than is None and max_size is None:
         raise click.UsageError("Choose what to remove with --older-than or --max-size.")
-    click.echo(f"removed {_summarize(store.prune(older_than, max_size))}")
+    echo(f"removed {_summarize(store.prune(older_than, max_size))}")
 
 
 @cache.command()
 @click.pass_obj
 def clear(store: Store) -> None:
     """Remove all artifacts and reports."""
-    click.echo(f"removed {_summarize(store.clear())}")
+    echo(f"removed {_summarize(store.clear())}")
 
 
 @cache.command()
@@ -126,8 +126,8 @@ def verify(ctx: click.Context) -> None:
     store: Store = ctx.obj
     damaged = store.damaged()
     for entry in damaged:
-        click.echo(f"damaged: {entry.folder}")
-    click.echo(f"{len(store.entries()) - len(damaged)} intact, {len(damaged)} damaged")
+        echo(f"damaged: {entry.folder}")
+    echo(f"{len(store.entries()) - len(damaged)} intact, {len(damaged)} damaged")
     ctx.exit(1 if damaged else 0)
 
 

@@ -19,6 +19,7 @@ from hatch_epcontext.cli._common import (
 )
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
+from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.settings import Fallback
 from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.compile import compile_models, is_file
@@ -128,4 +129,4 @@ def compile_(
     compiled = compile_models(config, place, run, overwrite=overwrite)
     if not verbosity.quiet:
         for path in compiled.files:
-            click.echo(f"wrote {path} ({show_size(path.stat().st_size)})", err=as_json)
+            echo(f"wrote {path} ({show_size(path.stat().st_size)})", err=as_json)

@@ -11,6 +11,7 @@ import click
 
 import hatch_epcontext
 from hatch_epcontext.cli._common import cache_option, find_store
+from hatch_epcontext.cli._output import echo
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.doctor import Diagnosis, examine
@@ -39,7 +40,7 @@ def doctor(ctx: click.Context, project: Path, cache_dir: Path | None, as_json: b
 
 def _show(diagnosis: Diagnosis) -> None:
     system = f"{platform.system()} {platform.machine()}"
-    click.echo(
+    echo(
         f"hatch-epcontext {hatch_epcontext.__version__}, Python {platform.python_version()} "
         f"({sys.executable}), {system}"
     )
@@ -48,17 +49,17 @@ def _show(diagnosis: Diagnosis) -> None:
         ("tools", diagnosis.tools),
     ):
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-        click.echo(f"{heading}: {listed or 'none'}")
-    click.echo(f"cache: {diagnosis.cache}, {count(diagnosis.artifacts, 'artifact')}")
-    click.echo(f"project: {diagnosis.project}")
-    click.echo("providers:")
+        echo(f"{heading}: {listed or 'none'}")
+    echo(f"cache: {diagnosis.cache}, {count(diagnosis.artifacts, 'artifact')}")
+    echo(f"project: {diagnosis.project}")
+    echo("providers:")
     for state in diagnosis.providers:
         package = f" ({state.package})" if state.package else ""
-        click.echo(f"  {state.provider}{package}")
+        echo(f"  {state.provider}{package}")
         for line in (*state.devices, *(state.reason or "").splitlines()):
-            click.echo(f"    {line}")
+            echo(f"    {line}")
     if diagnosis.problems:
-        click.echo("problems:")
+        echo("problems:")
     for problem in diagnosis.problems:
         for index, line in enumerate(str(problem).splitlines()):
-            click.echo(f"  {'- ' if index == 0 else '  '}{line}")
+            echo(f"  {'- ' if index == 0 else '  '}{line}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import warn
+from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.files import write_atomically
@@ -78,12 +79,12 @@ def init(
         lines = difflib.unified_diff(
             before.splitlines(), after.splitlines(), str(file), str(file), lineterm=""
         )
-        click.echo("\n".join(lines))
+        echo("\n".join(lines), lines=True)
     elif after == before:
-        click.echo(f"{file} has all models already")
+        echo(f"{file} has all models already")
     else:
         write_atomically(file, after)
-        click.echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
+        echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
 
 
 def _default(text: str) -> list[Provider]:

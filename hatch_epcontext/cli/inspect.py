@@ -10,7 +10,7 @@ import click
 
 from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
-from hatch_epcontext.cli._output import show, table
+from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.ipc.facts import Size, TensorFacts
 from hatch_epcontext.ipc.protocol import InspectReply
 from hatch_epcontext.package.manifest import (
@@ -42,35 +42,36 @@ def inspect(path: Path, as_json: bool, verify: bool) -> None:
     found = tool.inspect(path)
     if as_json:
         # Not sorted: the order of the variants is that of preference.
-        click.echo(json.dumps(to_plain(found), indent=2))
+        click.echo(json.dumps(to_plain(found), indent=2).replace("\x7f", "\\u007f"))
     elif found.model is not None:
         _show_model(found.model)
     else:
         for folder, package in found.packages.items():
             _show_package(str(path) if folder == "." else folder, package)
     if verify:
-        click.echo(f"verified: {count(tool.verify(path, found), 'file')}", err=as_json)
+        echo(f"verified: {count(tool.verify(path, found), 'file')}", err=as_json)
 
 
 def _show_model(model: InspectReply) -> None:
     for heading, tensors in (("inputs", model.inputs), ("outputs", model.outputs)):
         for tensor in tensors:
-            click.echo(f"{heading[:-1]} {_tensor(tensor)}")
-    click.echo(f"opsets: {pairs(model.opsets)}")
+            echo(f"{heading[:-1]} {_tensor(tensor)}")
+    echo(f"opsets: {pairs(model.opsets)}")
     if model.operators:
         kind = "not in a context" if model.contexts else "operators"
-        click.echo(f"{kind}: {pairs(model.operators)}")
+        echo(f"{kind}: {pairs(model.operators)}")
     for ep, text in model.compatibility.items():
-        click.echo(f"compatibility with {ep}: {text}")
+        echo(f"compatibility with {ep}: {text}")
         if chip := _compiled_for(ep, text):
-            click.echo(f"compiled for: {pairs(chip)}")
+            echo(f"compiled for: {pairs(chip)}")
     if model.contexts:
         made = table("context", "EP", "SDK", "blob", "size", "sha256")
         for context in model.contexts:
             blob = context.sidecar or ("inside" if context.main else "in another context")
             if context.sidecar and context.sha256 is None:
                 blob += " (missing)"
-            made.add_row(
+            add_row(
+                made,
                 context.node,
                 context.source,
                 context.ep_sdk_version,
@@ -80,9 +81,9 @@ def _show_model(model: InspectReply) -> None:
             )
         show(made)
     for name in model.external_data:
-        click.echo(f"external data: {name}")
+        echo(f"external data: {name}")
     for name in model.outside:
-        click.echo(f"external data outside of its folder: {name}")
+        echo(f"external data outside of its folder: {name}")
 
 
 def _show_package(folder: str, package: ModelPackage) -> None:
@@ -92,7 +93,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     if about:
         total = show_size(sum(file.size for file in files.values()))
         parts = [f"{folder}: {about.generator}", count(len(files), "file"), total]
-    click.echo(", ".join(parts))
+    echo(", ".join(parts))
     made = table("model", "target", "EP", "for", "coverage", "validation", "size")
     for name, component in package.components.items():
         for target, variant in component.variants.items():
@@ -109,7 +110,7 @@ def _show_package(folder: str, package: ModelPackage) -> None:
                 _summarize(its.validation) if its else "",
                 show_size(size) if size else "",
             )
-            made.add_row(*cells)
+            add_row(made, *cells)
     show(made)
     for name, component in package.components.items():
         if about_model := ours(component.metadata, ComponentMetadata):
@@ -120,9 +121,9 @@ def _show_forms(component: str, about: ComponentMetadata) -> None:
     """The shapes of a model that has several, and its frozen inputs."""
     for member, inputs in about.shapes.items():
         shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
-        click.echo(f"{member}: a shape of {about.model}, {', '.join(shapes)}")
+        echo(f"{member}: a shape of {about.model}, {', '.join(shapes)}")
     for name, constant in about.constants.items():
-        click.echo(f"{component}: the input {name} is frozen to {shown_value(constant.value)}")
+        echo(f"{component}: the input {name} is frozen to {shown_value(constant.value)}")
 
 
 def _shape(shape: Sequence[Size]) -> str:

@@ -10,6 +10,7 @@ from hatch_epcontext.build.validation import describe_validation
 from hatch_epcontext.cli._common import Verbosity, verbosity_options
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import loading_flags, provider_option
+from hatch_epcontext.cli._output import echo
 from hatch_epcontext.ipc.protocol import InspectReply
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
@@ -116,14 +117,14 @@ def validate(
             click.echo(to_json(validated), nl=False)
         elif not quiet:
             parts = _describe_model(validated.model, validated.ep, validated.provider)
-            click.echo(f"{path}: {', '.join([*parts, describe_validation(validated.validation)])}")
+            echo(f"{path}: {', '.join([*parts, describe_validation(validated.validation)])}")
         return
     if provider is not None:
         raise click.UsageError("--provider is for a single file: a model package names its own.")
 
     def done(variant: ValidatedVariant) -> None:
         if not quiet and not as_json:
-            click.echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
+            echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
 
     try:
         package = validate_package(

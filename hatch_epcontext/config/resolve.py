@@ -159,7 +159,7 @@ class Resolver:
         elif isinstance(table.tolerance, ToleranceTable):
             limits = dataclasses.asdict(table.tolerance)
             tolerance = {name: limit for name, limit in limits.items() if limit is not None}
-        return ValidateSettings(table.mode, inputs, tolerance)
+        return ValidateSettings(table.mode, inputs, tolerance, table.timeout)
 
     def _targets_of(self, key: Key, table: ModelTable) -> Checked[tuple[Target, ...]]:
         yield from self._check_names(table.targets, key / "targets")

@@ -108,12 +108,13 @@ class ValidateSettings:
     """How a model is validated.
 
     ``inputs`` is one of `SYNTHETIC`, or an absolute path. ``tolerance`` has the limits that differ
-    from the provider's; False means that nothing is compared.
+    from the provider's; False means that nothing is compared. ``timeout``: seconds for one run.
     """
 
     mode: ValidationMode = "auto"
     inputs: str = "random"
     tolerance: Mapping[str, float] | Literal[False] = field(default_factory=dict)
+    timeout: float = 600.0
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,12 @@ class ValidateTable:
         "How far outputs may differ from the CPU's; `false` for no comparison.",
         when_missing="the provider's",
     )
+    timeout: float = _key(
+        "Seconds for running the model once: the source on the CPU, and what was made of it. A run ends "
+        "at its next node, also inside a loop.",
+        600.0,
+        check=_positive_seconds,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +329,8 @@ class ModelTable(NarrowableTable):
         "Inputs frozen to a value, by input; the dtype is the model's.", {}
     )
     validate: ValidateTable | ValidationMode = _key(
-        "How the artifact is validated: the mode alone, or a table with `mode`, `inputs` and "
-        "`tolerance`.",
+        "How the artifact is validated: the mode alone, or a table with `mode`, `inputs`, "
+        "`tolerance` and `timeout`.",
         "auto",
     )
 

@@ -61,7 +61,8 @@ class ModelSpec:
     """A source model, what its configuration fixes, and its dummy inputs; ``key`` is its place there.
 
     With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
-    the dummy inputs. ``listed`` is their place in a list, if they are in one.
+    the dummy inputs. ``listed`` is their place in a list, if they are in one. ``timeout``: seconds for one
+    run of the model.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ModelSpec:
     inputs: str = "random"
     static_shapes: bool = True
     listed: Listed | None = None
+    timeout: float = 600.0
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""

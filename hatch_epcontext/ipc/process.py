@@ -21,7 +21,7 @@ from hatch_epcontext.ipc.running import Interpreter, Order, Running
 from hatch_epcontext.providers import variables_in
 from hatch_epcontext.serialize import from_plain, to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
-from hatch_epcontext.text import hide_values, show_size
+from hatch_epcontext.text import hide_values, printable, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import ReplyT, Request
@@ -217,7 +217,8 @@ class Workers:
             raise BuildError(self._too_slow(order, location))
         tail = _tail(order.log_path)
         if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
-            raise BuildError(self._explained(_ended(exit_code, location, tail), folder))
+            ended = _ended(exit_code, location, tail, order.last_step)
+            raise BuildError(self._explained(ended, folder))
         try:
             if exit_code == DONE:
                 return _read_reply(order.reply_path, request)
@@ -267,7 +268,7 @@ class Workers:
 
     def _too_slow(self, order: Order, location: str) -> Problem:
         limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
-        message = f"the worker was stopped after {self.timeout:g} seconds."
+        message = f"the worker was stopped after {self.timeout:g} seconds{order.last_step}."
         tail = _tail(order.log_path)
         problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
         return _with_variable(problem, "TIMEOUT")
@@ -427,7 +428,7 @@ def _shown(line: bytes) -> str:
 
 def _plain(text: str) -> str:
     # ONNX Runtime writes colours even to a file.
-    return _COLOUR.sub("", text).rstrip("\r")
+    return printable(_COLOUR.sub("", text).rstrip("\r"))
 
 
 def _interrupted(location: str) -> BuildError:
@@ -449,18 +450,22 @@ def _tail(log_path: Path) -> str:
     return "\n".join(map(_shown, lines[-_TAIL:]))
 
 
-def _ended(code: int, location: str, tail: str) -> Problem:
-    """The problem of a worker that ended with exit code ``code`` and without a reply."""
+def _ended(code: int, location: str, tail: str, step: str) -> Problem:
+    """The problem of a worker that ended with exit code ``code`` and without a reply, in ``step``."""
     name = _signal_name(code)
     if name is not None and name not in _CRASHES:
         hint = "Something else ended it: build again."
         if name == "SIGKILL":
             hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
         return Problem(
-            Kind.WORKER_KILLED, location, f"the worker was killed with {name}.", hint, log=tail
+            Kind.WORKER_KILLED,
+            location,
+            f"the worker was killed with {name}{step}.",
+            hint,
+            log=tail,
         )
     hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
-    message = f"the worker {_describe_exit(code)}."
+    message = f"the worker {_describe_exit(code)}{step}."
     return Problem(Kind.WORKER_CRASHED, location, message, hint, log=tail)
 
 

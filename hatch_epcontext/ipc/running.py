@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,6 +45,21 @@ class Order:
     reply_path: Path
     log_path: Path
     flags: tuple[str, ...] = ()
+
+    @property
+    def step_path(self) -> Path:
+        """The file in which the worker writes what it is doing."""
+        return self.reply_path.with_name("step")
+
+    @property
+    def last_step(self) -> str:
+        """What the worker did last, and for how many seconds, for the end of a sentence."""
+        try:
+            text = self.step_path.read_text(encoding="utf-8")
+            seconds = time.time() - self.step_path.stat().st_mtime
+        except (OSError, ValueError):
+            return ""
+        return f" while {text} (for {max(seconds, 0):.0f} s)" if text else ""
 
     @property
     def arguments(self) -> tuple[str, ...]:

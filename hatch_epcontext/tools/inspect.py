@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from hatch_epcontext.build.requirements import TOOLS, check_environment
 from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem, collect
-from hatch_epcontext.files import FileRecord, temp_dir
+from hatch_epcontext.files import FileRecord, is_regular, temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import InspectReply, InspectRequest
 from hatch_epcontext.package import manifest, model_package, wheel
@@ -48,7 +48,8 @@ def inspect(path: Path) -> Inspection:
         parents = [file.parent for file in sorted(path.rglob(model_package.FILE)) if file.is_file()]
         folders = {each.relative_to(path).as_posix(): FolderFiles(each) for each in parents}
         return Inspection(str(path), _read_all(folders, path))
-    if zipfile.is_zipfile(path):
+    # Not a pipe, which would wait for somebody to write.
+    if is_regular(path) and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = [PurePosixPath(each) for each in archive.namelist() if each[-1:] != "/"]
             places = [each.parent for each in names if each.name == model_package.FILE]
@@ -60,7 +61,9 @@ def inspect(path: Path) -> Inspection:
 def inspect_model(path: Path) -> InspectReply:
     """Read the facts of the ONNX file at ``path``; raises as `inspect` does."""
     if not path.is_file():
-        message = "is a folder, and not an ONNX file." if path.is_dir() else "does not exist."
+        message = "is not a regular file." if path.exists() else "does not exist."
+        if path.is_dir():
+            message = "is a folder, and not an ONNX file."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message))
     if path.name == model_package.FILE:
         message = "is the manifest of a model package, and not an ONNX file."
@@ -147,7 +150,7 @@ def _check_files(path: Path, model: InspectReply) -> Iterator[Problem]:
             message = f"the sidecar {context.sidecar!r} of {context.node} is not in its folder."
             yield Problem(Kind.CHANGED_FILE, str(path), message)
     for name in model.external_data:
-        if not (path.parent / name).is_file():
+        if not is_regular(path.parent / name):
             message = f"the external data {name!r} is not in its folder."
             yield Problem(Kind.CHANGED_FILE, str(path), message)
     for name in model.outside:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from hatch_epcontext.text import printable
 from hatch_epcontext.tools.bench import Bench, Measured
 
 _SERIES = {
@@ -47,7 +48,7 @@ def draw(bench: Bench, path: Path) -> None:
             if rows:
                 _bars(axes, rows, kinds.index(kind), len(kinds), *_SERIES[kind])
         axes.set_title("from memory" if buffer else "from disk", loc="left")
-        axes.set_yticks(range(len(models)), models)
+        axes.set_yticks(range(len(models)), map(_label, models))
         axes.set_xlabel("seconds until the session is open")
         axes.spines[["top", "right"]].set_visible(False)
     if models:
@@ -65,8 +66,14 @@ def draw(bench: Bench, path: Path) -> None:
             named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False
         )
     versions = ", ".join(f"{name} {version}" for name, version in bench.versions.items())
-    figure.suptitle(f"{bench.provider}: {versions}; median of {bench.runs} runs", fontsize=10)
+    title = f"{bench.provider}: {versions}; median of {bench.runs} runs"
+    figure.suptitle(_label(title), fontsize=10)
     figure.savefig(path)
+
+
+def _label(text: str) -> str:
+    # Between two dollars is a formula, for matplotlib.
+    return printable(text).replace("$", r"\$")
 
 
 def _bars(

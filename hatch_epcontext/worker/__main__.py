@@ -27,6 +27,7 @@ from hatch_epcontext.ipc.protocol import (
 )
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import is_refusal, system_problem
+from hatch_epcontext.worker.step import report_to
 
 _INFO = 1
 """ONNX Runtime's log severity for everything but messages for its own developers."""
@@ -57,6 +58,7 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
     for flag in flags:
         if flag.startswith(MEMORY_LIMIT):
             _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))
+    report_to(Path(reply_path).with_name("step"))
     request = from_json(Path(request_path).read_bytes(), REQUESTS[action])
     try:
         reply, code = _answer(action, request, verbose=VERBOSE in flags), DONE

@@ -10,9 +10,10 @@ import onnx
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.inputs import sized
+from hatch_epcontext.worker.step import step
 
 
 def handle(request: CheckRequest) -> CheckReply:
@@ -32,8 +33,9 @@ def handle(request: CheckRequest) -> CheckReply:
 
 def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     path = Path(spec.path)
-    model = graph.read(path, spec.key)
-    data = graph.external_data(model, path.parent, spec.key)
+    step(f"reading {path.name}")
+    model = reading.read(path, spec.key)
+    data = external.external_data(model, path.parent, spec.key)
     own_inputs = _inputs(model)
     fix_constants(model, spec)
     open_inputs = _inputs(model)

@@ -11,12 +11,13 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.facts import Context, ModelSpec
 from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest
 from hatch_epcontext.loader import PREPARED
-from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.session import provider_of
 from hatch_epcontext.worker.sharing import compile_group
+from hatch_epcontext.worker.step import step
 
 
 def handle(request: CompileRequest) -> CompileReply:
@@ -25,6 +26,7 @@ def handle(request: CompileRequest) -> CompileReply:
     Raises BuildError when the EP's result is not what the request asks for: no node is compiled, a
     context is of another EP or for another chip, or a sidecar is missing.
     """
+    step(f"compiling for {provider_of(request.target).ep}")
     start = time.monotonic()
     if len(request.models) > 1:
         contexts = compile_group(request)
@@ -44,7 +46,7 @@ def _add_prepared(request: CompileRequest) -> None:
     for spec, path in zip(request.models, map(Path, request.prepared), strict=True):
         model = onnx.load(path, load_external_data=False)
         folder = Path(request.folder) / PREPARED
-        for name in graph.external_data(model, path.parent, spec.key):
+        for name in external_data(model, path.parent, spec.key):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(path.parent / name, folder / name)
         folder.mkdir(exist_ok=True)

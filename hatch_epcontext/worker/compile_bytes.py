@@ -10,7 +10,7 @@ import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.protocol import CompileBytesReply, CompileBytesRequest
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import graph, reading
 from hatch_epcontext.worker.check import open_dimension_message
 from hatch_epcontext.worker.compiler import compile_buffers, explained, lower_ir_version
 from hatch_epcontext.worker.session import provider_of
@@ -38,7 +38,7 @@ def handle(request: CompileBytesRequest) -> CompileBytesReply:
 
 def _read(path: Path) -> onnx.ModelProto:
     try:
-        return graph.read(path, Key())
+        return reading.read(path, Key())
     except ModelError as error:
         # The model has no place in a configuration.
         problems = (replace(problem, location="", key=None) for problem in error.problems)

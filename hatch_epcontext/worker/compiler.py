@@ -13,6 +13,7 @@ from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Proble
 from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 
 _IR_VERSION = 10
@@ -41,7 +42,7 @@ def compile_context(
             model = onnx.load(prepared, load_external_data=False)
             data = {
                 name: (prepared.parent / name).read_bytes()
-                for name in graph.external_data(model, prepared.parent, prepared.name)
+                for name in external_data(model, prepared.parent, prepared.name)
             }
             result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
         elif provider.own_context_options is None:

@@ -2,70 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
-from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.ipc.facts import Size, TensorFacts
 
 CONTEXT_OP = "EPContext"
 
-_LFS = b"version https://git-lfs"
 _COMPATIBILITY = "ep_compatibility_info."
 """The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
 
 
-def read(path: Path, key: Key) -> onnx.ModelProto:
-    """Read the source model at ``path``, without its external data.
-
-    ``key`` is the model's place in the configuration. Raises ModelError when the file is not a source
-    model.
-    """
-
-    def invalid(
-        message: str, hint: str | None = None, kind: Kind = Kind.INVALID_MODEL
-    ) -> ModelError:
-        return ModelError(Problem.at(key, kind, f"{path.name} {message}", hint))
-
-    with path.open("rb") as file:
-        head = file.read(len(_LFS))
-    if head == _LFS:
-        raise invalid("is a Git LFS pointer, not the model itself.", "Run: git lfs pull")
-    if not head:
-        raise invalid("is empty.")
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except DecodeError:
-        raise invalid("is not an ONNX model: it cannot be read as one.") from None
-    if not model.ir_version or not model.graph.node:
-        raise invalid("is not an ONNX model: it has no graph.")
-    if contexts(model.graph):
-        raise invalid(
-            "is a context model already.",
-            "Name the source model instead.",
-            Kind.COMPILED_MODEL,
-        )
-    return model
+Part = onnx.GraphProto | onnx.FunctionProto
+"""What has nodes."""
 
 
-def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield ``graph`` and all graphs inside its nodes."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-                yield from graphs(inner)
+def graphs(part: Part) -> Iterator[Part]:
+    """Yield ``part`` and all graphs inside its nodes."""
+    waiting = [part]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        inner: list[Part] = []
+        for node in each.node:
+            for attribute in node.attribute:
+                inner += attribute_graphs(attribute)
+        waiting += reversed(inner)
 
 
-def nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Yield all nodes of ``graph`` and of the graphs inside them."""
-    for each in graphs(graph):
+def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    """Return the graphs that are values of ``attribute``."""
+    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+
+
+def nodes(part: Part) -> Iterator[onnx.NodeProto]:
+    """Yield all nodes of ``part`` and of the graphs inside them."""
+    for each in graphs(part):
         yield from each.node
 
 
@@ -85,28 +62,64 @@ def operator(node: onnx.NodeProto) -> str:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """Return the value of an attribute of ``node``, text as bytes; ``default`` if it is missing."""
+    """Return the value of an attribute of ``node``, text as bytes; ``default`` if it has no value."""
     for each in node.attribute:
         if each.name == name:
-            return onnx.helper.get_attribute_value(each)
+            # A function's attribute can stand for it, or it is of no type that ONNX has.
+            with contextlib.suppress(ValueError):
+                return onnx.helper.get_attribute_value(each)
     return default
 
 
 def text(node: onnx.NodeProto, name: str) -> str:
-    """Return a text attribute of ``node``, which may not be UTF-8; empty if it is missing."""
-    return bytes(attribute(node, name, b"")).decode("utf-8", "replace")
+    """Return a text attribute of ``node``, which may not be UTF-8; empty if it is missing.
+
+    Raises ModelError, without a location, when it is not text.
+    """
+    return blob(node, name).decode("utf-8", "replace")
+
+
+def blob(node: onnx.NodeProto, name: str) -> bytes:
+    """Return the bytes of a text attribute of ``node``; empty if it is missing. Raises as `text` does."""
+    for each in node.attribute:
+        if each.name == name:
+            return bytes(_typed(node, each, onnx.AttributeProto.STRING).s)
+    return b""
+
+
+def number(node: onnx.NodeProto, name: str, default: int) -> int:
+    """Return an integer attribute of ``node``, ``default`` if it is missing.
+
+    Raises ModelError, without a location, when it is not an integer.
+    """
+    for each in node.attribute:
+        if each.name == name:
+            return int(_typed(node, each, onnx.AttributeProto.INT).i)
+    return default
+
+
+def _typed(node: onnx.NodeProto, given: onnx.AttributeProto, type_: int) -> onnx.AttributeProto:
+    if given.type != type_:
+        types = onnx.AttributeProto.AttributeType
+        wanted, found = (types.Name(each).lower() for each in (type_, given.type))
+        message = (
+            f"the attribute {given.name!r} of the node {node.name!r} ({node.op_type}) must be {wanted}, "
+            f"not {found}."
+        )
+        raise ModelError(Problem(Kind.INVALID_MODEL, "", message))
+    return given
 
 
 def is_main(node: onnx.NodeProto) -> bool:
     """Whether an EPContext node has a context of its own, and does not refer to another node's."""
     # 1 is the operator's default, for a missing attribute.
-    return bool(attribute(node, "main_context", 1) == 1)
+    return number(node, "main_context", 1) == 1
 
 
 def is_embedded(node: onnx.NodeProto) -> bool:
     """Whether an EPContext node has its context inside the model, and not in a sidecar."""
     # 1 is the operator's default, for a missing attribute.
-    return bool(attribute(node, "embed_mode", 1) != 0)
+    return number(node, "embed_mode", 1) != 0
 
 
 def compatibility(model: onnx.ModelProto) -> dict[str, str]:
@@ -124,72 +137,37 @@ def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in graphs(model.graph):
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-        for node in graph.node:
+def tensors(part: Part) -> Iterator[onnx.TensorProto]:
+    """Yield all stored tensors of ``part``, also those in attributes and in the graphs inside it."""
+    for each in graphs(part):
+        yield from stored_tensors(each)
+        for node in each.node:
             for attribute in node.attribute:
-                if attribute.HasField("t"):
-                    yield attribute.t
-                yield from attribute.tensors
+                yield from attribute_tensors(attribute)
 
 
-def external_data_names(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Return the files of the model's external data as it names them, sorted; they may be missing."""
-    return tuple(sorted(_external_data_ends(model)))
+def stored_tensors(part: Part) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers of ``part``, without those of the graphs inside it."""
+    if isinstance(part, onnx.GraphProto):
+        yield from part.initializer
+        for sparse in part.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
 
 
-def _external_data_ends(model: onnx.ModelProto) -> dict[str, int]:
-    """Return each file of the model's external data -> the byte up to which the model uses it."""
-    ends: dict[str, int] = {}
-    for tensor in _tensors(model):
-        if uses_external_data(tensor):
-            info = ExternalDataInfo(tensor)
-            end = int(info.offset or 0) + int(info.length or 0)
-            ends[info.location] = max(ends.get(info.location, 0), end)
-    return ends
+def attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors that are values of ``attribute``, without those of the graphs inside it."""
+    if attribute.HasField("t"):
+        yield attribute.t
+    yield from attribute.tensors
+    if attribute.HasField("sparse_tensor"):
+        yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+    for sparse in attribute.sparse_tensors:
+        yield from (sparse.values, sparse.indices)
 
 
-def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> tuple[str, ...]:
-    """Return the files of the external data of ``model``, which is in ``folder``.
-
-    They are relative to ``folder``, with forward slashes, sorted. ``location`` is that of problems.
-    Raises ModelError when a file is outside the folder, is missing, or is too short.
-    """
-    ends = _external_data_ends(model)
-    problems = []
-    key = location if isinstance(location, Key) else None
-    for name, end in sorted(ends.items()):
-        if not stays_inside(folder, name):
-            message, hint = (
-                "is outside the model's folder.",
-                "Save the model with relative locations.",
-            )
-        elif not (folder / name).is_file():
-            message, hint = (
-                "is missing.",
-                "The model needs it beside its own file, in the sdist too.",
-            )
-        elif (folder / name).stat().st_size < end:
-            message, hint = "is shorter than the model says.", "Save the model and its data again."
-        else:
-            continue
-        message = f"the external data {name!r} {message}"
-        problems.append(Problem(Kind.EXTERNAL_DATA, str(location), message, hint, key))
-    if problems:
-        raise ModelError(*problems)
-    return tuple(PurePosixPath(name).as_posix() for name in sorted(ends))
-
-
-def stays_inside(folder: Path, location: str) -> bool:
-    """Whether a file that a model names is in the model's folder: on any system, links resolved."""
-    if not location or PurePosixPath(location).is_absolute() or PureWindowsPath(location).drive:
-        return False
-    if PureWindowsPath(location).root or ".." in PureWindowsPath(location).parts:
-        return False
-    return (folder / location).resolve().is_relative_to(folder.resolve())
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """Whether the values of ``tensor`` are in another file."""
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
 def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
@@ -201,6 +179,9 @@ def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 _SAME_VALUES = frozenset(
     {"Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Transpose", "Expand"}
 )
+
+
+_CHOOSING = frozenset({"Gather", "GatherElements", "OneHot", "Equal"})
 
 
 def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
@@ -218,7 +199,7 @@ def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
     for node in main.node:
         if node.op_type in _SAME_VALUES and node.input and node.input[0] in origin:
             origin.update(dict.fromkeys(node.output, origin[node.input[0]]))
-        for index, choices in _indices(node, stored, sizes):
+        for index, choices in _indices(node, stored, sizes) if node.op_type in _CHOOSING else ():
             if index in origin and choices > 0:
                 name = origin[index]
                 bounds[name] = min(bounds.get(name, choices), choices)
@@ -228,25 +209,38 @@ def index_bounds(main: onnx.GraphProto) -> dict[str, int]:
 def _indices(
     node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], sizes: dict[str, list[int]]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the values that are indices in ``node``, each with the number of choices."""
+    """Yield the values that are indices in ``node``, each with the number of choices.
+
+    Nothing for a node that is not as its operator wants it: opening a session says why.
+    """
+    # Optional inputs may follow, and an operator of another domain may have any.
+    first, second = (*node.input, "", "")[:2]
     if node.op_type in ("Gather", "GatherElements"):
         axis = attribute(node, "axis", 0)
-        shape = sizes.get(node.input[0], [])
-        if -len(shape) <= axis < len(shape):
-            yield node.input[1], shape[axis]
-    elif node.op_type == "OneHot" and node.input[1] in stored:
-        yield node.input[0], _largest(stored[node.input[1]])
+        shape = sizes.get(first, [])
+        if isinstance(axis, int) and -len(shape) <= axis < len(shape):
+            yield second, shape[axis]
+    elif node.op_type == "OneHot" and second in stored:
+        yield first, _largest(stored[second])
     elif node.op_type == "Equal":
-        for index, range_ in (node.input, reversed(node.input)):
+        for index, range_ in ((first, second), (second, first)):
             if range_ in stored and max(sizes[range_], default=1) > 1:
                 yield index, _largest(stored[range_]) + 1
 
 
 def _largest(tensor: onnx.TensorProto) -> int:
+    """Return the largest value of a stored range or number; -1 if it has none that can be an index."""
     # External data is not read: such ranges are small.
-    if uses_external_data(tensor):
-        return 0
-    return max(int(value) for value in onnx.numpy_helper.to_array(tensor).flat)
+    if is_external(tensor):
+        return -1
+    try:
+        array = onnx.numpy_helper.to_array(tensor)
+    except (ValueError, TypeError):
+        return -1
+    if array.dtype.kind not in "iuf" or not array.size:
+        return -1
+    largest = array.max()
+    return int(largest) if np.isfinite(largest) else -1
 
 
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:

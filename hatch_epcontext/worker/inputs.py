@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,9 @@ from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
 _SEED = 20240229
 
 _WORDS = ("alpha", "beta")
+
+_MOST_VALUES = 2**29
+"""Values of a generated input: 4 GiB while they are made."""
 
 
 def dummy_inputs(
@@ -86,18 +90,20 @@ def _invalid(
 
 
 def _generate(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: ModelSpec) -> Array:
+    count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
-        return _synthetic(tensor, rng, bound, spec)
+        if count <= _MOST_VALUES:
+            return _synthetic(tensor, rng, bound, spec)
     except (ValueError, MemoryError):
-        # NumPy's errors for sizes that it cannot count, and for more memory than the machine has.
-        raise _invalid(
-            spec,
-            f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated on this "
-            "machine.",
-            "Check the sizes of the model's inputs.",
-            Setting(spec.place("dims")),
-            Setting(spec.place("shapes")),
-        ) from None
+        # NumPy's errors for a size that it cannot count, and for more memory than there is.
+        pass
+    raise _invalid(
+        spec,
+        f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
+        "Check the sizes of the model's inputs.",
+        Setting(spec.place("dims")),
+        Setting(spec.place("shapes")),
+    )
 
 
 def _synthetic(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: ModelSpec) -> Array:

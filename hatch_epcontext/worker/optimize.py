@@ -8,7 +8,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.ipc.facts import TargetSpec
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 
 
@@ -31,7 +31,7 @@ def optimize(
     session_options.optimized_model_filepath = str(result)
     model = onnx.load(source, load_external_data=False)
     threshold = target.settings.external_initializers if target else None
-    if threshold is not None or graph.external_data(model, source.parent, source.name):
+    if threshold is not None or external_data(model, source.parent, source.name):
         session_options.add_session_config_entry(
             "session.optimized_model_external_initializers_file_name", f"{result.stem}.data"
         )

@@ -13,11 +13,16 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
 from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.reference import check_outputs, reference, write_reference
-from hatch_epcontext.worker.tensors import run
+from hatch_epcontext.worker.reference import (
+    check_outputs,
+    reference,
+    run_model,
+    write_reference,
+)
+from hatch_epcontext.worker.step import step
 
 _SIMPLIFIED = Tolerance(rtol=1e-2, atol=1e-3, cosine=0.999)
 """A simplifier may change the order of additions, and nothing else."""
@@ -30,6 +35,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     BuildError when the result differs from the source: a simplifier must not change a model.
     """
     spec, folder = request.model, Path(request.folder)
+    step("reading the model")
     fixed = _write_fixed(spec, folder, request.simplifier)
     model = onnx.load(fixed, load_external_data=False)
     nodes_before = len(graph.compute_nodes(model.graph))
@@ -41,11 +47,12 @@ def handle(request: PrepareRequest) -> PrepareReply:
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
     result = own / f"{spec.name}.onnx"
+    step(f"simplifying the model ({request.simplifier})")
     if (simplified := _simplify(fixed, result, request.simplifier)) is None:
         result = fixed
     elif request.compare:
         # The session that has written it: opening it once more takes as long as simplifying it.
-        outputs = run(simplified, feeds)
+        outputs = run_model(simplified, feeds, spec, "the simplified model on the CPU")
         check_outputs(outputs, expected, _SIMPLIFIED, spec, "the source model's")
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
@@ -71,8 +78,8 @@ def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> ort.Inferenc
 
 def _write_fixed(spec: ModelSpec, folder: Path, simplifier: Simplifier) -> Path:
     source = Path(spec.path)
-    model = graph.read(source, spec.key)
-    data = graph.external_data(model, source.parent, spec.key)
+    model = reading.read(source, spec.key)
+    data = external.external_data(model, source.parent, spec.key)
     # onnx itself, which onnxslim uses, refuses external data that is a link, hard or symbolic.
     copy = shutil.copyfile if simplifier == "onnxslim" else link_or_copy
     for name in data:

@@ -18,12 +18,14 @@ from hatch_epcontext.ipc.facts import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.external import external_data, stays_inside
+from hatch_epcontext.worker.reading import load
 from hatch_epcontext.worker.session import provider_of
 
 
 def read_optimized(name: str, result: Path) -> Context:
     """Return the facts of the optimized graph ``result``."""
-    model = onnx.load(result, load_external_data=False)
+    model = load(result, result.name)
     return Context(
         model=name,
         model_file=result.name,
@@ -38,8 +40,22 @@ def read_context(spec: ModelSpec, prepared: Path, result: Path, target: TargetSp
     Raises BuildError when it is not what the target asks for.
     """
     provider = provider_of(target)
+    try:
+        return _read_context(spec, prepared, result, target, provider)
+    except ModelError as error:
+        # What the EP wrote is not to blame on the model.
+        problems = (
+            Problem(Kind.WRONG_RESULT, "", f"{provider.ep} wrote {result.name}: {problem.message}")
+            for problem in error.problems
+        )
+        raise BuildError(*problems) from error
+
+
+def _read_context(
+    spec: ModelSpec, prepared: Path, result: Path, target: TargetSpec, provider: Provider
+) -> Context:
     source = onnx.load(prepared, load_external_data=False)
-    model = onnx.load(result, load_external_data=False)
+    model = load(result, "")
     compatibility = graph.compatibility(model).get(provider.ep, "")
     contexts = graph.contexts(model.graph)
     problems = [
@@ -99,22 +115,22 @@ def _wrong_contexts(
             yield Problem(
                 Kind.WRONG_RESULT,
                 "",
-                f"the EPContext node {node.name} was written by {source!r}, not by {provider.ep}.",
+                f"the EPContext node {node.name!r} was written by {source!r}, not by {provider.ep}.",
             )
         if graph.is_embedded(node) or not graph.is_main(node):
             continue
         sidecar = graph.text(node, "ep_cache_context")
-        if not graph.stays_inside(result.parent, sidecar):
+        if not stays_inside(result.parent, sidecar):
             yield Problem(
                 Kind.WRONG_RESULT,
                 "",
-                f"the EPContext node {node.name} names a file outside the artifact: {sidecar!r}.",
+                f"the EPContext node {node.name!r} names a file outside the artifact: {sidecar!r}.",
             )
         elif not (result.parent / sidecar).is_file():
             yield Problem(
                 Kind.WRONG_RESULT,
                 "",
-                f"the EPContext node {node.name} names {sidecar!r}, which is missing.",
+                f"the EPContext node {node.name!r} names {sidecar!r}, which is missing.",
             )
 
 
@@ -138,14 +154,14 @@ def _wrong_chip(
             yield Problem(
                 Kind.WRONG_RESULT,
                 f"target {target.name}",
-                f"the target names several chips, and the EPContext node {node.name} is for one: its "
+                f"the target names several chips, and the EPContext node {node.name!r} is for one: its "
                 f"attribute {marks} is not 1.",
             )
 
 
 def _check_data(model: onnx.ModelProto, result: Path, spec: ModelSpec, provider: Provider) -> None:
     try:
-        graph.external_data(model, result.parent, result.name)
+        external_data(model, result.parent, result.name)
     except ModelError as error:
         raise BuildError(
             *(

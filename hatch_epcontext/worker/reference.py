@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import Agreement, ModelSpec
@@ -13,7 +15,16 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.tensors import Array, Arrays, compare, refuse_not_finite, run, within
+from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.tensors import (
+    Array,
+    Arrays,
+    TooSlowError,
+    compare,
+    refuse_not_finite,
+    run,
+    within,
+)
 
 
 def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
@@ -27,8 +38,14 @@ def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
         for value in graph.inputs(source.graph)
         if value.name in spec.constants
     }
+    step("opening the source model on the CPU")
+    start = time.monotonic()
     try:
-        return run(open_session(Path(spec.path), cpu_options()), {**feeds, **frozen})
+        session = open_session(Path(spec.path), cpu_options())
+        opened = f"; opening it took {time.monotonic() - start:.1f} s"
+        return run_model(session, {**feeds, **frozen}, spec, "the source model on the CPU", opened)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             Problem.at(
@@ -40,6 +57,28 @@ def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
                 Setting(spec.key / "validate" / "tolerance", False),
             )
         ) from error
+
+
+def run_model(
+    session: ort.InferenceSession, feeds: Arrays, spec: ModelSpec, what: str, more: str = ""
+) -> dict[str, Array]:
+    """Return the outputs of ``session``, which runs the model ``what``, or something made of it.
+
+    Raises ModelError when that takes longer than the model's timeout; ``more`` is added to the message.
+    """
+    step(f"running {what}")
+    try:
+        return run(session, feeds, spec.timeout)
+    except TooSlowError:
+        raise ModelError(
+            Problem.at(
+                spec.key,
+                Kind.RUN_TIMEOUT,
+                f"running {what} was stopped after {spec.timeout:g} seconds{more}.",
+                "Give it smaller inputs, or more time.",
+                Setting(spec.key / "validate" / "timeout", round(2 * spec.timeout, 3)),
+            )
+        ) from None
 
 
 def write_reference(outputs: Arrays, path: Path) -> str | None:
@@ -65,6 +104,7 @@ def check_outputs(
 
     Raises BuildError when an output has NaN or Inf where ``expected`` has none, or leaves the tolerance.
     """
+    step(f"comparing the outputs with {reference_name}")
     refuse_not_finite(outputs, expected)
     agreements = []
     problems = []

@@ -12,6 +12,7 @@ from hatch_epcontext.ipc.protocol import CompileRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.readback import read_context
+from hatch_epcontext.worker.reading import load
 from hatch_epcontext.worker.session import provider_of
 
 _PREFIX = "ep.context_node_name_prefix"
@@ -54,7 +55,7 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
 
 
 def _sidecars(result: Path) -> set[str]:
-    model = onnx.load(result, load_external_data=False)
+    model = load(result, result.name)
     return {
         graph.text(node, "ep_cache_context")
         for node in graph.contexts(model.graph)
@@ -67,9 +68,9 @@ def _equalize_spill_fill(results: list[Path]) -> None:
 
     The first member that is opened allocates the buffer for all, and it can be any of them.
     """
-    models = {result: onnx.load(result, load_external_data=False) for result in results}
+    models = {result: load(result, result.name) for result in results}
     nodes = [node for model in models.values() for node in graph.contexts(model.graph)]
-    largest = max((int(graph.attribute(node, "max_size", 0)) for node in nodes), default=0)
+    largest = max((graph.number(node, "max_size", 0) for node in nodes), default=0)
     for result, model in models.items():
         changed = False
         for node in graph.contexts(model.graph):

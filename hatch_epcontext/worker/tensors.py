@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -44,15 +46,52 @@ def is_float(dtype: np.dtype[np.generic]) -> bool:
     return dtype.kind == "f" or (dtype.kind == "V" and "int" not in dtype.name)
 
 
-def run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, Array]:
-    """Return the outputs of ``session`` by name, of every dtype that ONNX Runtime runs."""
+class TooSlowError(Exception):
+    """A run was ended, because it took too long."""
+
+
+def run(
+    session: ort.InferenceSession, feeds: Arrays, seconds: float | None = None
+) -> dict[str, Array]:
+    """Return the outputs of ``session`` by name, of every dtype that ONNX Runtime runs.
+
+    Raises TooSlowError when it takes longer than ``seconds``.
+    """
     names = [output.name for output in session.get_outputs()]
     natural = all(array.dtype.kind != "V" for array in feeds.values())
-    if natural and not any(_is_exotic(output.type) for output in session.get_outputs()):
-        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
-    values = {name: _to_value(array) for name, array in feeds.items()}
-    outputs = session.run_with_ort_values(names, values)
-    return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
+    with _limited(seconds) as options:
+        if natural and not any(_is_exotic(output.type) for output in session.get_outputs()):
+            return dict(zip(names, session.run(names, dict(feeds), options), strict=True))
+        values = {name: _to_value(array) for name, array in feeds.items()}
+        outputs = session.run_with_ort_values(names, values, options)
+        return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
+
+
+@contextlib.contextmanager
+def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
+    """Options of a run that ends at its next node, also inside a loop, after ``seconds``."""
+    options = ort.RunOptions()
+    if seconds is None:
+        yield options
+        return
+    ended = threading.Event()
+
+    def end() -> None:
+        ended.set()
+        options.terminate = True
+
+    # No thread can wait for longer.
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield options
+    except Exception as error:
+        if ended.is_set():
+            raise TooSlowError from error
+        raise
+    finally:
+        timer.cancel()
 
 
 def _is_exotic(type_: str) -> bool:

@@ -10,11 +10,11 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.protocol import ValidateReply, ValidateRequest
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import reading
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
-from hatch_epcontext.worker.reference import check_outputs, read_reference, reference
+from hatch_epcontext.worker.reference import check_outputs, read_reference, reference, run_model
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
@@ -22,7 +22,8 @@ from hatch_epcontext.worker.session import (
     provider_of,
     set_model_path,
 )
-from hatch_epcontext.worker.tensors import Array, Arrays, refuse_not_finite, run
+from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.tensors import Array, Arrays, refuse_not_finite
 
 
 def handle(request: ValidateRequest) -> ValidateReply:
@@ -34,6 +35,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     spec = request.model
     feeds = _feeds(request)
     expected = {} if request.tolerance is None else _reference(request, feeds)
+    step("opening the compiled model")
     # The sessions of a group that are opened first must outlive the later ones.
     _others = [
         open_session(Path(request.folder) / other.model_file, _options(request))
@@ -51,7 +53,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     if unavailable is None:
         _check_assignment(request, from_memory, "memory")
         _check_assignment(request, session, "disk")
-    outputs = run(session, feeds)
+    outputs = run_model(session, feeds, spec, "the compiled model")
     if request.tolerance is None:
         refuse_not_finite(outputs, {})
         return ValidateReply((), unavailable, load)
@@ -73,7 +75,7 @@ def _feeds(request: ValidateRequest) -> dict[str, Array]:
         own = request.context.inputs
         given = {each.name: constant(spec, each) for each in own if each.name in spec.constants}
         return {**dummy_inputs(own, spec), **given}
-    source = graph.read(Path(spec.path), spec.key)
+    source = reading.read(Path(spec.path), spec.key)
     fix_inputs(source, spec)
     feeds = feeds_for(source, spec)
     if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):

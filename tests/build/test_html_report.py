@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
+from enum import Enum
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +17,7 @@ from hatch_epcontext.build.artifact import Artifact, Validation, ValidationStatu
 from hatch_epcontext.build.report import FailureReport, Report, make_report
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.ipc.facts import Agreement, Coverage, NodeFacts
+from hatch_epcontext.text import printable
 from tests.results import configured, resulting
 
 
@@ -85,6 +90,62 @@ def test_only_compared_outputs_agree(made: Report, status: ValidationStatus) -> 
     models = (dataclasses.replace(job.models[0], validation=Validation(status)),)
     text = text_of(html_report.render(Report("g", (dataclasses.replace(job, models=models),)), "a"))
     assert "agrees" not in text
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and its text, as a browser finds them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attrs}
+        self.text += "".join(value or "" for _, value in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "</script><script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "' onmouseover='alert(1)",
+        "</style><style>body { display: none }</style>",
+        "]]><!--",
+        "&lt;b&gt;&#60;script&#62;",
+        "\x1b]0;owned\x07\u202e\ud800\0",
+        "[red]",
+    ],
+)
+def test_names_are_text_whatever_they_contain(made: Report, name: str) -> None:
+    hostile, plain = (
+        Elements(html_report.render(with_text(made, text), text)) for text in (name, "plain")
+    )
+    assert hostile.tags == plain.tags
+    assert hostile.attributes == plain.attributes
+    assert printable(name) in hostile.text
+    assert not set("\x1b\x07\u202e\ud800\0") & set(hostile.text)
+
+
+def with_text(value: Any, text: str) -> Any:
+    """``value`` with ``text`` in the place of every text in it."""
+    if isinstance(value, Enum):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{n: with_text(v, text) for n, v in given.items()})
+    if isinstance(value, tuple):
+        return tuple(with_text(each, text) for each in value)
+    if isinstance(value, dict):
+        return dict.fromkeys([text], *(with_text(each, text) for each in list(value.values())[:1]))
+    return text if isinstance(value, str) else value
 
 
 def test_it_is_written_to_the_given_path(made: Report, tmp_path: Path) -> None:

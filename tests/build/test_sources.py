@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import onnx
@@ -15,7 +16,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.process import Workers
-from tests.models import network, save
+from tests.models import network, save, save_with_data
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 
@@ -112,3 +113,19 @@ def test_from_the_cache_alone_an_unknown_model_is_an_error(reader: Reader) -> No
     assert reader.workers == 0
     first = reader.read()
     assert [source.sha256 for source in reader.read(environ=environ)] == [first[0].sha256]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files with holes take space there")
+def test_files_that_nothing_can_need_are_not_even_hashed(reader: Reader, project: Path) -> None:
+    model = project / "models" / "a.onnx"
+    save_with_data(network(), model)
+    reader.read()
+    # Known facts are no reason to read what came in the place of the data.
+    with (model.parent / "network.data").open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(BuildError, match=r"the external data .* is larger than"):
+        reader.read()
+    with model.open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(BuildError, match="cannot be larger than 2 GiB"):
+        reader.read()

@@ -137,6 +137,7 @@ def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None
         ("{}", ValidateSettings("auto", "random", {})),
         ('{ mode = "structure" }', ValidateSettings("structure", "random", {})),
         ('{ inputs = "zeros" }', ValidateSettings("auto", "zeros", {})),
+        ("{ timeout = 5 }", ValidateSettings("auto", "random", {}, 5.0)),
         ("{ tolerance = false }", ValidateSettings("auto", "random", False)),
         (
             '{ mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }',

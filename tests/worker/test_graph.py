@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker import external, graph, reading
 from tests.models import (
     initializer_among_the_inputs,
     model,
@@ -51,14 +51,14 @@ def branching() -> onnx.ModelProto:
 def problem(path: Path) -> Problem:
     """The problem of a file that is not a source model."""
     with pytest.raises(ModelError) as raised:
-        graph.read(path, KEY)
+        reading.read(path, KEY)
     (found,) = raised.value.problems
     assert found.key == KEY
     return found
 
 
 def test_a_source_model_is_read(tmp_path: Path) -> None:
-    assert graph.read(save(network(), tmp_path / "a.onnx"), KEY).graph.name == "graph"
+    assert reading.read(save(network(), tmp_path / "a.onnx"), KEY).graph.name == "graph"
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ def test_nested_nodes_are_found() -> None:
 
 def test_external_data_is_found(tmp_path: Path) -> None:
     path = save_with_data(network(), tmp_path / "a.onnx")
-    loaded = graph.read(path, KEY)
-    assert graph.external_data(loaded, tmp_path, KEY) == ("network.data",)
-    assert graph.external_data(network(), tmp_path, KEY) == ()
+    loaded = reading.read(path, KEY)
+    assert external.external_data(loaded, tmp_path, KEY) == ("network.data",)
+    assert external.external_data(network(), tmp_path, KEY) == ()
 
 
 def test_external_data_of_nested_nodes_is_found(tmp_path: Path) -> None:
     path = save_with_data(branching(), tmp_path / "a.onnx")
-    assert graph.external_data(graph.read(path, KEY), tmp_path, KEY) == ("network.data",)
+    assert external.external_data(reading.read(path, KEY), tmp_path, KEY) == ("network.data",)
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "outside", "absolute"])
 def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
     folder = tmp_path / "models"
     path = save_with_data(network(), folder / "a.onnx")
-    loaded = graph.read(path, KEY)
+    loaded = reading.read(path, KEY)
     data = folder / "network.data"
     message = {"missing": "is missing", "short": "is shorter than"}.get(harm, "is outside the")
     if harm == "missing":
@@ -123,7 +123,7 @@ def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
         for tensor in loaded.graph.initializer:
             tensor.external_data[0].value = location
     with pytest.raises(ModelError, match=message) as raised:
-        graph.external_data(loaded, folder, KEY)
+        external.external_data(loaded, folder, KEY)
     (found,) = raised.value.problems
     assert (found.kind, found.key) == (Kind.EXTERNAL_DATA, KEY)
 
@@ -133,7 +133,7 @@ def test_invalid_external_data_is_an_error(tmp_path: Path, harm: str) -> None:
     ["", "/a", "../a", "a/../../b", "C:\\a", "C:a", "\\a", "..\\a", "\\\\host\\share\\a"],
 )
 def test_names_outside_the_folder_on_any_system(tmp_path: Path, location: str) -> None:
-    assert not graph.stays_inside(tmp_path, location)
+    assert not external.stays_inside(tmp_path, location)
 
 
 def test_a_link_to_a_file_outside_the_folder(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_a_link_to_a_file_outside_the_folder(tmp_path: Path) -> None:
     inside.mkdir()
     (tmp_path / "data").touch()
     (inside / "data").symlink_to(tmp_path / "data")
-    assert not graph.stays_inside(inside, "data")
-    assert graph.stays_inside(inside, "sub/data")
+    assert not external.stays_inside(inside, "data")
+    assert external.stays_inside(inside, "sub/data")
 
 
 def test_initializers_among_the_inputs_are_not_inputs() -> None:

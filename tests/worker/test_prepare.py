@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.ipc.facts import SIMPLIFIERS, ModelSpec, Simplifier
 from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
-from hatch_epcontext.worker import graph
 from hatch_epcontext.worker import prepare as prepare_module
+from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.prepare import handle
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
@@ -93,7 +93,7 @@ def test_a_model_beyond_the_protobuf_limit_keeps_external_data(
     prepared = Path(reply.path)
     assert prepared.stat().st_size < 2000
     loaded = onnx.load(prepared, load_external_data=False)
-    assert graph.external_data(loaded, prepared.parent, "a")
+    assert external_data(loaded, prepared.parent, "a")
     x = {"x": np.ones((1, 1, 8, 8), np.float32)}
     expected = open_session(source, cpu_options()).run(None, x)[0]
     np.testing.assert_allclose(

@@ -42,8 +42,10 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
                 f"must be a number, true or false, a string or a list, not {show(value)}.",
             )
     validate = table.validate
-    if isinstance(validate, ValidateTable) and isinstance(validate.tolerance, ToleranceTable):
-        yield from check_values(key / "validate" / "tolerance", validate.tolerance)
+    if isinstance(validate, ValidateTable):
+        yield from check_values(key / "validate", validate)
+        if isinstance(validate.tolerance, ToleranceTable):
+            yield from check_values(key / "validate" / "tolerance", validate.tolerance)
 
 
 def _check_sizes(key: Key, shapes: Shapes, constants: Mapping[str, Any]) -> Iterator[Problem]:

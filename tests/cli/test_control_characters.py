@@ -1,0 +1,82 @@
+"""What models and records contain reaches no terminal as more than text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from onnx import helper
+
+from hatch_epcontext.cli._output import add_row, show, table
+from hatch_epcontext.text import printable
+from tests.cli.conftest import Cli
+from tests.models import model, save, value
+from tests.projects import make_project
+
+TITLE = "\x1b]0;owned\x07[red]\u202e\x9b31m\n"
+"""It would set the title of a terminal, choose a colour in two ways, turn the line around, and end it."""
+
+SHOWN = r"\x1b]0;owned\x07[red]\u202e\x9b31m\n"
+
+
+def harmless(text: str) -> bool:
+    return all(printable(line) == line for line in text.split("\n"))
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """A project with a model of such names, whose outputs differ in every run."""
+    made = model(
+        [
+            helper.make_node("RandomNormal", [], [f"n{TITLE}"], f"random{TITLE}", shape=[2]),
+            helper.make_node("Add", [f"x{TITLE}", f"n{TITLE}"], [f"y{TITLE}"], f"add{TITLE}"),
+        ],
+        [value(f"x{TITLE}", [2])],
+        [value(f"y{TITLE}", [2])],
+    )
+    root = make_project(tmp_path / "project", 'provider = "cpu"\nmodels = ["models/a.onnx"]\n')
+    save(made, root / "models" / "a.onnx")
+    return root
+
+
+def test_a_failed_validation_names_a_tensor_as_text(cli: Cli, named: Path) -> None:
+    printed = cli("build", named, "-v", code=1)
+    assert harmless(printed.output)
+    assert f"the output 'y{SHOWN}' differs" in printed.output
+
+
+def test_inspecting_shows_names_as_text(cli: Cli, named: Path) -> None:
+    file = named / "models" / "a.onnx"
+    printed = cli("inspect", file).stdout
+    assert harmless(printed)
+    assert f"input x{SHOWN}: float32, 2" in printed
+    as_json = cli("inspect", file, "--json").stdout
+    assert harmless(as_json)
+    assert json.loads(as_json)["model"]["inputs"][0]["name"] == f"x{TITLE}"
+
+
+def test_a_table_shows_cells_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    made = table("name")
+    add_row(made, TITLE)
+    show(made)
+    printed = capsys.readouterr().out
+    assert harmless(printed)
+    assert SHOWN in printed
+
+
+def test_a_record_of_the_cache_is_shown_as_text(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    cli("build", app_project, "-t", "one", "-m", "a", "-q")
+    (file,) = (tmp_path / "user-cache" / "v3").glob("??/[!.]*/record.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    record = content["record"]
+    record["versions"] = {TITLE: TITLE}
+    record["preparations"][0]["failed"] = [TITLE]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert harmless(cli("cache", "info").stdout)
+    page = tmp_path / "report.html"
+    command = ("build", app_project, "-t", "one", "-m", "a", "-v", "--report", page)
+    assert harmless(cli(*command).output)
+    assert harmless(page.read_text(encoding="utf-8"))
