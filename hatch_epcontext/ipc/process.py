@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,47 +11,26 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.ipc.running import Interpreter, Order, Running
+from hatch_epcontext.ipc.worker_log import POLL_SECONDS, file_size, follow, log_tail
 from hatch_epcontext.providers import variables_in
-from hatch_epcontext.serialize import from_plain, to_json
+from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
-from hatch_epcontext.text import hide_values, printable, show_size
+from hatch_epcontext.text import hide_values, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import ReplyT, Request
 
-T = TypeVar("T")
-
-_TAIL = 40
-"""The number of lines of a worker's log that an error shows."""
-
-_TAIL_BYTES = 64 << 10
-"""Bytes of the end of a log in which these lines are looked for."""
-
 _LOG_LIMIT = 100 * 10**6
 """Bytes of a log above which its worker is stopped. ONNX Runtime's whole log of a large model has less."""
 
-_REPLY_LIMIT = 64 * 10**6
-"""Bytes of the largest reply: that of a graph with a million nodes has less."""
-
-_PIECE = 1 << 20
-"""Bytes of a log that are forwarded at once."""
-
-_LONGEST_LINE = 2000
-"""Characters of a line of a log that are shown."""
-
-_POLL_SECONDS = 0.2
-"""Seconds between two looks at the log of a worker."""
-
 _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 """Seconds after which a running worker is reported first, and then again."""
-
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 _NO_MEMORY = re.compile(
     r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena",
@@ -61,9 +39,6 @@ _NO_MEMORY = re.compile(
 """How Python, C++ and ONNX Runtime say that memory is short."""
 
 _LESS_MEMORY = "Run fewer jobs at once (build.jobs), or build on a machine with more memory."
-
-_LONGEST_REASON = 400
-"""Characters of the reason why a reply cannot be read."""
 
 _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
 """The signals by which a process ends through its own fault; all others come from outside."""
@@ -185,8 +160,8 @@ class Workers:
             MEMORY_LIMIT,
             REFUSED,
             VERBOSE,
-            Refusal,
         )
+        from hatch_epcontext.ipc.reply import InvalidReplyError, read_refusal, read_reply
 
         text = to_json(request)
         secrets = _secrets(text)
@@ -215,16 +190,16 @@ class Workers:
         _hide_in(order.log_path, secrets)
         if exit_code is None:
             raise BuildError(self._too_slow(order, location))
-        tail = _tail(order.log_path)
+        tail = log_tail(order.log_path)
         if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
             ended = _ended(exit_code, location, tail, order.last_step)
             raise BuildError(self._explained(ended, folder))
         try:
             if exit_code == DONE:
-                return _read_reply(order.reply_path, request)
+                return read_reply(order.reply_path, request)
             _hide_in(order.reply_path, secrets)
-            refusal = _read(order.reply_path, Refusal)
-        except _InvalidReplyError as error:
+            refusal = read_refusal(order.reply_path)
+        except InvalidReplyError as error:
             message = f"the worker's reply cannot be used: {error}."
             problem = Problem(Kind.INVALID_REPLY, location, message, log=tail)
             raise BuildError(self._explained(problem, folder)) from None
@@ -256,10 +231,10 @@ class Workers:
         beat = Heartbeat()
         end = beat.start + self.timeout
         while (now := time.monotonic()) < end:
-            code = process.wait(min(end - now, _POLL_SECONDS))
+            code = process.wait(min(end - now, POLL_SECONDS))
             if code is not None:
                 return code
-            if _size(order.log_path) > _LOG_LIMIT:
+            if file_size(order.log_path) > _LOG_LIMIT:
                 raise BuildError(_flooded(order, location))
             seconds = beat.due()
             if seconds is not None and self.progress is not None:
@@ -269,7 +244,7 @@ class Workers:
     def _too_slow(self, order: Order, location: str) -> Problem:
         limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
         message = f"the worker was stopped after {self.timeout:g} seconds{order.last_step}."
-        tail = _tail(order.log_path)
+        tail = log_tail(order.log_path)
         problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
         return _with_variable(problem, "TIMEOUT")
 
@@ -310,9 +285,9 @@ class Workers:
         ended = threading.Event()
 
         def forward(line: str) -> None:
-            log(hide_values(line, secrets))
+            log(f"{location} | {hide_values(line, secrets)}")
 
-        thread = threading.Thread(target=_follow, args=(log_path, ended, location, forward))
+        thread = threading.Thread(target=follow, args=(log_path, ended, forward))
         thread.start()
         try:
             yield
@@ -329,7 +304,7 @@ def _secrets(request: str) -> Collection[str]:
 
 def _hide_in(file: Path, secrets: Collection[str]) -> None:
     """Replace ``secrets`` in a worker's file: it stays until the end of the build."""
-    if secrets and _size(file) <= _LOG_LIMIT:
+    if secrets and file_size(file) <= _LOG_LIMIT:
         text = file.read_text(encoding="utf-8", errors="replace")
         file.write_text(hide_values(text, secrets), encoding="utf-8")
 
@@ -352,102 +327,13 @@ def _without_limit(problem: Problem) -> Problem:
     return replace(problem, kind=Kind.OUT_OF_MEMORY, message=message, hint=_LESS_MEMORY)
 
 
-class _InvalidReplyError(Exception):
-    """A reply that is not one; the message says why."""
-
-
-def _read_reply(path: Path, request: Request[ReplyT]) -> ReplyT:
-    reply: ReplyT = _read(path, request.reply_type)
-    if reason := request.misfit(reply):
-        raise _InvalidReplyError(reason)
-    return reply
-
-
-def _read(path: Path, type_: type[T]) -> T:
-    """The ``type_`` in the file ``path``; raises _InvalidReplyError if it is not one."""
-    if (size := path.stat().st_size) > _REPLY_LIMIT:
-        reason = f"it has {show_size(size)}, and {show_size(_REPLY_LIMIT)} are allowed"
-        raise _InvalidReplyError(reason)
-    try:
-        # Neither NaN nor Infinity is JSON, and no reply has one.
-        plain = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-        return from_plain(plain, type_)
-    except RecursionError:
-        raise _InvalidReplyError("it is too deep") from None
-    except ValueError as error:
-        raise _InvalidReplyError(str(error)[:_LONGEST_REASON]) from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it has {name}")
-
-
 def _flooded(order: Order, location: str) -> Problem:
     message = f"the worker was stopped, because its log had more than {show_size(_LOG_LIMIT)}."
-    return Problem(Kind.INVALID_REPLY, location, message, log=_tail(order.log_path))
-
-
-def _follow(
-    log_path: Path, ended: threading.Event, location: str, log: Callable[[str], None]
-) -> None:
-    """Forward each line of the log as soon as it is complete; the last one as it is.
-
-    A file and not a pipe: processes that a vendor's compiler starts and leaves running would keep a
-    pipe open.
-    """
-    offset, rest = 0, b""
-    last = False
-    while not last:
-        last = ended.wait(_POLL_SECONDS)
-        while found := _piece(log_path, offset):
-            offset += len(found)
-            *lines, rest = (rest + found).split(b"\n")
-            if len(rest) > _PIECE:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                log(f"{location} | {_shown(line)}")
-    if rest:
-        log(f"{location} | {_shown(rest)}")
-
-
-def _piece(log_path: Path, offset: int) -> bytes:
-    try:
-        with log_path.open("rb") as file:
-            file.seek(offset)
-            return file.read(_PIECE)
-    except FileNotFoundError:
-        return b""
-
-
-def _shown(line: bytes) -> str:
-    text = line[: 4 * _LONGEST_LINE].decode("utf-8", "replace")
-    if len(text) <= _LONGEST_LINE and len(line) <= 4 * _LONGEST_LINE:
-        return _plain(text)
-    return f"{_plain(text[:_LONGEST_LINE])} ... ({show_size(len(line))})"
-
-
-def _plain(text: str) -> str:
-    # ONNX Runtime writes colours even to a file.
-    return printable(_COLOUR.sub("", text).rstrip("\r"))
+    return Problem(Kind.INVALID_REPLY, location, message, log=log_tail(order.log_path))
 
 
 def _interrupted(location: str) -> BuildError:
     return BuildError(Problem(Kind.INTERRUPTED, location, "the build was interrupted."))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _tail(log_path: Path) -> str:
-    size = log_path.stat().st_size
-    with log_path.open("rb") as file:
-        file.seek(max(size - _TAIL_BYTES, 0))
-        lines = file.read(_TAIL_BYTES).rstrip().splitlines()
-    return "\n".join(map(_shown, lines[-_TAIL:]))
 
 
 def _ended(code: int, location: str, tail: str, step: str) -> Problem:
