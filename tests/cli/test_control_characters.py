@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from onnx import helper
 
+from hatch_epcontext.build.entry import entry_name
+from hatch_epcontext.build.envelope import envelope_around, read_envelope
 from hatch_epcontext.cli._output import add_row, show, table
 from hatch_epcontext.text import printable
 from tests.cli.conftest import Cli
@@ -69,13 +71,26 @@ def test_a_record_of_the_cache_is_shown_as_text(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
     cli("build", app_project, "-t", "one", "-m", "a", "-q")
-    (file,) = (tmp_path / "user-cache" / "v3").glob("??/[!.]*/record.json")
-    content = json.loads(file.read_text(encoding="utf-8"))
-    record = content["record"]
-    record["versions"] = {TITLE: TITLE}
-    record["preparations"][0]["failed"] = [TITLE]
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert harmless(cli("cache", "info").stdout)
+    (file,) = (tmp_path / "user-cache" / "v4").glob("??/*/record.json")
+    name = entry_name(file.parent.name)
+    text = read_envelope(file.read_bytes(), name).text
+
+    def write(*changes: tuple[str, object]) -> None:
+        """Change values of the record, each by its dotted place, and give it a right checksum."""
+        record = json.loads(text)
+        for place, value in changes:
+            *way, last = place.split(".")
+            table = record
+            for part in way:
+                table = table[int(part) if part.isdigit() else part]
+            table[last] = value
+        file.write_text(envelope_around(name, json.dumps(record)), encoding="utf-8")
+
+    write(("contexts.0.model", TITLE), ("versions", {TITLE: TITLE}))
+    printed = cli("cache", "info").stdout
+    assert harmless(printed)
+    assert SHOWN in printed
+    write(("preparations.0.failed", [TITLE]))
     page = tmp_path / "report.html"
     command = ("build", app_project, "-t", "one", "-m", "a", "-v", "--report", page)
     assert harmless(cli(*command).output)
