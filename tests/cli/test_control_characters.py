@@ -78,12 +78,12 @@ def test_a_record_of_the_cache_is_shown_as_text(
     def write(*changes: tuple[str, object]) -> None:
         """Change values of the record, each by its dotted place, and give it a right checksum."""
         record = json.loads(text)
-        for place, value in changes:
+        for place, new in changes:
             *way, last = place.split(".")
             table = record
             for part in way:
                 table = table[int(part) if part.isdigit() else part]
-            table[last] = value
+            table[last] = new
         file.write_text(envelope_around(name, json.dumps(record)), encoding="utf-8")
 
     write(("contexts.0.model", TITLE), ("versions", {TITLE: TITLE}))
