@@ -581,7 +581,7 @@ class _Package:
         return name
 
     def verify_texts(self) -> None:
-        """Raise _FileError if the manifest, or a JSON file that it names, is not as it was recorded."""
+        """Raise _FileError if the manifest, a JSON file that it names or this module is not as recorded."""
         import hashlib
 
         recorded = {name: each["sha256"] for name, each in self.files.items()}
@@ -592,7 +592,13 @@ class _Package:
             # A file cannot contain its own sha256: that of the manifest is with zeros in this place.
             own = text.replace(sha256.encode(), b"0" * 64) if name == _MANIFEST else text
             if hashlib.sha256(own).hexdigest() != sha256:
-                raise _FileError(f"{name} was changed: its sha256 differs from the recorded one")
+                raise _changed(name)
+        for name in self.files.keys() - self._texts.keys():
+            # Frozen apps have their modules elsewhere.
+            if "/" not in name and (self.root / name).is_file():
+                content = (self.root / name).read_bytes()
+                if hashlib.sha256(content).hexdigest() != recorded[name]:
+                    raise _changed(name)
 
     def on_disk(self, variant: _Variant, stack: contextlib.ExitStack, *, verify: bool) -> Path:
         """The model file of ``variant`` on disk, with its sidecars beside it.
@@ -779,6 +785,10 @@ def _misfit(value: Any, form: Any) -> str | None:
     return next(found, None)
 
 
+def _changed(name: str) -> _FileError:
+    return _FileError(f"{name} was changed: its sha256 differs from the recorded one")
+
+
 def _check_file(file: Path, name: str, recorded: Mapping[str, Any], *, verify: bool) -> None:
     try:
         size = file.stat().st_size
@@ -790,7 +800,7 @@ def _check_file(file: Path, name: str, recorded: Mapping[str, Any], *, verify: b
     if size != recorded["size"]:
         raise _FileError(f"{name} has {size} bytes, and {recorded['size']} were recorded")
     if verify and _sha256(file) != recorded["sha256"]:
-        raise _FileError(f"{name} was changed: its sha256 differs from the recorded one")
+        raise _changed(name)
 
 
 def _sha256(file: Path) -> str:

@@ -18,6 +18,7 @@ _UNPRINTABLE = re.compile(
     r"\ud800-\udfff]"
 )
 
+_ENDLESS = 10**24
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -109,6 +110,9 @@ def to_toml(value: Any) -> str:
 
 def show_size(size: float) -> str:
     """A number of bytes with its unit: ``"2.2 MB"``."""
+    # What others wrote can have any number of digits.
+    if size >= _ENDLESS:
+        return "more than 10^24 bytes"
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

@@ -1770,9 +1770,11 @@ def test_verify_finds_every_flipped_byte(ship: Shipper) -> None:
     weights.write_bytes(bytes(range(64)))
     app = ship(cpu=CPU)
     files = [ship.folder / "manifest.json", weights, ship.folder / "a/cpu/a_optimized.onnx"]
+    files.append(ship.folder / "__init__.py")
+    steps = {".json": 2, ".bin": 1, ".onnx": 200, ".py": 2000}
     tried = 0
     for file in files:
-        size, step = file.stat().st_size, {".json": 2, ".bin": 1, ".onnx": 200}[file.suffix]
+        size, step = file.stat().st_size, steps[file.suffix]
         for _ in flipped(file, [*range(0, size, step), size - 1]):
             app._packages.clear()
             with pytest.raises(app.LoadError):

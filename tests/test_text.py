@@ -36,6 +36,7 @@ from hatch_epcontext.text import (
         (250_000_000, "250.0 MB"),
         (3_000_000_000, "3.0 GB"),
         (5 * 10**12, "5000.0 GB"),
+        (10**400, "more than 10^24 bytes"),
     ],
 )
 def test_sizes_have_decimal_units(size: int, text: str) -> None:

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -349,9 +350,13 @@ class Remote:
         stream = self._ask(
             lambda files, path: files.open(path, block_size=0, size=size), name, patience
         )
+        # A server that sends a byte from time to time is as good as none.
+        end = time.monotonic() + patience * (1 + size // _CHUNK)
         with contextlib.closing(stream):
             received = 0
             while received <= size:
+                if time.monotonic() > end:
+                    raise _RemoteError(_Failure.FAILED, "it answers too slowly")
                 length = min(_CHUNK, size + 1 - received)
                 chunk: bytes = self._ask(partial(_read_stream, stream, length), name, patience)
                 if not chunk:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import json
 import shutil
 import socket
@@ -399,6 +401,30 @@ def test_a_remote_that_does_not_answer_is_asked_once(warnings: list[str]) -> Non
         assert remote.read("latest/y") is None
     (warning,) = warnings
     assert "no answer within 0.5 seconds" in warning
+
+
+def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str]) -> None:
+    ended = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while not ended.wait(0.05):
+                connection.sendall(b"x")
+
+    # Importing it does not count.
+    importlib.import_module("fsspec.implementations.http")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/cache"
+        assert Remote(url, warnings.append, patience=1).read("latest/x") is None
+        ended.set()
+        thread.join()
+    (warning,) = warnings
+    assert "cannot be reached (it answers too slowly)" in warning
 
 
 def test_a_missing_bucket_is_not_taken_for_an_empty_one(
