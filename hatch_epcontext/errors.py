@@ -404,7 +404,7 @@ class Kind(Enum):
     )
     INVALID_REPLY = (
         "EPC317",
-        "Unusable answer of a worker",
+        "Unusable reply of a worker",
         "A worker's reply cannot be read, or its log grows without end.",
         "Read the end of the worker's log below the message.",
     )

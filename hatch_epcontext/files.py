@@ -33,12 +33,12 @@ _LOCK = ".lock"
 
 _DAY = 86400.0
 MOST_BYTES = 256 * 10**9
-"""Bytes of one file or of all weights of a model: more than a machine of today can compile."""
+"""Bytes of one file or of all weights of a model: more than today's machines can compile."""
 
 _LARGE = 10**9
-"""Bytes from which a file is not read before it is clear what for."""
+"""Bytes from which a file is read only if it is known to be needed."""
 
-_TIMES = 100
+_MOST_UNUSED = 100
 """How much larger than what is used of it, or was written to it, such a file may be."""
 
 
@@ -143,7 +143,7 @@ def sweep(parent: Path | None = None) -> None:
 
 def _sweep_one(folder: Path) -> None:
     status = folder.lstat()
-    # Nobody else's: a folder for all users has those of other users, and what they call so.
+    # In a folder for all users others can have folders of this name.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != _user():
         return
     try:
@@ -208,11 +208,11 @@ def too_large(status: os.stat_result, used: int | None = None) -> str | None:
         return f"is larger than {show_size(MOST_BYTES)}: {show_size(size)}"
     if size < _LARGE:
         return None
-    if used is not None and size > _TIMES * used:
+    if used is not None and size > _MOST_UNUSED * used:
         return f"has {show_size(size)}, and the model uses {show_size(used)} of it"
     # Windows does not count them.
     blocks: int | None = getattr(status, "st_blocks", None)
-    if blocks is not None and size > _TIMES * 512 * blocks:
+    if blocks is not None and size > _MOST_UNUSED * 512 * blocks:
         return f"has {show_size(size)}, of which only {show_size(512 * blocks)} were ever written"
     return None
 

@@ -293,10 +293,15 @@ def _value_at(table: Any, path: _Place) -> Any:
 def from_json(text: str | bytes, type_: type[T]) -> T:
     """The ``type_`` that `to_json` wrote; raises ValueError if the text is not one."""
     try:
-        value = json.loads(text)
+        # Neither NaN nor Infinity is JSON.
+        value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it has too many levels") from None
     return from_plain(value, type_)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has {name}")
 
 
 def make_ready(type_: type[Any]) -> None:

@@ -53,7 +53,7 @@ def system_problem(
 
     Without ``folder`` it is that of the file that ``error`` names.
     """
-    path, reason = _of(error)
+    path, reason = _path_and_reason(error)
     place = folder or (Path(path).absolute().parent if path else Path.cwd())
     doing = f" while {what} was written" if what else ""
     message = f"{reason}{doing}: {path or place}."
@@ -62,15 +62,24 @@ def system_problem(
     return Problem(Kind.SYSTEM_ERROR, location, message, _advice(place))
 
 
-def _of(error: OSError) -> tuple[str, str]:
+def _path_and_reason(error: OSError) -> tuple[str, str]:
     """The path that ``error`` names, if there is one, and the reason in words."""
     if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
         # Of a whole folder: (source, target, reason) for each file.
         _, target, reason = error.args[0][0]
-        return str(target), str(reason)
+        # The reason is the text of an OSError, which names the files too.
+        found = re.match(r"\[Errno -?\d+\] ([^:]+)", str(reason))
+        return str(target), found[1] if found else str(reason)
     name = error.filename2 or error.filename
     path = os.fsdecode(name) if isinstance(name, str | bytes) else ""
     return path, error.strerror or str(error)
+
+
+def refusal(error: OSError, folder: Path) -> str:
+    """Why ``folder`` cannot be written, in one line; with the room on its file system if that is full."""
+    _, reason = _path_and_reason(error)
+    full = error.errno in _FULL or _FULL_IN_WORDS.search(reason)
+    return f"{reason}. {_room(folder)}" if full else reason
 
 
 def os_error_text(error: OSError) -> str:
@@ -91,9 +100,9 @@ def removed_problem(folder: Path, location: str) -> Problem:
     return Problem(Kind.SYSTEM_ERROR, location, message, hint)
 
 
-def full_disk_problem(folder: Path, location: str, said: str) -> Problem | None:
-    """The problem if ``folder``, where something failed and ``said`` this, has no room left; else None."""
-    if not _FULL_IN_WORDS.search(said) and not _is_full(folder):
+def full_disk_problem(folder: Path, location: str, output: str) -> Problem | None:
+    """The problem if ``folder``, where something failed with this ``output``, has no room left; else None."""
+    if not _FULL_IN_WORDS.search(output) and not _is_full(folder):
         return None
     message = f"No space left on device while the worker wrote: {folder}.\n{_room(folder)}"
     return Problem(Kind.SYSTEM_ERROR, location, message, _advice(folder))

@@ -13,7 +13,9 @@ _MOST_ALLOWED = 12
 
 _UNPRINTABLE = re.compile(
     # Control characters, but no tab; DEL; marks that change the direction of text; and separators.
-    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff"
+    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069"
+    # Those that nobody sees.
+    r"\xad\u200b-\u200f\u2060-\u2064\ufeff\U000e0000-\U000e007f"
     # Halves of characters, which file names can have and no output takes.
     r"\ud800-\udfff]"
 )

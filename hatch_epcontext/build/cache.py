@@ -16,24 +16,25 @@ import platformdirs
 
 from hatch_epcontext.build.artifact import Artifact, Record, ValidationRun
 from hatch_epcontext.build.cache_folder import (
-    LAYOUT,
     checked_record,
     entry_folder,
     read_document,
     validation_file,
     write_entry,
 )
-from hatch_epcontext.build.entry import Check, latest_name, read_validation, validation_name
+from hatch_epcontext.build.entry import LAYOUT, Check, latest_name, read_validation, validation_name
 from hatch_epcontext.build.envelope import DamagedError, envelope_around
 from hatch_epcontext.build.index import Index
+from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import is_sha256, link_or_copy, write_atomically
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.system import refusal
 
 if TYPE_CHECKING:
     from hatch_epcontext.build.remote import Remote
 
 _POLL_SECONDS = 0.5
-"""Seconds between two looks at whether a build that waits for another one shall end."""
+"""Seconds between two looks at whether a build that waits for another one must end."""
 
 
 NO_HOME = "this user has no home folder, and so no cache folder"
@@ -249,8 +250,8 @@ class Cache:
             write_entry(self._root, fingerprint, folder, record)
         except OSError as error:
             self._warn(
-                f"the cache folder {self._root} cannot be written "
-                f"({error.strerror or error}); this build does not store its artifacts"
+                f"the cache folder {self._root} cannot be written ({refusal(error, self._root)}); this "
+                f"build does not store its artifacts. {PREFIX}CACHE_DIR names another folder."
             )
             self._root = None
 

@@ -23,16 +23,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.build.artifact import Record
-from hatch_epcontext.build.entry import entry_name, read_record
+from hatch_epcontext.build.entry import LAYOUT, entry_name, read_record
 from hatch_epcontext.build.envelope import DamagedError, envelope_around, read_envelope
 from hatch_epcontext.files import is_intact, link_or_copy, sync, temp_dir, write_atomically
 from hatch_epcontext.serialize import to_json
 
 _ATTEMPTS = 3
 """How often an entry is put in its place while others remove it."""
-
-LAYOUT = "v4"
-"""The folder of this format below the cache's root."""
 
 STAGING = "staging"
 """The folder of the layout with artifacts that are not yet in their place, or no longer."""
@@ -71,7 +68,7 @@ def _publish(staged: Path, entry: Path) -> None:
             staged.rename(entry)
             return
         # Another build was faster, or the existing entry is damaged.
-        if _is_whole(entry):
+        if _is_usable(entry):
             return
         discard(entry)
     staged.rename(entry)
@@ -153,7 +150,8 @@ def is_intact_entry(entry: Path, record: Record) -> bool:
     return True
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_usable(entry: Path) -> bool:
+    """Whether a build would take the entry; only files that changed are read."""
     try:
         checked_record(entry)
     except (OSError, DamagedError):
@@ -184,8 +182,8 @@ def _list_files(folder: Path) -> dict[str, list[int]]:
 def _state(path: Path) -> list[int]:
     """Size in bytes, time of the last change in ns, and inode of a file.
 
-    For one that was verified by sha256 a cheap sign that nobody wrote to it since. Not the time of its last
-    status change, which every hard link to it moves.
+    For one that was verified by sha256 a cheap way to see that nobody wrote to it since. Not the time of
+    its last status change, which every hard link to it moves.
     """
     # Not from the folder's listing, which has no inodes on Windows.
     status = path.lstat()

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from hatch_epcontext.build.artifact import GENERATOR, Record
 from hatch_epcontext.build.cache_folder import (
-    LAYOUT,
     STAGING,
     discard,
     is_intact_entry,
     stored_record,
 )
+from hatch_epcontext.build.entry import LAYOUT
 from hatch_epcontext.build.envelope import DamagedError
 from hatch_epcontext.files import is_sha256, sweep
 

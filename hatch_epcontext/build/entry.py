@@ -19,6 +19,9 @@ from hatch_epcontext.ipc.facts import Context, Coverage, TensorFacts
 from hatch_epcontext.serialize import from_json
 from hatch_epcontext.text import listing
 
+LAYOUT = "v4"
+"""The folder of this format, below the root of a cache and of a shared one."""
+
 Check = Callable[[Record], None]
 """Raises DamagedError if a record is not what a job wants."""
 
@@ -49,8 +52,11 @@ def read_record(text: str) -> Record:
         raise DamagedError("its record has a model without a file")
     if len(record.preparations) != len(record.contexts):
         raise DamagedError("its record has models without a preparation")
-    if not all(_is_possible(c.coverage) for c in record.contexts if c.coverage is not None):
-        raise DamagedError("its record has a coverage that cannot be")
+    figures = [record.times.prepare, record.times.compile]
+    figures += [n for each in record.preparations for n in (each.nodes_before, each.nodes)]
+    coverages = [each.coverage for each in record.contexts if each.coverage is not None]
+    if not all(map(_is_amount, figures)) or not all(map(_is_possible, coverages)):
+        raise DamagedError("its record has a figure that cannot be right")
     return record
 
 
@@ -60,10 +66,12 @@ def read_validation(text: str) -> ValidationRun:
         run = from_json(text, ValidationRun)
     except ValueError:
         raise DamagedError("its validation cannot be read") from None
+    if run.load is not None and not _is_amount(run.load):
+        raise DamagedError("its validation has a time that cannot be right")
     for each in run.validation.agreements:
-        # Rounding can make a cosine a little larger than 1; comparisons with NaN are false.
-        if not (0 <= each.max_abs < math.inf and -1.1 < (each.cosine or 0) < 1.1):
-            raise DamagedError(f"its output {each.output} has an agreement that cannot be")
+        # Rounding can make a cosine a little larger than 1.
+        if not (_is_amount(each.max_abs) and -1.1 < (each.cosine or 0) < 1.1):
+            raise DamagedError(f"its output {each.output} has an agreement that cannot be right")
     return run
 
 
@@ -104,6 +112,10 @@ def _fit(compiled: Sequence[TensorFacts], source: Mapping[str, TensorFacts]) -> 
         and (not each.is_fixed or known.takes(each.shape))  # type: ignore[arg-type]
         for each in compiled
     )
+
+
+def _is_amount(number: float) -> bool:
+    return 0 <= number < math.inf
 
 
 def _is_possible(coverage: Coverage) -> bool:

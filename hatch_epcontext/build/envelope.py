@@ -50,13 +50,13 @@ def read_envelope(data: str | bytes, name: str) -> Envelope:
         envelope = Envelope(**found)
         digest = hashlib.sha256(signed_bytes(envelope.name, envelope.text)).hexdigest()
     except (ValueError, TypeError, RecursionError):
-        raise DamagedError("it is no document of a cache") from None
+        raise DamagedError("it is not a document of this cache") from None
     if envelope.format != FORMAT:
-        raise DamagedError("it has another format")
+        raise DamagedError("it has the format of another version")
     if digest != envelope.sha256:
         raise DamagedError("its text was changed")
     if envelope.name != name or not isinstance(envelope.text, str):
-        raise DamagedError("it is another document")
+        raise DamagedError("it belongs to something else")
     return envelope
 
 

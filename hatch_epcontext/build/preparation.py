@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
 """What can happen by chance: it is the simplifier's fault when it happens again."""
 
-_THE_SIMPLIFIERS = _CRASHES | {
+_FAULTS_OF_SIMPLIFIERS = _CRASHES | {
     Kind.COMPILE_FAILED,
     Kind.OUTPUT_DIFFERS,
     Kind.NOT_FINITE,
@@ -149,7 +149,7 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
         except ModelError:
             raise
         except BuildError as error:
-            if not _is_only(error, _THE_SIMPLIFIERS):
+            if not _is_only(error, _FAULTS_OF_SIMPLIFIERS):
                 raise
             failures.append((simplifier, error))
             continue

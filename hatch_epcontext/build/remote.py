@@ -29,21 +29,23 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hatch_epcontext.build.artifact import Record
-from hatch_epcontext.build.entry import Check, entry_name, read_record
+from hatch_epcontext.build.entry import LAYOUT, Check, entry_name, read_record
 from hatch_epcontext.build.envelope import DamagedError, Envelope, envelope_around, read_envelope
 from hatch_epcontext.build.requirements import pip_install
 from hatch_epcontext.config.cache_url import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.text import hide_credentials
+from hatch_epcontext.text import hide_credentials, show_size
 
 T = TypeVar("T")
 
-_LAYOUT = "v4"
 
 _CHUNK = 4 << 20
 """Bytes of a file that are in memory at once; each is one request to a bucket."""
+
+_LARGEST_DOCUMENT = _CHUNK
+"""Bytes of a document: one request for each."""
 
 _PART = 5 << 20
 """Bytes of a file that are sent at once: the least that Amazon takes."""
@@ -63,7 +65,7 @@ class _Failure(Enum):
     STOPPED = "stopped"
 
 
-_UNKNOWN = (_Failure.MISSING, _Failure.DENIED)
+_MAY_BE_MISSING = (_Failure.MISSING, _Failure.DENIED)
 """A bucket that cannot be listed does not say what is missing."""
 
 
@@ -250,7 +252,7 @@ class Remote:
         except DamagedError as error:
             self._report_damaged(fingerprint, error)
         except _UntrustedError as error:
-            self._report("trust", f"has documents that this build does not use ({error})")
+            self._report("trust", f"has documents that are not trusted ({error})")
         except _RemoteError as error:
             if error.failure is _Failure.DENIED:
                 self._report("read", f"does not allow reading ({error})")
@@ -301,8 +303,13 @@ class Remote:
             return
         if fingerprint is not None:
             self._state.damaged.add(fingerprint)
-        what = "a document" if fingerprint is None else f"the artifact {fingerprint[:12]}"
-        self._warn(f"{what} in the shared cache {self._url} is damaged ({error}); it is not used")
+        if fingerprint is None:
+            self._report("document", f"has damaged documents, which are not used ({error})")
+        else:
+            what = f"the artifact {fingerprint[:12]}"
+            self._warn(
+                f"{what} in the shared cache {self._url} is damaged ({error}); it is not used"
+            )
 
     def _fetch(self, fingerprint: str, folder: Path, check: Check) -> Record:
         record = self._record(fingerprint, check)
@@ -366,8 +373,8 @@ class Remote:
 
     def _document(self, name: str) -> str:
         """The text of a document, which is its own and as it was sent."""
-        # No document is as large. Without a limit some backends ask for the size first.
-        data = b"".join(self._chunks(name, _CHUNK, self._patience))
+        # Without a limit some backends ask for the size first.
+        data = b"".join(self._chunks(name, _LARGEST_DOCUMENT, self._patience))
         envelope = read_envelope(data, name)
         self._check_signature(envelope)
         return envelope.text
@@ -377,9 +384,9 @@ class Remote:
         if self._trust is None:
             return
         if envelope.signature is None:
-            raise _UntrustedError("nobody signed it")
+            raise _UntrustedError("a document is not signed")
         if not self._signing().is_signed(envelope, self._trust):
-            raise _UntrustedError("none of build.cache-keys signed it")
+            raise _UntrustedError("a document is not signed by any of build.cache-keys")
 
     def _check_key(self) -> None:
         """Raises _RemoteError if nobody would use what the build's own key signs."""
@@ -418,24 +425,24 @@ class Remote:
         except (DamagedError, _UntrustedError):
             return None
         except _RemoteError as error:
-            if error.failure in _UNKNOWN:
+            if error.failure in _MAY_BE_MISSING:
                 return None
             raise
 
     def _has_blob(self, file: FileRecord) -> bool:
-        """Whether ``file`` is there, and not known to be damaged; its first byte is asked for.
+        """Whether ``file`` is there with its size, and not known to be damaged.
 
-        No listing, which needs a right of its own. Nobody reads an empty file.
+        No listing, which needs a right of its own. Servers need not know the size.
         """
         if file.sha256 in self._state.damaged:
             return False
         try:
-            found = b"".join(self._chunks(_blob(file.sha256), min(file.size, 1), self._patience))
+            size = self._ask(_size_of, _blob(file.sha256), self._patience)
         except _RemoteError as error:
-            if error.failure in _UNKNOWN:
+            if error.failure in _MAY_BE_MISSING:
                 return False
             raise
-        return bool(found) or file.size == 0
+        return size is None or size == file.size
 
     def _upload(self, source: Path, name: str, size: int) -> None:
         options = self._backend.upload(size)
@@ -445,6 +452,9 @@ class Remote:
     def _upload_text(self, name: str, text: str) -> None:
         signature = self._signing().sign(name, text, self._key) if self._key else None
         content = envelope_around(name, text, signature).encode()
+        if len(content) > _LARGEST_DOCUMENT:
+            self._report("large", f"does not get a document of {show_size(len(content))}")
+            return
         self._put(name, lambda files, path: files.pipe_file(path, content), self._patience)
 
     def _put(self, name: str, put: Callable[[Any, str], object], patience: float | None) -> None:
@@ -472,7 +482,7 @@ class Remote:
         def run() -> None:
             try:
                 files, root = self._files()
-                result = request(files, f"{root}/{_LAYOUT}/{name}")
+                result = request(files, f"{root}/{LAYOUT}/{name}")
             except BaseException as error:
                 with contextlib.suppress(futures.InvalidStateError):
                     outcome.set_exception(error)
@@ -529,6 +539,11 @@ class Remote:
         if isinstance(error, PermissionError) or _status(error) in (401, 403):
             return _RemoteError(_Failure.DENIED, _reason(error))
         return _RemoteError(_Failure.FAILED, _reason(error))
+
+
+def _size_of(files: Any, path: str) -> int | None:
+    size: int | None = files.info(path).get("size")
+    return size
 
 
 def _read_stream(stream: Any, length: int, *_: object) -> bytes:

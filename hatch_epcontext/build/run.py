@@ -61,7 +61,7 @@ def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:
         return settings.cache_write
     if settings.cache_key is None:
         warn(
-            f"{PREFIX}CACHE_WRITE is set without {PREFIX}CACHE_KEY, and nobody would use what is not signed; "
+            f"{PREFIX}CACHE_WRITE is set without {PREFIX}CACHE_KEY, and builds refuse unsigned artifacts; "
             "this build only reads the shared cache"
         )
         return False

@@ -79,7 +79,7 @@ def input_files(inputs: str) -> list[Path]:
 
 
 def validation_without_run(job: Job, model: Model, reason: str | None) -> Validation | None:
-    """The validation of a model that shall not be run, or cannot be run for ``reason``; else None."""
+    """The validation of a model that must not be run, or cannot be run for ``reason``; else None."""
     mode = model.validate.mode
     if mode is False:
         return Validation(ValidationStatus.NOT_VALIDATED)

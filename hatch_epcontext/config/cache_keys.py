@@ -19,7 +19,9 @@ def key_text(prefix: str, key: bytes) -> str:
 def public_bytes(text: str) -> bytes:
     """The 32 bytes of a public key; raises ValueError with what is allowed."""
     if text.startswith(PRIVATE):
-        raise ValueError("a public key (this is a private one: make new ones, and keep it secret)")
+        raise ValueError(
+            "a public key (this is a private one, which others may have seen here: make a new pair)"
+        )
     return _bytes(text, PUBLIC, "public")
 
 

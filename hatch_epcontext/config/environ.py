@@ -87,13 +87,11 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
             continue
         (settings[variable.table] if variable.table else settings)[name.lower()] = value
     overrides = tuple(
-        f"{PREFIX}{name}={_shown(PREFIX + name, text)}" for name, text in given.items()
+        f"{PREFIX}{name}={hide_credentials(text)}"
+        for name, text in given.items()
+        if PREFIX + name not in SECRET_VARIABLES
     )
     return Environment(**settings, overrides=overrides)
-
-
-def _shown(variable: str, text: str) -> str:
-    return "***" if variable in SECRET_VARIABLES else hide_credentials(text)
 
 
 def _counts(name: str, text: str) -> bool:
@@ -154,7 +152,7 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
     hints = get_type_hints(table)
     return {
         key.name.upper(): Variable(
-            "VALUE",
+            "a,b" if hints[key.name] == tuple[str, ...] else "VALUE",
             f"Wins over `{name}.{toml_key(key.name)}`"
             + (", and switches it off when empty." if key.metadata["empty_switches_off"] else "."),
             _reader(hints[key.name], key.metadata["check"]),

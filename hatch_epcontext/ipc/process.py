@@ -17,7 +17,14 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.ipc.running import Interpreter, Order, Running
-from hatch_epcontext.ipc.worker_log import POLL_SECONDS, file_size, follow, log_tail
+from hatch_epcontext.ipc.worker_log import (
+    LOG_LIMIT,
+    POLL_SECONDS,
+    file_size,
+    follow,
+    hide_in_log,
+    log_tail,
+)
 from hatch_epcontext.providers import variables_in
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
@@ -25,9 +32,6 @@ from hatch_epcontext.text import hide_values, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import ReplyT, Request
-
-_LOG_LIMIT = 100 * 10**6
-"""Bytes of a log above which its worker is stopped. ONNX Runtime's whole log of a large model has less."""
 
 _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 """Seconds after which a running worker is reported first, and then again."""
@@ -176,34 +180,34 @@ class Workers:
                 *([VERBOSE] if self.verbose and not secrets else []),
                 *([f"{MEMORY_LIMIT}{self.memory_limit}"] if self.memory_limit else []),
             ),
+            secrets,
         )
         with writing("a request to a worker", folder, location):
             folder.mkdir(parents=True)
             order.request_path.write_text(text, encoding="utf-8")
             order.log_path.touch()
-        with self._followed(order.log_path, location, request.action, secrets):
+        with self._followed(order, location):
             exit_code = self._run(order, location)
         if self._processes.stopped:
             raise _interrupted(location)
         if not order.log_path.is_file():
             raise BuildError(removed_problem(folder, location))
-        _hide_in(order.log_path, secrets)
+        hide_in_log(order.log_path, secrets)
         if exit_code is None:
             raise BuildError(self._too_slow(order, location))
-        tail = log_tail(order.log_path)
+        tail = log_tail(order.log_path, secrets)
         if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
             ended = _ended(exit_code, location, tail, order.last_step)
             raise BuildError(self._explained(ended, folder))
         try:
             if exit_code == DONE:
                 return read_reply(order.reply_path, request)
-            _hide_in(order.reply_path, secrets)
             refusal = read_refusal(order.reply_path)
         except InvalidReplyError as error:
             message = f"the worker's reply cannot be used: {error}."
             problem = Problem(Kind.INVALID_REPLY, location, message, log=tail)
             raise BuildError(self._explained(problem, folder)) from None
-        problems = [replace(each, location=each.location or location) for each in refusal.problems]
+        problems = [_without(secrets, each, location) for each in refusal.problems]
         if exit_code == REFUSED:
             raise ModelError(*(self._explained(each, folder) for each in problems))
         raise BuildError(*(self._explained(replace(each, log=tail), folder) for each in problems))
@@ -234,30 +238,32 @@ class Workers:
             code = process.wait(min(end - now, POLL_SECONDS))
             if code is not None:
                 return code
-            if file_size(order.log_path) > _LOG_LIMIT:
+            if file_size(order.log_path) > LOG_LIMIT:
                 raise BuildError(_flooded(order, location))
             seconds = beat.due()
             if seconds is not None and self.progress is not None:
-                self.progress(f"{location}: {order.action} runs for {seconds:.0f} s")
+                self.progress(
+                    f"{location}: {order.action} runs for {seconds:.0f} s{order.last_step}"
+                )
         return None
 
     def _too_slow(self, order: Order, location: str) -> Problem:
         limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
         message = f"the worker was stopped after {self.timeout:g} seconds{order.last_step}."
-        tail = log_tail(order.log_path)
+        tail = log_tail(order.log_path, order.secrets)
         problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
         return _with_variable(problem, "TIMEOUT")
 
     def _explained(self, problem: Problem, folder: Path) -> Problem:
         """``problem``, or that the worker had too little memory or too little room in ``folder``."""
-        said = f"{problem.message}\n{problem.log or ''}"
-        if full := full_disk_problem(folder, problem.location, said):
+        output = f"{problem.message}\n{problem.log or ''}"
+        if full := full_disk_problem(folder, problem.location, output):
             # What the worker says itself has the path.
             return problem if problem.kind is Kind.SYSTEM_ERROR else replace(full, log=problem.log)
         if self.memory_limit is None:
             return _without_limit(problem)
         key, size = Key() / "build" / "memory-limit", show_size(self.memory_limit)
-        if not _NO_MEMORY.search(said):
+        if not _NO_MEMORY.search(output):
             # Some EPs only say that they cannot do what they could do with more memory.
             hint = f"Or the worker had too little memory: {key} is {size}."
             return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
@@ -273,40 +279,42 @@ class Workers:
         )
 
     @contextlib.contextmanager
-    def _followed(
-        self, log_path: Path, location: str, action: str, secrets: Collection[str]
-    ) -> Iterator[None]:
-        """While it is entered, a thread forwards what is written to ``log_path``, without ``secrets``."""
+    def _followed(self, order: Order, location: str) -> Iterator[None]:
+        """While it is entered, a thread forwards the log."""
         if self.log is None:
             yield
             return
         start, log = time.monotonic(), self.log
-        log(f"{location}: {action} ...")
+        log(f"{location}: {order.action} ...")
         ended = threading.Event()
 
         def forward(line: str) -> None:
-            log(f"{location} | {hide_values(line, secrets)}")
+            log(f"{location} | {line}")
 
-        thread = threading.Thread(target=follow, args=(log_path, ended, forward))
+        arguments = (order.log_path, ended, forward, order.secrets)
+        thread = threading.Thread(target=follow, args=arguments)
         thread.start()
         try:
             yield
         finally:
             ended.set()
             thread.join()
-            log(f"{location}: {action} took {time.monotonic() - start:.1f} s")
+            log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
 
 
-def _secrets(request: str) -> Collection[str]:
+def _secrets(request: str) -> tuple[str, ...]:
     """The values of the environment variables that a request names as secrets."""
-    return [value for name in variables_in(request) if (value := os.environ.get(name))]
+    return tuple(value for name in variables_in(request) if (value := os.environ.get(name)))
 
 
-def _hide_in(file: Path, secrets: Collection[str]) -> None:
-    """Replace ``secrets`` in a worker's file: it stays until the end of the build."""
-    if secrets and file_size(file) <= _LOG_LIMIT:
-        text = file.read_text(encoding="utf-8", errors="replace")
-        file.write_text(hide_values(text, secrets), encoding="utf-8")
+def _without(secrets: Collection[str], problem: Problem, location: str) -> Problem:
+    """``problem`` without ``secrets``, and at ``location`` if it has none of its own."""
+    return replace(
+        problem,
+        location=hide_values(problem.location, secrets) or location,
+        message=hide_values(problem.message, secrets),
+        hint=hide_values(problem.hint, secrets) if problem.hint else problem.hint,
+    )
 
 
 def _with_variable(problem: Problem, name: str) -> Problem:
@@ -328,8 +336,10 @@ def _without_limit(problem: Problem) -> Problem:
 
 
 def _flooded(order: Order, location: str) -> Problem:
-    message = f"the worker was stopped, because its log had more than {show_size(_LOG_LIMIT)}."
-    return Problem(Kind.INVALID_REPLY, location, message, log=log_tail(order.log_path))
+    message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
+    return Problem(
+        Kind.INVALID_REPLY, location, message, log=log_tail(order.log_path, order.secrets)
+    )
 
 
 def _interrupted(location: str) -> BuildError:

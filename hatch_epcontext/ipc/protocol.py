@@ -315,6 +315,6 @@ FAILED = 4
 VERBOSE = "--verbose"
 """The worker's argument when ONNX Runtime prints its whole log."""
 END_WITH_INPUT = "--end-with-input"
-"""The worker's argument when it shall end, with all that it started, at the end of its standard input."""
+"""The worker's argument when it must end, with all that it started, at the end of its standard input."""
 MEMORY_LIMIT = "--memory-limit="
 """The beginning of the worker's argument with the bytes of memory that it may use."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TypeVar
 
 from hatch_epcontext.ipc.protocol import Refusal, ReplyT, Request
-from hatch_epcontext.serialize import from_plain
+from hatch_epcontext.serialize import from_json
 from hatch_epcontext.text import show_size
 
 T = TypeVar("T")
@@ -42,14 +41,6 @@ def _read(path: Path, type_: type[T]) -> T:
         reason = f"it has {show_size(size)}, and {show_size(_LIMIT)} are allowed"
         raise InvalidReplyError(reason)
     try:
-        # Neither NaN nor Infinity is JSON, and no reply has one.
-        plain = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-        return from_plain(plain, type_)
-    except RecursionError:
-        raise InvalidReplyError("it is too deep") from None
+        return from_json(path.read_bytes(), type_)
     except ValueError as error:
-        raise InvalidReplyError(str(error)[:_LONGEST_REASON]) from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it has {name}")
+        raise InvalidReplyError(str(error)[:_LONGEST_REASON].rstrip(".")) from None

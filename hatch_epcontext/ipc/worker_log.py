@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from hatch_epcontext.text import printable, show_size
+from hatch_epcontext.text import hide_values, printable, show_size
 
 POLL_SECONDS = 0.2
 """Seconds between two looks at the log of a worker."""
+
+LOG_LIMIT = 100 * 10**6
+"""Bytes of a log above which its worker is stopped. ONNX Runtime's whole log of a large model has less."""
 
 TAIL = 40
 """The number of lines of a worker's log that an error shows."""
@@ -27,11 +30,13 @@ _LONGEST_LINE = 2000
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def follow(log_path: Path, ended: threading.Event, log: Callable[[str], None]) -> None:
+def follow(
+    log_path: Path, ended: threading.Event, log: Callable[[str], None], secrets: Collection[str]
+) -> None:
     """Give each line of a file to ``log`` as soon as it is complete, and the last one when ``ended`` is set.
 
-    A file and not a pipe: processes that a vendor's compiler starts and leaves running would keep a
-    pipe open.
+    No line has ``secrets``. A file and not a pipe: processes that a vendor's compiler starts and leaves
+    running would keep a pipe open.
     """
     offset, rest = 0, b""
     last = False
@@ -43,9 +48,9 @@ def follow(log_path: Path, ended: threading.Event, log: Callable[[str], None]) -
             if len(rest) > _PIECE:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                log(_shown(line))
+                log(_shown(line, secrets))
     if rest:
-        log(_shown(rest))
+        log(_shown(rest, secrets))
 
 
 def _piece(log_path: Path, offset: int) -> bytes:
@@ -57,9 +62,10 @@ def _piece(log_path: Path, offset: int) -> bytes:
         return b""
 
 
-def _shown(line: bytes) -> str:
-    text = line[: 4 * _LONGEST_LINE].decode("utf-8", "replace")
-    if len(text) <= _LONGEST_LINE and len(line) <= 4 * _LONGEST_LINE:
+def _shown(line: bytes, secrets: Collection[str]) -> str:
+    # Before it is cut: half a secret is one too.
+    text = hide_values(line.decode("utf-8", "replace"), secrets)
+    if len(text) <= _LONGEST_LINE:
         return _plain(text)
     return f"{_plain(text[:_LONGEST_LINE])} ... ({show_size(len(line))})"
 
@@ -77,10 +83,19 @@ def file_size(path: Path) -> int:
         return 0
 
 
-def log_tail(log_path: Path) -> str:
-    """The last lines of a log, as an error shows them."""
-    size = log_path.stat().st_size
+def hide_in_log(log_path: Path, secrets: Collection[str]) -> None:
+    """Replace ``secrets`` in a log that nobody writes any more: it stays until the end of the build."""
+    if secrets and file_size(log_path) <= LOG_LIMIT:
+        text = log_path.read_text(encoding="utf-8", errors="replace")
+        log_path.write_text(hide_values(text, secrets), encoding="utf-8")
+
+
+def log_tail(log_path: Path, secrets: Collection[str]) -> str:
+    """The last lines of a log without ``secrets``, as an error shows them."""
+    start = max(log_path.stat().st_size - _TAIL_BYTES, 0)
     with log_path.open("rb") as file:
-        file.seek(max(size - _TAIL_BYTES, 0))
+        file.seek(start)
         lines = file.read(_TAIL_BYTES).rstrip().splitlines()
-    return "\n".join(map(_shown, lines[-TAIL:]))
+    # The first line may begin within a secret.
+    whole = lines[1:] if start and secrets else lines
+    return "\n".join(_shown(line, secrets) for line in whole[-TAIL:])

@@ -69,14 +69,23 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
     except OSError as error:
         reply, code = Refusal((_os_problem(error),)), FAILED
     except Exception as error:
-        # ONNX Runtime's exceptions share no base class. Their messages are complete and meant for
-        # users; for any other exception the traceback goes to the log.
-        if not type(error).__module__.startswith("onnxruntime."):
+        # For any other exception than ONNX Runtime's the traceback goes to the log.
+        if not _is_of_onnx_runtime(error):
             _print_traceback()
         reply, code = Refusal((_problem(error),)), FAILED
     # Whole or not at all, also when the disk is full.
     write_atomically(Path(reply_path), to_json(reply), durable=False)
     return code
+
+
+def _is_of_onnx_runtime(error: Exception) -> bool:
+    """Whether ONNX Runtime or an EP raised it: their messages are complete and meant for users.
+
+    Its exceptions share no base class, and EPs raise a plain RuntimeError through its sessions.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and "onnxruntime" in Path(frames[-1].filename).parts
+    return type(error).__module__.startswith("onnxruntime.") or inside
 
 
 def _print_traceback() -> None:

@@ -1,4 +1,4 @@
-"""A process that forks a worker, and ends all that the worker started, whatever that did to stay (Linux).
+"""A process that forks a worker, and ends all that the worker started, also daemons (Linux).
 
 The keeper adopts what its worker leaves behind, also processes with a session of their own: it kills its
 children, then theirs, until it has none. So it does when the worker has ended in any way, when the build
@@ -80,14 +80,14 @@ def _parent(process: str) -> int | None:
 
 
 class Keeper:
-    """Keeps one worker; ``connection`` is a descriptor that becomes readable when it shall be ended."""
+    """Keeps one worker; ``connection`` is a descriptor that becomes readable when the worker must end."""
 
     def __init__(self, connection: int) -> None:
         self._connection = connection
         self._awake, self._wake = socket.socketpair()
         for each in (self._awake, self._wake):
             each.setblocking(False)
-        self._shall_end = False
+        self._must_end = False
 
     def run(self, work: Callable[[], int], started: Callable[[], None]) -> int:
         """The exit code of a fork that runs ``work``, negative for a signal.
@@ -128,15 +128,15 @@ class Keeper:
                     if key.fileobj is self._awake:
                         self._awake.recv(4096)
                     else:
-                        self._shall_end = True
+                        self._must_end = True
                         selector.unregister(self._connection)
-                if self._shall_end:
+                if self._must_end:
                     kill(worker)
         kill(worker)
         return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
     def _end(self, signal_number: int, frame: FrameType | None) -> None:
-        self._shall_end = True
+        self._must_end = True
 
 
 def leave(work: Callable[[], int]) -> None:

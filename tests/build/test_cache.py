@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -191,13 +192,13 @@ def other_record(entry: Path) -> None:
         (add, "it has a file more than its record: more.bin"),
         (link, "a_ctx_qnn.bin is not a regular file"),
         (link_folder, "files is not a folder"),
-        (cut_record, "it is no document of a cache"),
+        (cut_record, "it is not a document of this cache"),
         (no_record, "its record is missing"),
         (link_record, "record.json is not a regular file"),
         (edit_record, "its text was changed"),
-        (deep_record, "it is no document of a cache"),
+        (deep_record, "it is not a document of this cache"),
         (deep_text, "its record cannot be read"),
-        (other_record, "it is another document"),
+        (other_record, "it belongs to something else"),
         (foreign_record, "its file a_ctx_qnn.bin has other content"),
         pytest.param(
             pipe,
@@ -311,6 +312,20 @@ def test_a_cache_that_cannot_be_written_is_one_warning(
     assert "cannot be written" in warnings[0]
 
 
+def test_a_full_cache_folder_is_one_warning_in_words(
+    cache: Cache, artifact: Artifact, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: str, target: str) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", source, None, target)
+
+    monkeypatch.setattr(cache_module, "link_or_copy", full)
+    cache.store(KEY, artifact.folder, artifact.record, any_record)
+    (warning,) = warnings
+    assert "(No space left on device. The file system " in warning
+    assert "HATCH_EPCONTEXT_CACHE_DIR names another folder" in warning
+    assert "Errno" not in warning
+
+
 def test_without_a_cache_nothing_is_found_again(artifact: Artifact, warnings: list[str]) -> None:
     cache = Cache(None, warnings.append)
     with cache.lock(KEY, lambda: None):
@@ -340,12 +355,14 @@ def test_a_damaged_validation_is_a_miss(
     (file,) = entry.glob("validation-*.json")
     name = validation_name(KEY, "random")
     for text, reason in {
-        '{"validation": 3}': "it is no document of a cache",
+        '{"validation": 3}': "it is not a document of this cache",
         envelope_around(name, '{"validation": 3}'): "its validation cannot be read",
         envelope_around(name, "[" * 100_000): "its validation cannot be read",
         # That of another artifact.
         file.read_text(encoding="utf-8").replace(KEY, "cd" * 32): "its text was changed",
-        envelope_around(validation_name("cd" * 32, "random"), to_json(run)): "another document",
+        envelope_around(
+            validation_name("cd" * 32, "random"), to_json(run)
+        ): "belongs to something else",
         file.read_text(encoding="utf-8").replace("ran", "structure"): "its text was changed",
     }.items():
         warnings.clear()

@@ -97,8 +97,24 @@ def test_a_record_that_no_build_writes_is_damaged(record: Record) -> None:
 def test_an_agreement_that_no_build_writes_is_damaged(largest: float, cosine: float) -> None:
     agreements = (Agreement("y", 0.1, None), Agreement("z", largest, cosine))
     text = to_json(ValidationRun(Validation(ValidationStatus.RAN, agreements)))
-    with pytest.raises(DamagedError, match="its output z has an agreement"):
+    with pytest.raises(DamagedError, match=r"its output z has an agreement|cannot be read"):
         read_validation(text)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -5.0])
+def test_times_that_no_build_writes_are_damaged(seconds: float) -> None:
+    run = ValidationRun(Validation(ValidationStatus.RAN), seconds)
+    with pytest.raises(DamagedError, match=r"a time that cannot be right|cannot be read"):
+        read_validation(to_json(run))
+    record = make_record({"a_ctx.onnx": FILE})
+    record = dataclasses.replace(record, times=dataclasses.replace(record.times, compile=seconds))
+    with pytest.raises(DamagedError, match=r"a figure that cannot be right|cannot be read"):
+        read_record(to_json(record))
+    # What JSON makes infinite.
+    with pytest.raises(DamagedError, match="a time that cannot be right"):
+        read_validation(
+            to_json(run).replace('"load": NaN', '"load": 1e999').replace("Infinity", "1e999")
+        )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 10**5, "9" * 10**5, '{"product": NaN}', "\ud800"])

@@ -206,6 +206,32 @@ def test_an_incomplete_artifact_is_sent_again_by_a_build_that_has_it(
     assert not warnings
 
 
+def test_a_file_that_was_not_sent_to_its_end_is_sent_again_by_a_build_that_has_it(
+    make: Callable[[], Remote],
+    folder: Path,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+) -> None:
+    make().send(KEY, artifact.folder, artifact.record, any_record)
+    cut = blob(folder, artifact.record.files["a_ctx_qnn.bin"])
+    cut.write_bytes(cut.read_bytes()[:10])
+    make().send(KEY, artifact.folder, artifact.record, any_record)
+    assert make().fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+    assert not warnings
+
+
+def test_a_document_that_is_too_large_to_be_read_is_not_written(
+    make: Callable[[], Remote], folder: Path, warnings: list[str]
+) -> None:
+    remote = make()
+    remote.write("latest/x", "x" * (5 << 20))
+    remote.write("latest/y", "y")
+    assert [path.name for path in (folder / "v4" / "latest").iterdir()] == ["y"]
+    (warning,) = warnings
+    assert "does not get a document of 5.2 MB" in warning
+
+
 def test_an_incomplete_artifact_is_replaced_by_one_with_other_files(
     make: Callable[[], Remote],
     folder: Path,
@@ -248,7 +274,7 @@ def test_the_record_of_another_artifact_is_a_miss(
     entry(folder, OTHER).parent.mkdir(parents=True)
     shutil.copyfile(entry(folder), entry(folder, OTHER))
     assert make().fetch(OTHER, tmp_path / "fetched", any_record) is None
-    assert "is damaged (it is another document)" in warnings[0]
+    assert "is damaged (it belongs to something else)" in warnings[0]
     # Not even where its name was changed.
     text = entry(folder).read_text(encoding="utf-8").replace(f"ab/{KEY}", f"cd/{OTHER}")
     entry(folder, OTHER).write_text(text, encoding="utf-8")
@@ -259,14 +285,17 @@ def test_the_record_of_another_artifact_is_a_miss(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it is no document of a cache"),
-        ("<html>Please log in</html>", "it is no document of a cache"),
-        ("\ufeff[]", "it is no document of a cache"),
-        ("[" * 100_000, "it is no document of a cache"),
-        ('{"name": "x", "text": ' + "9" * 100_000 + "}", "it is no document of a cache"),
-        ('{"format": 2, "name": "x", "text": "", "sha256": ""}', "it has another format"),
+        ("", "it is not a document of this cache"),
+        ("<html>Please log in</html>", "it is not a document of this cache"),
+        ("\ufeff[]", "it is not a document of this cache"),
+        ("[" * 100_000, "it is not a document of this cache"),
+        ('{"name": "x", "text": ' + "9" * 100_000 + "}", "it is not a document of this cache"),
+        (
+            '{"format": 2, "name": "x", "text": "", "sha256": ""}',
+            "it has the format of another version",
+        ),
         ('{"name": "x", "text": 3, "sha256": ""}', "its text was changed"),
-        ('{"name": "\\ud800", "text": "", "sha256": ""}', "it is no document of a cache"),
+        ('{"name": "\\ud800", "text": "", "sha256": ""}', "it is not a document of this cache"),
         ('{"format": 1, "name": "x", "text": "", "sha256": ""}', "its text was changed"),
     ],
 )
@@ -573,7 +602,7 @@ def test_what_a_trusted_key_signed_is_used(
     assert reader.fetch(OTHER, tmp_path / "second", any_record) == artifact.record
     # A key that is not trusted any more.
     assert not Remote(url, warnings.append, trust=(public,)).has(KEY, any_record)
-    assert "none of build.cache-keys signed it" in warnings[0]
+    assert "not signed by any of build.cache-keys" in warnings[0]
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -592,8 +621,8 @@ def test_what_no_trusted_key_signed_is_not_used_and_is_written_again(
     assert reader.fetch(KEY, tmp_path / "fetched", any_record) is None
     assert reader.read("latest/x") is None
     (warning,) = warnings
-    reason = "none of build.cache-keys signed it" if signed else "nobody signed it"
-    assert f"has documents that this build does not use ({reason})" in warning
+    reason = "a document is not signed" + (" by any of build.cache-keys" if signed else "")
+    assert f"has documents that are not trusted ({reason})" in warning
     owner = Remote(folder_url(folder), print, can_write=True, trust=(public,), key=key)
     owner.send(KEY, artifact.folder, artifact.record, any_record)
     owner.share("latest/x", "right")
@@ -622,7 +651,7 @@ def test_a_signature_is_for_one_name_and_one_text(
     }[harm]
     (folder / "v4" / "latest" / "x").write_text(json.dumps(document), encoding="utf-8")
     assert remote.read("latest/x") is None
-    assert "none of build.cache-keys signed it" in warnings[0]
+    assert "not signed by any of build.cache-keys" in warnings[0]
     assert remote.read("latest/y") == "second"
 
 

@@ -165,7 +165,7 @@ def test_a_forged_artifact_is_compiled_again(
     (built,) = second.build(ONE, **settings)
     assert not built.cached
     (warning,) = second.warnings
-    assert "has documents that this build does not use" in warning
+    assert "has documents that are not trusted" in warning
     # It has replaced what the stranger wrote.
     third.build(ONE, compiles=False, CACHE=server.url)
     assert not third.warnings
@@ -360,7 +360,7 @@ def test_a_damaged_validation_of_a_remote_is_a_miss(
     (file,) = server.folder.glob(f"cache/v4/validations/{KEY}/*.json")
     file.write_text(file.read_text(encoding="utf-8").replace("ran", "RAN"), encoding="utf-8")
     assert cache("c").validation(KEY, "random") is None
-    assert "a document in the shared cache" in warnings[0]
+    assert "has damaged documents" in warnings[0]
 
 
 def test_facts_of_a_remote_name_no_files_outside_of_the_models_folder(

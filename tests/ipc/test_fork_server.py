@@ -487,7 +487,7 @@ def test_an_unusable_reply_is_one_message_with_the_end_of_the_log(
 def test_a_worker_that_floods_its_log_is_stopped(
     tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.ipc.process._LOG_LIMIT", 10**6)
+    monkeypatch.setattr("hatch_epcontext.ipc.process.LOG_LIMIT", 10**6)
     check.write_text(
         "import os\nwhile True: os.write(1, b'x' * 10_000_000 + b'\\nthe end\\n')\n",
         encoding="utf-8",

@@ -16,7 +16,7 @@ from pathlib import Path
 from hatch_epcontext.files import FileRecord, link_or_copy
 
 _POLL_SECONDS = 0.5
-"""Seconds between two looks at whether a job that waits for a file shall end."""
+"""Seconds between two looks at whether a job that waits for a file must end."""
 
 
 SILENCE_SECONDS = 60.0

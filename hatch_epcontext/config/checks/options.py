@@ -101,6 +101,7 @@ def check_secrets(
 ) -> Iterator[Problem]:
     """Secrets in the two tables of provider options in the table at ``key``: no message has their value."""
     for table, given in (("provider-options", options), ("load-options", load_options)):
+        yield from _check_places(key / table, given)
         for name, value in given.items():
             option = provider.options.get(name)
             if option is None or not option.secret or variable_of(value) is not None:
@@ -111,6 +112,18 @@ def check_secrets(
                 f"must be {option.allowed}: it is a secret, and must not stand here.",
                 "Put it into an environment variable, and name that.",
                 Setting(key / table / name, f"{{env:{name.upper()}}}"),
+            )
+
+
+def _check_places(key: Key, options: Mapping[str, OptionValue]) -> Iterator[Problem]:
+    """Variables that are named inside a longer text, where nobody looks for them."""
+    for name, value in options.items():
+        if isinstance(value, str) and "{env:" in value and variable_of(value) is None:
+            yield Problem.at(
+                key / name,
+                Kind.INVALID_OPTION,
+                'must be "{env:NAME}" alone, without other text.',
+                "Put the whole value into the environment variable.",
             )
 
 
@@ -174,7 +187,10 @@ def check_session_options(
     With ``unchecked`` unknown ones pass.
     """
     for name, value in options.items():
-        if name in _RESERVED_SESSION_OPTIONS:
+        if isinstance(value, str) and "{env:" in value:
+            message = "takes no environment variable: only provider-options and load-options do."
+            yield Problem.at(key / name, Kind.INVALID_OPTION, message)
+        elif name in _RESERVED_SESSION_OPTIONS:
             message = f"is reserved: {_RESERVED_SESSION_OPTIONS[name]}."
             yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
         elif isinstance(value, Mapping | Sequence) and not isinstance(value, str):

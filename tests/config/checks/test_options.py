@@ -50,6 +50,21 @@ def test_an_option_for_compiling_names_its_place() -> None:
     assert problem.settings == (Setting(T / "provider-options" / "soc_model", 60),)
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("session-options", "takes no environment variable"),
+        ("provider-options", 'must be "{env:NAME}" alone'),
+    ],
+)
+def test_a_variable_that_nobody_looks_up_is_an_error(
+    project: Path, table: str, message: str
+) -> None:
+    text = f'provider = "vitisai"\n{table} = {{ log_level = "a{{env:KEY}}" }}\n'
+    _, found = only_problem(project, f"{text}allow-unknown-options = true\n")
+    assert message in found.message
+
+
 @pytest.mark.parametrize("unchecked", ["", "allow-unknown-options = true"])
 @pytest.mark.parametrize("table", ["provider-options", "load-options"])
 def test_a_secret_in_the_configuration_is_refused_and_not_shown(
