@@ -522,7 +522,7 @@ def test_another_worker_takes_up_the_job_of_one_that_was_killed(
 def test_a_build_that_loses_the_only_worker_for_a_job_says_so_and_ends(
     run: Builder, slow: Slow, aside: Callable[..., Future[Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dask_module, "WORKER_SECONDS", 1.5)
+    monkeypatch.setattr(dask_module, "WORKER_SECONDS", 4.0)
     for name in ("_WATCH_SECONDS", "_BEAT_SECONDS"):
         monkeypatch.setattr(dask_module, name, 0.2)
     slow.cluster.start_slow({"alone"}, "ALONE=1")
