@@ -102,7 +102,7 @@ a target with a secret counts as not run, and `--allow-not-run` checks only its 
 Options such as `profiling_file_path` and `trt_timing_cache_path` name files and folders of the build machine.
 A configuration may have them, and so may `epcontext compile`, which writes context models without a package.
 In a package the loader takes only `{user-cache}` in `load-options`. It skips a target with another file or
-folder, and the build does not warn. Set an option that also counts for loading (`compile, load` in the
+folder, and the build of a wheel warns. Set an option that also counts for loading (`compile, load` in the
 tables below) in the app: `load(name, provider_options={...})`. [Trust](loader.md#trust) has the exact rules.
 """
 
