@@ -93,6 +93,17 @@ without it the loader skips the target, and says which option is missing.
 What was compiled with a secret is compiled in each build, and is not kept in the cache: the cache could
 only know from a hash whether the value has changed, and a hash of a short password can be guessed. So
 `HATCH_EPCONTEXT_FROM_CACHE` cannot take such a target.
+
+Only the project's own configuration names variables. `epcontext validate` of a model package looks up none:
+a target with a secret counts as not run, and `--allow-not-run` checks only its files.
+
+## Options that name files
+
+Options such as `profiling_file_path` and `trt_timing_cache_path` name files and folders of the build machine.
+A configuration may have them, and so may `epcontext compile`, which writes context models without a package.
+In a package the loader takes only `{user-cache}` in `load-options`. It skips a target with another file or
+folder, and the build of a wheel warns. Set an option that also counts for loading (`compile, load` in the
+tables below) in the app: `load(name, provider_options={...})`. [Trust](loader.md#trust) has the exact rules.
 """
 
 _SYSTEMS = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}

@@ -106,6 +106,55 @@ _LIBRARY_OPTIONS = frozenset(
     }
 )
 
+# Options that name files and folders, which an EP reads or writes. It takes a relative one from the
+# working directory, which can be any folder. In lower case: those in OpenVINO's load_config have upper case.
+_FILE_OPTIONS = frozenset(
+    {
+        "cache_dir",
+        "config_file",
+        "context_file_path",
+        "dump_qnn_ep_input_graph_dir",
+        "dump_qnn_ir_dlc_dir",
+        "framework_op_trace_dir",
+        "json_qnn_graph_dir",
+        "migraphx_int8_calibration_table_name",
+        "migraphx_load_model_path",
+        "migraphx_model_cache_dir",
+        "migraphx_save_model_path",
+        "model_external_initializers_file_folder_path",
+        "modelcachedirectory",
+        "nv_profiling_output_file",
+        "nv_runtime_cache_path",
+        "profiling_file_path",
+        "qnn_ir_backend_path",
+        "qnn_saver_path",
+        "trt_engine_cache_path",
+        "trt_ep_context_file_path",
+        "trt_int8_calibration_table_name",
+        "trt_onnx_model_folder_path",
+        "trt_timing_cache_path",
+        "weights_path",
+        "xclbin",
+    }
+)
+
+# Options with names of tensors or nodes, which may look like paths.
+_GRAPH_OPTIONS = frozenset(
+    {
+        "context_node_name_prefix",
+        "forcecpunodenames",
+        "layout",
+        "nv_profile_max_shapes",
+        "nv_profile_min_shapes",
+        "nv_profile_opt_shapes",
+        "op_affinity",
+        "reshape_input",
+        "trt_profile_max_shapes",
+        "trt_profile_min_shapes",
+        "trt_profile_opt_shapes",
+    }
+)
+
 # EPs that can be asked about a compatibility string at any time, from trials in many processes.
 _SAFE_TO_ASK = frozenset({"OpenVINOExecutionProvider"})
 
@@ -511,8 +560,10 @@ class _Package:
             self._check(info, _ORT_FORM, place)
             model_file = self._file(info["model_file"], folder, f"{place}.model_file")
         session_options = dict((info or {}).get("session_options") or {})
-        for key in sorted(_OUTPUT_OPTIONS & session_options.keys()):
-            raise self._error(f"{place}.session_options.{key}", " names a file to write")
+        compiled_with = (about.get("settings") or {}).get("session_options") or {}
+        for where, given in ((place, session_options), (f"{ours}.settings", compiled_with)):
+            for key in sorted(_OUTPUT_OPTIONS & given.keys()):
+                raise self._error(f"{where}.session_options.{key}", " names a file to write")
         for key in _PATH_OPTIONS & session_options.keys():
             session_options[key] = self._file(session_options[key], folder, f"{place}.{key}")
         return _Variant(
@@ -1043,17 +1094,18 @@ def _open_file(
     options = (options() if callable(options) else options) or ort.SessionOptions()
     _check_secrets(variant.ours.get("secrets") or (), request)
     provider_options = _provider_options(package, variant, request)
+    session_options = _session_options(package, variant)
     constants = package.constants.get(variant.component)
     class_ = _session_with_constants(ort) if constants else ort.InferenceSession
     if _is_built_in(ort, variant):
-        _add_session_options(options, package, variant)
+        _add_session_options(options, session_options)
         providers = [(variant.ep, provider_options)]
         session = _with_providers(class_, file, options, providers)
         runs_on = f"{variant.ep} on {built_for}"
     else:
         with _ep_lock(ort):
             runs_on = _add_devices(ort, variant, wanted, options, provider_options)
-            _add_session_options(options, package, variant)
+            _add_session_options(options, session_options)
             session = class_(file, options, enable_fallback=0)
     if constants:
         # As arrays: `run_async` needs them until it is done.
@@ -1067,11 +1119,21 @@ def _open_file(
     return session, runs_on
 
 
-def _add_session_options(options: Any, package: _Package, variant: _Variant) -> None:
+def _add_session_options(options: Any, session_options: Mapping[str, str]) -> None:
     # Not before its EP is found: a target that is skipped leaves the app's own options as they are.
-    for key, value in variant.session_options.items():
-        text = str(package.root / value) if key in _PATH_OPTIONS else value
-        options.add_session_config_entry(key, text)
+    for key, value in session_options.items():
+        options.add_session_config_entry(key, value)
+
+
+def _session_options(package: _Package, variant: _Variant) -> dict[str, str]:
+    """The variant's session options, with absolute paths for the files of the package."""
+    paths = {
+        key: str(package.root / value)
+        for key, value in variant.session_options.items()
+        if key in _PATH_OPTIONS
+    }
+    others = {k: value for k, value in variant.session_options.items() if k not in paths}
+    return {**paths, **_confined(package, variant, others, {})}
 
 
 def _with_providers(class_: Any, file: Path, options: Any, providers: list[Any]) -> Any:
@@ -1188,8 +1250,11 @@ def _arrays(constants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _provider_options(package: _Package, variant: _Variant, request: _Request) -> dict[str, str]:
     """The variant's provider options, and those of the app unless it is the source."""
-    result = dict(variant.provider_options)
+    given = {} if variant.is_source else request.provider_options
+    result = _confined(package, variant, variant.provider_options, given)
     for name, value in (variant.ours.get("load_options") or {}).items():
+        if name in _LIBRARY_OPTIONS and name not in given:
+            raise _elsewhere(name, value)
         try:
             result[name] = _expand_user_cache(value)
         except RuntimeError as error:
@@ -1197,11 +1262,8 @@ def _provider_options(package: _Package, variant: _Variant, request: _Request) -
             _log(
                 "warning", "%s is left out, because this user has no cache folder: %s", name, error
             )
-    for name in sorted(_LIBRARY_OPTIONS & result.keys() - request.provider_options.keys()):
-        result[name] = _library(package, variant, name)
-    if not variant.is_source:
-        for name, more in request.provider_options.items():
-            result[name] = str(int(more) if isinstance(more, bool) else more)
+    for name, more in given.items():
+        result[name] = str(int(more) if isinstance(more, bool) else more)
     return result
 
 
@@ -1215,20 +1277,82 @@ def _check_secrets(names: Sequence[str], request: _Request) -> None:
         )
 
 
-def _library(package: _Package, variant: _Variant, option: str) -> str:
-    """The value of an option that names a library: a file in the package, or a name that the EP finds.
+def _confined(
+    package: _Package,
+    variant: _Variant,
+    options: Mapping[str, str],
+    given: Mapping[str, object],
+) -> dict[str, str]:
+    """``options`` of the manifest, with absolute paths for the files of the package.
 
-    Raises _SkipTargetError for a path out of the package, which only the app may give.
+    In place of one that names a file elsewhere is that of the app, in ``given``. Raises _SkipTargetError if
+    the app gives none.
     """
-    value = variant.provider_options[option]
-    if not package.is_confined or not set(value) & set("/\\:;,"):
+    folder = None if package.is_archive else package.root / variant.folder
+    result = {}
+    for name, value in options.items():
+        is_trusted = not package.is_confined and name in _LIBRARY_OPTIONS
+        inside = value if is_trusted else confined_option(folder, name, value)
+        if inside is None and name not in given:
+            raise _elsewhere(name, value)
+        result[name] = str(given[name]) if inside is None else inside
+    return result
+
+
+def _elsewhere(option: str, value: str) -> _SkipTargetError:
+    what = "library" if option in _LIBRARY_OPTIONS else "file"
+    return _SkipTargetError(
+        f"{option} names a {what} outside of the package ({value!r}), which only the app may give"
+        # The app's session options have other names.
+        + ("" if "." in option else f": load(..., provider_options={{{option!r}: ...}})")
+    )
+
+
+def confined_option(folder: Path | None, option: str, value: str) -> str | None:
+    """The value to pass on for an ``option`` of a manifest; None if it names a file or folder elsewhere.
+
+    A file in the variant's ``folder`` gets its absolute path. ``folder`` is None where it is not on disk. A
+    library may also have a plain name, which the EP finds itself.
+    """
+    # As a session option it is called ep.<EP>.<option>.
+    name = option.rpartition(".")[2].casefold()
+    if name in _GRAPH_OPTIONS or not value:
         return value
-    if set(value) & set(":;,") or _leaves(value) or package.is_archive:
-        raise _SkipTargetError(
-            f"{option} names a library outside of the package ({value!r}), which only the app may give: "
-            f"load(..., provider_options={{{option!r}: ...}})"
-        )
-    return str(package.root / _join(variant.folder, value))
+    if name in _LIBRARY_OPTIONS:
+        if not set(value) & set("/\\:;,"):
+            return value
+        is_inside = not set(value) & set(":;,") and not _leaves(value)
+    elif name in _FILE_OPTIONS:
+        is_inside = not _leaves(value) and folder is not None and _is_file_in(folder, value)
+    else:
+        return None if _leaves(value) or _has_file_in_json(value) else value
+    return str(folder / value) if is_inside and folder is not None else None
+
+
+def _is_file_in(folder: Path, name: str) -> bool:
+    """Whether ``folder`` has a file or folder ``name``, which is no link to a place elsewhere."""
+    try:
+        real = (folder / name).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return folder.resolve() in (real, *real.parents)
+
+
+def _has_file_in_json(value: str) -> bool:
+    """Whether ``value`` is JSON with an option that names a file, or JSON that cannot be read."""
+    import json
+
+    if value.lstrip("\ufeff \t\r\n")[:1] not in ("{", "["):
+        return False
+    # Of all objects, and of each the keys that are there twice too.
+    pairs: list[tuple[str, Any]] = []
+    try:
+        json.loads(value, object_pairs_hook=pairs.extend)
+    except (ValueError, RecursionError):
+        return True
+    return any(
+        confined_option(None, name, each) is None for name, each in pairs if isinstance(each, str)
+    )
 
 
 def _is_built_in(ort: Any, variant: _Variant) -> bool:
@@ -1266,12 +1390,17 @@ def _expand_user_cache(value: str) -> str:
     """``value``, a folder, which is created, with ``{user-cache}`` replaced by the app's own."""
     from pathlib import Path
 
-    head, found, rest = value.partition(USER_CACHE)
-    if head or not found or rest[:1] not in ("", "/", "\\") or _leaves(f".{rest}"):
+    if not is_in_user_cache(value):
         raise _FileError(f"the manifest names a folder outside of the user's cache: {value!r}")
-    folder = f"{_user_folder()}{rest}"
+    folder = f"{_user_folder()}{value.removeprefix(USER_CACHE)}"
     Path(folder).mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def is_in_user_cache(value: str) -> bool:
+    """Whether ``value`` is `USER_CACHE`, or a folder in it."""
+    rest = value.removeprefix(USER_CACHE)
+    return rest != value and rest[:1] in ("", "/", "\\") and not _leaves(f".{rest}")
 
 
 def _kind(device: Any) -> str:
@@ -1498,13 +1627,16 @@ def _compile(
     import tempfile
 
     settings = variant.settings
-    provider_options = dict(settings.get("provider_options") or {})
+    compiled_with: dict[str, str] = settings.get("provider_options") or {}
     # Of a secret the manifest only has the name, and that of a variable of the build.
-    secrets = [name for name, value in provider_options.items() if value.startswith("{env:")]
+    secrets = [name for name, value in compiled_with.items() if value.startswith("{env:")]
     _check_secrets(secrets, request)
+    others = {name: value for name, value in compiled_with.items() if name not in secrets}
+    provider_options = _confined(package, variant, others, request.provider_options)
     provider_options.update({name: str(request.provider_options[name]) for name in secrets})
     options = ort.SessionOptions()
-    for key, value in (settings.get("session_options") or {}).items():
+    session_options = settings.get("session_options") or {}
+    for key, value in _confined(package, variant, session_options, {}).items():
         options.add_session_config_entry(key, value)
     level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
         settings.get("optimization") or "basic", "ENABLE_ALL"

@@ -61,10 +61,12 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
         from hatch_epcontext.package.bundle import bundle, shipped_sources
-        from hatch_epcontext.package.wheel import repeated_models
+        from hatch_epcontext.package.wheel import refused_options, repeated_models
 
         files = self._tree()
         output = self._output_folder(config, files)
+        for message in refused_options(config):
+            self._warning(message)
         staging = self._make_staging()
         result = self._build(config, staging)
         made = bundle(result, staging)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib
 import importlib.util
@@ -36,6 +37,7 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.files import record_files
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import UNSEALED, loader_file, seal
+from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 from tests.models import model, network, save, save_with_data, value
 
@@ -1618,6 +1620,11 @@ BAD_VALUES: list[tuple[tuple[str, ...], Any, str]] = [
     ((*V, *OURS, "settings", "device"), 5, f"{OURS_TEXT}.settings.device must be a string"),
     ((*V, *OURS, "settings", "device_filter"), {"x": 5}, ".device_filter.x must be a string"),
     ((*V, *OURS, "settings", "policy"), 5, ".settings.policy must be a string"),
+    (
+        (*V, *OURS, "settings", "session_options"),
+        {"session.enable_profiling": "/tmp/x"},
+        f"{OURS_TEXT}.settings.session_options.session.enable_profiling names a file to write",
+    ),
     ((*V, *OURS, "sharing"), {}, f"{OURS_TEXT}.sharing.group is missing"),
 ]
 
@@ -1873,6 +1880,115 @@ def test_a_library_of_the_package_and_a_plain_name_are_passed_on(ship: Shipper) 
         package, package.components["a"][0], app._checked(None, None, "cpu", False, None, None)
     )
     assert options == {"backend_path": str(ship.folder / "a/cpu/lib/x.so"), "op_packages": "y"}
+
+
+FILES_ELSEWHERE = [
+    ("profiling_file_path", "/tmp/x.csv"),
+    ("profiling_file_path", "x.csv"),
+    ("json_qnn_graph_dir", "../x"),
+    ("trt_engine_cache_path", "{user-cache}/x"),
+    ("nv_runtime_cache_path", "C:\\x"),
+    ("no_such_option", "/tmp/x"),
+    ("no_such_option", "C:x"),
+    ("no_such_option", "\\\\server\\x"),
+    ("no_such_option", "x/../../y"),
+    ("load_config", '{"CPU": {"CACHE_DIR": "/tmp/x"}}'),
+    ("load_config", '\ufeff{"CPU": {"CACHE_DIR": "x", "CACHE_DIR": ""}}'),
+    ("load_config", '{"CPU": {"NO_SUCH": "/tmp/x"}}'),
+    ("load_config", '{"CPU": /* as C++ reads it */ {"CACHE_DIR": "/tmp/x"}}'),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), FILES_ELSEWHERE)
+def test_only_the_app_names_a_file_outside_of_the_package(
+    ship: Shipper, option: str, value: str
+) -> None:
+    cpu = copy.deepcopy(CPU)
+    cpu["executor_info"]["ort"]["provider_options"] = {option: value}
+    app = ship(cpu=cpu)
+    step, source = app.explain("a")
+    assert (step.outcome, source.outcome) == ("skipped", "opened")
+    assert step.reason == (
+        f"{option} names a file outside of the package ({value!r}), which only the app may give: "
+        f"load(..., provider_options={{{option!r}: ...}})"
+    )
+    assert app.target_of(app.load("a", provider_options={option: value})) == "cpu"
+
+
+def test_the_apps_options_are_not_those_of_the_source(ship: Shipper) -> None:
+    source = copy.deepcopy(SOURCE)
+    source["executor_info"]["ort"]["provider_options"] = {"profiling_file_path": "/tmp/x.csv"}
+    app = ship.write({"a": component({"source": source})})
+    (step,) = app.explain("a", provider_options={"profiling_file_path": "x"})
+    assert step.outcome == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("trt_profile_min_shapes", "x:1x1x8x8,/model/y:1"),
+        ("reshape_input", "/x[1,1,8,8]"),
+        ("load_config", '{"CPU": {"INFERENCE_PRECISION_HINT": "f32", "CACHE_DIR": ""}}'),
+        ("backend_type", "htp"),
+        ("profiling_file_path", ""),
+    ],
+)
+def test_other_values_are_no_files(tmp_path: Path, option: str, value: str) -> None:
+    assert loader.confined_option(tmp_path, option, value) == value
+
+
+def test_a_file_of_the_package_gets_its_absolute_path(tmp_path: Path) -> None:
+    (tmp_path / "package" / "lib").mkdir(parents=True)
+    (tmp_path / "package" / "lib" / "npu.xclbin").touch()
+    (tmp_path / "package" / "link").symlink_to(tmp_path)
+    confined = functools.partial(loader.confined_option, tmp_path / "package", "xclbin")
+    assert confined("lib/npu.xclbin") == str(tmp_path / "package" / "lib" / "npu.xclbin")
+    assert confined("lib") == str(tmp_path / "package" / "lib")
+    assert confined("missing.xclbin") is None
+    assert confined("link") is None
+    assert loader.confined_option(None, "xclbin", "lib/npu.xclbin") is None
+
+
+def test_every_option_for_a_file_is_known_to_the_loader(tmp_path: Path) -> None:
+    """By its description: those of new providers have to be listed in the loader."""
+    options = {
+        name: option.doc
+        for provider in PROVIDERS.values()
+        for name, option in provider.options.items()
+        if option.kind == "text"
+        and re.match(r"(File|Folder|Path|Library|Calibration table)s? ?", option.doc)
+    }
+    assert len(options) > 10
+    passed = [name for name in options if loader.confined_option(tmp_path, name, "a/b") is not None]
+    # Relative libraries are those of the package.
+    assert set(passed) <= loader._LIBRARY_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ep.qnnexecutionprovider.profiling_file_path", "x.csv"),
+        ("ep.qnnexecutionprovider.backend_path", "../x.so"),
+        ("ep.someexecutionprovider.no_such_option", "/tmp/x"),
+        ("session.node_partition_config_file", "/tmp/x"),
+    ],
+)
+def test_session_options_name_no_files_elsewhere(ship: Shipper, key: str, value: str) -> None:
+    cpu = variant("a/cpu", "a_optimized.onnx", session_options={key: value})
+    app = ship(cpu=cpu)
+    options = onnxruntime.SessionOptions()
+    step, source = app.explain("a", session_options=options)
+    assert (step.outcome, source.outcome) == ("skipped", "opened")
+    assert f"{key} names a file outside of the package ({value!r}), which" in step.reason
+    with pytest.raises(RuntimeError):
+        options.get_session_config_entry(key)
+
+
+def test_a_library_is_not_taken_from_the_users_cache(ship: Shipper) -> None:
+    app = ship(cpu=changed(CPU, load_options={"backend_path": "{user-cache}/x.so"}))
+    step, _ = app.explain("a")
+    assert step.outcome == "skipped"
+    assert step.reason.startswith("backend_path names a library outside of the package")
 
 
 def test_the_app_gives_the_secrets_of_a_target(ship: Shipper) -> None:
@@ -2271,6 +2387,26 @@ def test_on_a_machine_without_the_device_nothing_is_compiled(ship: Shipper) -> N
     app = ship(npu=changed(NPU, prepared="prepared/a.onnx"))
     steps = app.explain("a", fallback="jit")
     assert outcomes(steps) == [("npu", "skipped"), ("source", "opened")]
+    assert kept(app) == []
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"provider_options": {"backend_type": "htp", "json_qnn_graph_dir": "x"}},
+        {"session_options": {"ep.context_file_path": "x.onnx"}},
+        {"session_options": {"ep.qnnexecutionprovider.no_such_option": "/tmp/x"}},
+    ],
+)
+def test_nothing_is_compiled_with_an_option_that_names_a_file_elsewhere(
+    qnn: Shipper, settings: Table
+) -> None:
+    app = qnn(npu=changed(QNN, settings=settings))
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    steps = app.explain("a", device="any", fallback="jit", target="npu")
+    assert outcomes(steps) == [("npu", "failed"), ("npu", "skipped")]
+    assert "names a file outside of the package" in steps[1].reason
     assert kept(app) == []
 
 

@@ -91,7 +91,8 @@ def validate(
 
     A model package is valid if its manifest is, and each variant of each model. Variants are compared with
     the package's source model, or else with its first variant for the CPU. The package has their options:
-    --provider, --option, --config and --device are not for it.
+    --provider, --option, --config and --device are not for it. A variant with a secret, or with an option
+    that names a file outside of the package, is not run.
 
     The command fails where something cannot be run: the EP is not installed, or the file needs the real
     device. For a package with variants for several machines, choose those that this machine can run with

@@ -44,7 +44,7 @@ _VERSION = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
 _MOST_LEVELS = 150
 """How deep a manifest may be nested; ONNX Runtime opens one of 100, and Python's recursion has limits."""
 
-_OUTPUT_FILES = frozenset(
+OUTPUT_FILES = frozenset(
     {
         "session.collect_node_memory_stats_to_file",
         "session.debug_layout_transformation",
@@ -413,7 +413,7 @@ class _Reader:
             return None
         for name, value in ort.session_options.items():
             where = (*place, "session_options", name)
-            if name in _OUTPUT_FILES:
+            if name in OUTPUT_FILES:
                 message = "names an output file, which ONNX Runtime refuses in a package."
                 yield self._problem(where, message)
             elif name in INPUT_PATHS:

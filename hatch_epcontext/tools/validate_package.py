@@ -25,7 +25,13 @@ from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.ipc.facts import Context, ModelSpec, TargetSpec
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import InspectReply, ValidateRequest
-from hatch_epcontext.loader import CPU_EP, SOURCE
+from hatch_epcontext.loader import (
+    CPU_EP,
+    SOURCE,
+    USER_CACHE,
+    confined_option,
+    is_in_user_cache,
+)
 from hatch_epcontext.package import model_package
 from hatch_epcontext.package.manifest import (
     ComponentMetadata,
@@ -34,7 +40,7 @@ from hatch_epcontext.package.manifest import (
     ours,
 )
 from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
-from hatch_epcontext.providers import PROVIDERS, Device, Provider, find
+from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, variable_of
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
 from hatch_epcontext.tools.inspect import damaged_files, inspect, inspect_model, verify_model
@@ -299,7 +305,7 @@ class _Validator:
             model = inspect_model(file)
             result = replace(result, model=model)
             verify_model(file, model)
-            form = _form(found, variant, file, model)
+            form = _form(found, variant, file, model, self._read.folder / found.directory)
             if self._structure_only:
                 return replace(result, validation=Validation(ValidationStatus.STRUCTURE))
             validation = self._run(component, variant, form, location)
@@ -431,11 +437,11 @@ class _Validator:
         return None
 
 
-def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
-    """How the variant is opened.
+def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Path) -> _Form:
+    """How the variant in ``folder`` is opened.
 
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
-    of its EP.
+    of its EP, or when it needs a secret or names files elsewhere.
     """
     ep = found.ep or CPU_EP
     _check_contexts(found, ep, file, model)
@@ -444,7 +450,9 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
     if provider is None:
         raise BuildError(_not_run("", f"{ep} is not a known execution provider"))
     plugin = about.plugin if about else provider.plugin
-    if provider.needs_library and not (plugin and (plugin.module or plugin.path)):
+    if plugin and plugin.path:
+        raise BuildError(_not_run("", f"it names a library elsewhere: {plugin.path}"))
+    if provider.needs_library and not (plugin and plugin.module):
         raise BuildError(_not_run("", f"no package contains the library of {ep}"))
     options = found.ort or OrtInfo(model_file=file.name)
     if places := sorted(model_package.INPUT_PATHS & options.session_options.keys()):
@@ -454,9 +462,8 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
             about.settings,
             session_options={**about.settings.session_options, **options.session_options},
         )
-        # Like a build: their values are in environment variables.
-        secrets = {n: v for n, v in settings.provider_options.items() if n in about.secrets}
-        load_options = {**options.provider_options, **about.load_options, **secrets}
+        load_options = {**options.provider_options, **about.load_options}
+        _refuse_secrets((*about.secrets, *_secrets_in(load_options)))
     else:
         settings = CompileSettings(
             provider=provider.name,
@@ -466,9 +473,43 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply) -> _Form:
             session_options=options.session_options,
         )
         load_options = provider.complete(options.provider_options)
+        _refuse_secrets(_secrets_in(load_options))
+    load_options = _confined(load_options, folder)
+    session_options = _confined(settings.session_options, folder)
+    settings = replace(settings, session_options=session_options)
     provider = replace(provider, ep=ep, plugin=plugin)
     check_chip(file, model, provider, settings)
     return _Form(provider, TargetSpec(name, settings, plugin, load_options), file, model)
+
+
+def _secrets_in(options: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, value in options.items() if variable_of(value))
+
+
+def _refuse_secrets(names: Sequence[str]) -> None:
+    """Raise BuildError if there are any: a package must not read the environment of who validates it."""
+    if names:
+        reason = f"its option {names[0]} is a secret, and a package gets no environment variable"
+        raise BuildError(_not_run("", reason))
+
+
+def _confined(options: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """``options`` of the variant in ``folder``, as the loader passes them on.
+
+    Raises BuildError for one that names a file elsewhere.
+    """
+    result = {}
+    for name, value in options.items():
+        if value.startswith(USER_CACHE) and is_in_user_cache(value):
+            inside: str | None = value
+        elif name in model_package.OUTPUT_FILES:
+            inside = None
+        else:
+            inside = confined_option(folder, name, value)
+        if inside is None:
+            raise BuildError(_not_run("", f"its option {name} names a file elsewhere: {value!r}"))
+        result[name] = inside
+    return result
 
 
 def _check_contexts(found: Variant, ep: str, file: Path, model: InspectReply) -> None:

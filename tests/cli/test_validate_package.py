@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from onnx import helper
 
 from hatch_epcontext.cli.app import app
+from hatch_epcontext.loader import METADATA
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer
@@ -61,6 +62,10 @@ def foreign(tmp_path: Path) -> Make:
 
 def variant(ep: str | None = "CPUExecutionProvider", **keys: Any) -> dict[str, Any]:
     return {**({"ep": ep} if ep else {}), "executor_info": NETWORK, **keys}
+
+
+def with_options(**options: str) -> dict[str, Any]:
+    return {"ort": {"model_file": "net.onnx", "provider_options": options}}
 
 
 @needs_qnn
@@ -252,6 +257,87 @@ def test_a_missing_library_of_an_ep_is_no_failure_of_the_variant(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
     printed = cli("validate", package, "--allow-not-run").stdout
     assert "ran on the CPU only (the package of QNNExecutionProvider cannot be imported" in printed
+
+
+def test_a_package_reads_no_environment_variable(
+    cli: Cli, foreign: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "value-of-a-token"
+    monkeypatch.setenv("SOME_TOKEN", str(written))
+    npu = variant("QNNExecutionProvider", device="npu")
+    npu["executor_info"] = with_options(
+        profiling_level="basic", profiling_file_path="{env:SOME_TOKEN}"
+    )
+    package = foreign({"npu": npu})
+    result = cli("validate", package, code=1)
+    reason = (
+        "its option profiling_file_path is a secret, and a package gets no environment variable"
+    )
+    assert f"NOT run ({reason})" in result.stdout.splitlines()[0]
+    assert f"{package}: net -> npu: EPC404\n    {reason}." in result.stderr
+    assert cli("validate", package, "--allow-not-run").stderr == ""
+    assert list(tmp_path.glob("value-of-a-token*")) == []
+
+
+@needs_qnn
+@pytest.mark.parametrize("place", ["secrets", "load_options"])
+def test_our_own_package_reads_no_environment_variable_either(
+    cli: Cli, package: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "htp")
+    file = package / "manifest.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    about = content["components"]["net"]["variants"]["qnn"]["additional_metadata"][METADATA]
+    about["settings"]["provider_options"]["backend_type"] = "{env:SOME_TOKEN}"
+    about[place] = ["backend_type"] if place == "secrets" else {"backend_type": "{env:SOME_TOKEN}"}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert (
+        "NOT run (its option backend_type is a secret"
+        in cli("validate", package, "-t", "qnn", "--structure").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("provider_options", "profiling_file_path", "x.csv"),
+        ("provider_options", "no_such_option", "/tmp/x"),
+        ("provider_options", "no_such_option", "{user-cache}/../x"),
+        ("provider_options", "backend_path", "../x.so"),
+        ("session_options", "ep.cpuexecutionprovider.profiling_file_path", "x.csv"),
+    ],
+)
+def test_what_names_a_file_elsewhere_is_not_run(
+    cli: Cli, foreign: Make, kind: str, name: str, value: str
+) -> None:
+    info = {"ort": {"model_file": "net.onnx", kind: {name: value}}}
+    package = foreign({"cpu": {**variant(), "executor_info": info}})
+    assert f"NOT run (its option {name} names a file elsewhere: {value!r})" in (
+        cli("validate", package, code=1).stdout
+    )
+
+
+def test_our_own_metadata_names_no_files_elsewhere(cli: Cli, tmp_path: Path) -> None:
+    source = save(network(1), tmp_path / "net.onnx")
+    out = tmp_path / "out"
+    cli("compile", source, "-p", "cpu", "--package", out, "-q")
+    file = out / "manifest.json"
+    text = file.read_text(encoding="utf-8")
+    output = "session.optimized_model_filepath"
+    library = {"package": "", "module": "", "registration_name": "x", "path": "/x.so"}
+    changes: list[tuple[tuple[str, ...], Any, str]] = [
+        (("settings", "session_options", output), "x", f"its option {output} names a file else"),
+        (("load_options", "x"), "{user-cache}/../x", "its option x names a file elsewhere"),
+        (("plugin",), library, "it names a library elsewhere: /x.so"),
+    ]
+    for (*where, last), value, reason in changes:
+        content = json.loads(text)
+        table = content["components"]["net"]["variants"]["cpu"]["additional_metadata"][METADATA]
+        for key in where:
+            table = table[key]
+        table[last] = value
+        file.write_text(json.dumps(content), encoding="utf-8")
+        assert f"NOT run ({reason}" in cli("validate", out, "--structure").stdout
 
 
 def test_components_and_variants_can_be_chosen(cli: Cli, foreign: Make) -> None:
