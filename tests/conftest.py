@@ -32,6 +32,12 @@ settings.load_profile("short")
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests: each file is run by one process."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def needs(package: str) -> pytest.MarkDecorator:
     """A mark for tests that run an EP; its package is a test dependency where it has wheels."""
     name = package.replace("_", "-")

@@ -171,7 +171,7 @@ def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
         "time.sleep(600)\n",
         encoding="utf-8",
     )
-    with Workers(5) as workers:
+    with Workers(3) as workers:
         stopped = problem(workers, tmp_path)
     assert stopped.message == "the worker was stopped after 5 seconds."
     wait_until_gone(int((tmp_path / "child").read_text(encoding="ascii")))
@@ -284,7 +284,7 @@ def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
     order = Order("check", tmp_path, request_path, tmp_path / "reply.json", tmp_path / "log")
     server = ForkServer()
     try:
-        for _ in range(40):
+        for _ in range(20):
             forks = [server.start(order) for _ in range(12)]
             for fork in forks:
                 fork.wait(0.01)
