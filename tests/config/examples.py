@@ -159,12 +159,12 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mangle(project: Path, good: dict[str, Any]) -> None:
-    """Load ``good`` two thousand times with one value replaced: only a ConfigError may be raised."""
+    """Load ``good`` three hundred times with one value replaced: only a ConfigError may be raised."""
     rng = random.Random(20240229)
     odd = [-1, 0, 1.5, 10**30, "", "x", "../x", "*", "[", "\0", "x" * 300, True, [], [1], [{}], {}]
     odd += [[[1]], {"a": 1}, {"": 1}, date(2020, 1, 1), float("nan"), float("inf")]
     everywhere = [path for path in places(good) if path]
-    for _ in range(2000):
+    for _ in range(300):
         table = copy.deepcopy(good)
         path = rng.choice(everywhere)
         inside = table

@@ -173,7 +173,7 @@ def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
     )
     with Workers(3) as workers:
         stopped = problem(workers, tmp_path)
-    assert stopped.message == "the worker was stopped after 5 seconds."
+    assert stopped.message == "the worker was stopped after 3 seconds."
     wait_until_gone(int((tmp_path / "child").read_text(encoding="ascii")))
 
 
