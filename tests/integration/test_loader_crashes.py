@@ -24,7 +24,7 @@ from tests.projects import make_project
 pytestmark = pytest.mark.slow
 
 # Only QNN is known to have crashed: in each of the first processes.
-PROCESSES = {"qnn": 8, "openvino": 2}
+PROCESSES = {"qnn": 6, "openvino": 2}
 AT_ONCE = 2
 
 TARGETS = {
