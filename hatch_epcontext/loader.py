@@ -82,12 +82,12 @@ _RECORD = "files.json"
 _VOLATILE_FACTS = ("LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex")
 
 # Session options that name a file of the package.
-_PATH_OPTIONS = frozenset(
+PATH_OPTIONS = frozenset(
     {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
 )
 
 # Session options that name a file to write: onnxruntime's own reader refuses a package with one too.
-_OUTPUT_OPTIONS = frozenset(
+OUTPUT_OPTIONS = frozenset(
     {
         "session.collect_node_memory_stats_to_file",
         "session.debug_layout_transformation",
@@ -562,9 +562,9 @@ class _Package:
         session_options = dict((info or {}).get("session_options") or {})
         compiled_with = (about.get("settings") or {}).get("session_options") or {}
         for where, given in ((place, session_options), (f"{ours}.settings", compiled_with)):
-            for key in sorted(_OUTPUT_OPTIONS & given.keys()):
+            for key in sorted(OUTPUT_OPTIONS & given.keys()):
                 raise self._error(f"{where}.session_options.{key}", " names a file to write")
-        for key in _PATH_OPTIONS & session_options.keys():
+        for key in PATH_OPTIONS & session_options.keys():
             session_options[key] = self._file(session_options[key], folder, f"{place}.{key}")
         return _Variant(
             target,
@@ -690,7 +690,7 @@ class _Package:
     def _folders_of(self, variant: _Variant, model_file: str) -> set[str]:
         """The folders with the files that a session of ``variant`` reads."""
         folders = {variant.folder, posixpath.dirname(model_file)}
-        for key in _PATH_OPTIONS & variant.session_options.keys():
+        for key in PATH_OPTIONS & variant.session_options.keys():
             named = variant.session_options[key]
             folders.add(posixpath.dirname(named) if key.endswith("file_path") else named)
         return {folder or "." for folder in folders}
@@ -1130,7 +1130,7 @@ def _session_options(package: _Package, variant: _Variant) -> dict[str, str]:
     paths = {
         key: str(package.root / value)
         for key, value in variant.session_options.items()
-        if key in _PATH_OPTIONS
+        if key in PATH_OPTIONS
     }
     others = {k: value for k, value in variant.session_options.items() if k not in paths}
     return {**paths, **_confined(package, variant, others, {})}

@@ -293,15 +293,15 @@ def _value_at(table: Any, path: _Place) -> Any:
 def from_json(text: str | bytes, type_: type[T]) -> T:
     """The ``type_`` that `to_json` wrote; raises ValueError if the text is not one."""
     try:
-        # Neither NaN nor Infinity is JSON.
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
         raise ValueError("it has too many levels") from None
     return from_plain(value, type_)
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it has {name}")
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and the infinities: Python reads them, and other parsers do not."""
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def make_ready(type_: type[Any]) -> None:

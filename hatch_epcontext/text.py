@@ -21,8 +21,9 @@ _UNPRINTABLE = re.compile(
 )
 
 _ENDLESS = 10**24
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+"""Bytes from which a size is not shown: text of others can have any number of digits."""
 
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _IPV6 = r"\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]"
 _HOST = rf"""(?:(?:\*\*\*@)?{_IPV6}|(?!(?:\*\*\*@)?{_IPV6})[^\s/:'"]*)"""
@@ -31,8 +32,8 @@ _HOST = rf"""(?:(?:\*\*\*@)?{_IPV6}|(?!(?:\*\*\*@)?{_IPV6})[^\s/:'"]*)"""
 def printable(text: str, *, lines: bool = False) -> str:
     r"""``text`` as a terminal or a page can show it, whoever wrote it.
 
-    Control characters, which a terminal obeys, and marks that hide or turn text around become escapes such
-    as ``\x1b``. Tabs stay, and line breaks only with ``lines``.
+    Control characters, which a terminal obeys, characters that nobody sees, and marks that change the
+    direction of text become escapes such as ``\x1b``. Tabs stay, and line breaks only with ``lines``.
     """
 
     def escaped(found: re.Match[str]) -> str:
@@ -112,7 +113,6 @@ def to_toml(value: Any) -> str:
 
 def show_size(size: float) -> str:
     """A number of bytes with its unit: ``"2.2 MB"``."""
-    # What others wrote can have any number of digits.
     if size >= _ENDLESS:
         return "more than 10^24 bytes"
     for unit in ("bytes", "kB", "MB"):

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a build that waits for another one must end."""
 
-
 NO_HOME = "this user has no home folder, and so no cache folder"
 """Why there is no default folder, as in a container that runs as any user."""
 

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -68,7 +68,7 @@ def _publish(staged: Path, entry: Path) -> None:
             staged.rename(entry)
             return
         # Another build was faster, or the existing entry is damaged.
-        if _is_usable(entry):
+        if is_intact_entry(entry):
             return
         discard(entry)
     staged.rename(entry)
@@ -108,11 +108,11 @@ def stored_record(entry: Path) -> Record:
     return read_record(text)
 
 
-def checked_record(entry: Path) -> Record:
-    """The record of an entry whose files are as they were stored; files that changed are read again.
+def checked_record(entry: Path, *, read_all: bool = False) -> Record:
+    """The record of an entry whose files are as they were stored.
 
-    Raises FileNotFoundError if there is no entry, DamagedError if it is damaged, and OSError if it cannot be
-    read.
+    Files that changed are read again, or with ``read_all`` all of them. Raises FileNotFoundError if there is
+    no entry, DamagedError if it is damaged, and OSError if it cannot be read.
     """
     record = stored_record(entry)
     states = _list_files(entry / "files")
@@ -127,33 +127,19 @@ def checked_record(entry: Path) -> Record:
             raise DamagedError(f"its file {name} has another size")
         if known.get(name) != [*states[name], recorded.sha256]:
             changed.append(name)
+    for name in record.files if read_all else changed:
+        if not is_intact(entry / "files", {name: record.files[name]}):
+            raise DamagedError(f"its file {name} has other content")
     if changed:
-        _check_content(entry, record, changed)
         with contextlib.suppress(OSError):
             _write_states(entry, record)
     return record
 
 
-def _check_content(entry: Path, record: Record, names: Iterable[str]) -> None:
-    for name in names:
-        if not is_intact(entry / "files", {name: record.files[name]}):
-            raise DamagedError(f"its file {name} has other content")
-
-
-def is_intact_entry(entry: Path, record: Record) -> bool:
-    """Whether all files of an entry have the content that was stored; each is read."""
+def is_intact_entry(entry: Path, *, read_all: bool = False) -> bool:
+    """Whether an entry is as `checked_record` wants it."""
     try:
-        checked_record(entry)
-        _check_content(entry, record, record.files)
-    except (OSError, DamagedError):
-        return False
-    return True
-
-
-def _is_usable(entry: Path) -> bool:
-    """Whether a build would take the entry; only files that changed are read."""
-    try:
-        checked_record(entry)
+        checked_record(entry, read_all=read_all)
     except (OSError, DamagedError):
         return False
     return True

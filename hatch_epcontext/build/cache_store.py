@@ -62,7 +62,7 @@ class Store:
         return [
             entry
             for entry in self.entries()
-            if entry.record is None or not is_intact_entry(entry.folder, entry.record)
+            if entry.record is None or not is_intact_entry(entry.folder, read_all=True)
         ]
 
     def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:

@@ -40,7 +40,6 @@ from hatch_epcontext.text import hide_credentials, show_size
 
 T = TypeVar("T")
 
-
 _CHUNK = 4 << 20
 """Bytes of a file that are in memory at once; each is one request to a bucket."""
 
@@ -299,13 +298,10 @@ class Remote:
         self._warn(f"the shared cache {self._url} {message}")
 
     def _report_damaged(self, fingerprint: str | None, error: DamagedError) -> None:
-        if fingerprint in self._state.damaged:
-            return
-        if fingerprint is not None:
-            self._state.damaged.add(fingerprint)
         if fingerprint is None:
             self._report("document", f"has damaged documents, which are not used ({error})")
-        else:
+        elif fingerprint not in self._state.damaged:
+            self._state.damaged.add(fingerprint)
             what = f"the artifact {fingerprint[:12]}"
             self._warn(
                 f"{what} in the shared cache {self._url} is damaged ({error}); it is not used"

@@ -57,15 +57,13 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
 
 def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:
     """Whether the build writes to the shared cache: only what others would use."""
-    if not settings.cache_write or settings.cache_keys is None:
-        return settings.cache_write
-    if settings.cache_key is None:
+    is_refused = settings.cache_keys is not None and settings.cache_key is None
+    if settings.cache_write and is_refused:
         warn(
             f"{PREFIX}CACHE_WRITE is set without {PREFIX}CACHE_KEY, and builds refuse unsigned artifacts; "
             "this build only reads the shared cache"
         )
-        return False
-    return True
+    return settings.cache_write and not is_refused
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, Protocol
 
 from hatch_epcontext.errors import Checked, Kind, Problem
-from hatch_epcontext.serialize import InvalidJsonError, from_plain, to_plain
+from hatch_epcontext.loader import OUTPUT_OPTIONS, PATH_OPTIONS
+from hatch_epcontext.serialize import InvalidJsonError, from_plain, refuse_constant, to_plain
 from hatch_epcontext.text import dotted, show
 
 FILE = "manifest.json"
@@ -43,21 +44,6 @@ _VERSION = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
 
 _MOST_LEVELS = 150
 """How deep a manifest may be nested; ONNX Runtime opens one of 100, and Python's recursion has limits."""
-
-OUTPUT_FILES = frozenset(
-    {
-        "session.collect_node_memory_stats_to_file",
-        "session.debug_layout_transformation",
-        "session.enable_profiling",
-        "session.optimized_model_filepath",
-    }
-)
-"""Session options that name output files. ONNX Runtime refuses a package that sets one."""
-
-INPUT_PATHS = frozenset(
-    {"ep.context_file_path", "session.model_external_initializers_file_folder_path"}
-)
-"""Session options whose values are paths in the package, in the form of ``model_file``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,10 +399,10 @@ class _Reader:
             return None
         for name, value in ort.session_options.items():
             where = (*place, "session_options", name)
-            if name in OUTPUT_FILES:
+            if name in OUTPUT_OPTIONS:
                 message = "names an output file, which ONNX Runtime refuses in a package."
                 yield self._problem(where, message)
-            elif name in INPUT_PATHS:
+            elif name in PATH_OPTIONS:
                 yield from self._is_wrong_path(value, where)
         wrong = yield from self._is_wrong_path(ort.model_file, (*place, "model_file"))
         return None if wrong else ort
@@ -452,7 +438,7 @@ class _Reader:
             yield self._problem(place, f"{name} cannot be read: {reason}.")
             return _UNREADABLE
         try:
-            content = json.loads(text.decode("utf-8-sig"), parse_constant=_refuse_constant)
+            content = json.loads(text.decode("utf-8-sig"), parse_constant=refuse_constant)
             _refuse_unportable(content)
         except (ValueError, RecursionError) as error:
             yield self._problem(place, f"{name} is not JSON: {error}.")
@@ -491,11 +477,6 @@ class _Reader:
 
 _UNREADABLE: Any = object()
 """In place of the contents of a file that cannot be read, for JSON has null."""
-
-
-def _refuse_constant(name: str) -> None:
-    # Python reads them, and other parsers do not.
-    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _refuse_unportable(content: Any) -> None:

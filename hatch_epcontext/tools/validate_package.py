@@ -27,6 +27,8 @@ from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import InspectReply, ValidateRequest
 from hatch_epcontext.loader import (
     CPU_EP,
+    OUTPUT_OPTIONS,
+    PATH_OPTIONS,
     SOURCE,
     USER_CACHE,
     confined_option,
@@ -455,7 +457,7 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Pa
     if provider.needs_library and not (plugin and plugin.module):
         raise BuildError(_not_run("", f"no package contains the library of {ep}"))
     options = found.ort or OrtInfo(model_file=file.name)
-    if places := sorted(model_package.INPUT_PATHS & options.session_options.keys()):
+    if places := sorted(PATH_OPTIONS & options.session_options.keys()):
         raise BuildError(_not_run("", f"its session option {places[0]} names files elsewhere"))
     if about:
         settings = replace(
@@ -502,7 +504,7 @@ def _confined(options: Mapping[str, str], folder: Path) -> dict[str, str]:
     for name, value in options.items():
         if value.startswith(USER_CACHE) and is_in_user_cache(value):
             inside: str | None = value
-        elif name in model_package.OUTPUT_FILES:
+        elif name in OUTPUT_OPTIONS:
             inside = None
         else:
             inside = confined_option(folder, name, value)

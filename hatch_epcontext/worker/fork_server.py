@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import warnings
-from types import FrameType
 from typing import Any
 
 from hatch_epcontext.ipc.fork_server import STARTED
@@ -25,6 +24,7 @@ from hatch_epcontext.worker.__main__ import main
 from hatch_epcontext.worker.keeper import (
     Keeper,
     adopt_orphans,
+    do_nothing,
     end_with_parent,
     kill_children,
     leave,
@@ -74,7 +74,7 @@ class _Server:
         """Work until the build process closes its end."""
         # A keeper that is killed leaves its worker's processes to this one.
         adopt_orphans()
-        signal.signal(signal.SIGCHLD, _do_nothing)
+        signal.signal(signal.SIGCHLD, do_nothing)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for each in (self._control, self._awake):
             self._selector.register(each, selectors.EVENT_READ)
@@ -176,10 +176,6 @@ def _become_worker(order: dict[str, Any]) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-
-
-def _do_nothing(signal_number: int, frame: FrameType | None) -> None:
-    """Let the signal wake the server up."""
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Keeper:
         ``started`` is called when it was forked. Raises OSError when that is impossible.
         """
         adopt_orphans()
-        signal.signal(signal.SIGCHLD, _do_nothing)
+        signal.signal(signal.SIGCHLD, do_nothing)
         signal.signal(signal.SIGTERM, self._end)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         keeper = os.getpid()
@@ -169,5 +169,5 @@ def kill(process_id: int) -> None:
             each(process_id, signal.SIGKILL)
 
 
-def _do_nothing(signal_number: int, frame: FrameType | None) -> None:
+def do_nothing(signal_number: int, frame: FrameType | None) -> None:
     """Let the signal wake a `select`."""

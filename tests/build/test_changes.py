@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.process import Workers
+from tests.altered_workers import workers_with
 from tests.models import network, save
 
 TOML = """
@@ -62,28 +61,22 @@ def change(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(change: Path) -> Iterator[Workers]:
-    (change.parent / "sitecustomize.py").write_text(
-        textwrap.dedent(f"""
-            import importlib, os, pathlib, sys
-            def patch(action):
-                module = importlib.import_module(f"hatch_epcontext.worker.{{action}}")
-                real = module.handle
-                def handle(request):
-                    now, when, path, source = pathlib.Path({str(change)!r}).read_text().split("|")
-                    if (now, when) == (action, "before"): exec(source)
-                    reply = real(request)
-                    if (now, when) == (action, "after"): exec(source)
-                    return reply
-                module.handle = handle
-            if "hatch_epcontext.worker" in " ".join(sys.orig_argv):
-                for action in ("check", "prepare", "compile", "validate"): patch(action)
-            """),
-        encoding="utf-8",
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(change.parent), *sys.path)))
-        with Workers(60) as started:
-            yield started
+    source = f"""
+        import importlib, os, pathlib
+        def patch(action):
+            module = importlib.import_module(f"hatch_epcontext.worker.{{action}}")
+            real = module.handle
+            def handle(request):
+                now, when, path, source = pathlib.Path({str(change)!r}).read_text().split("|")
+                if (now, when) == (action, "before"): exec(source)
+                reply = real(request)
+                if (now, when) == (action, "after"): exec(source)
+                return reply
+            module.handle = handle
+        for action in ("check", "prepare", "compile", "validate"): patch(action)
+        """
+    with workers_with(change.parent, source) as started:
+        yield started
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.ipc.process import Workers
+from tests.altered_workers import workers_with
 from tests.models import network, save
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
@@ -32,27 +31,21 @@ def body(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(body: Path) -> Iterator[Workers]:
-    (body.parent / "sitecustomize.py").write_text(
-        textwrap.dedent(f"""
-            import pathlib, sys
-            if "hatch_epcontext.worker" in " ".join(sys.orig_argv):
-                from hatch_epcontext.worker import prepare
-                real = prepare.handle
-                def handle(request):
-                    if request.simplifier == "onnxruntime":
-                        with open({str(body.with_name("tries"))!r}, "a") as file:
-                            file.write("x")
-                            tries = file.tell()
-                        exec(pathlib.Path({str(body)!r}).read_text(), {{"tries": tries}})
-                    return real(request)
-                prepare.handle = handle
-            """),
-        encoding="utf-8",
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(body.parent), *sys.path)))
-        with Workers(60) as started:
-            yield started
+    source = f"""
+        import pathlib
+        from hatch_epcontext.worker import prepare
+        real = prepare.handle
+        def handle(request):
+            if request.simplifier == "onnxruntime":
+                with open({str(body.with_name("tries"))!r}, "a") as file:
+                    file.write("x")
+                    tries = file.tell()
+                exec(pathlib.Path({str(body)!r}).read_text(), {{"tries": tries}})
+            return real(request)
+        prepare.handle = handle
+        """
+    with workers_with(body.parent, source) as started:
+        yield started
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.build.termination import terminated_as_error
+from tests.altered_workers import write_start_code
 from tests.conftest import REPOSITORY
 from tests.models import network, save
 
@@ -64,13 +65,12 @@ def test_a_build_leaves_nothing_behind(project: Path, tmp_path: Path) -> None:
     site, started = tmp_path / "site", tmp_path / "started"
     for folder in (site, tmp_path / "tmp"):
         folder.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import sys, time\n"
-        "if 'hatch_epcontext.worker' in ' '.join(sys.orig_argv):\n"
-        "    from hatch_epcontext.worker import check\n"
-        f"    check.handle = lambda request: (open({str(started)!r}, 'w'), time.sleep(600))\n",
-        encoding="utf-8",
-    )
+    source = f"""
+        import time
+        from hatch_epcontext.worker import check
+        check.handle = lambda request: (open({str(started)!r}, "w"), time.sleep(600))
+        """
+    write_start_code(site, source)
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(site), *sys.path)),

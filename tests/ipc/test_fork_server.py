@@ -24,6 +24,7 @@ from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest
 from hatch_epcontext.ipc.running import Order
 from hatch_epcontext.serialize import to_json
+from tests.altered_workers import write_start_code
 from tests.ipc.test_process import KEY, request_for
 from tests.models import network, save
 
@@ -36,18 +37,15 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "site"
     folder.mkdir()
     body = folder / "body.py"
-    # Python imports it when it starts, and the server later imports the same module.
-    (folder / "sitecustomize.py").write_text(
-        textwrap.dedent(f"""
-            import pathlib, sys
-            if "hatch_epcontext.worker" in " ".join(sys.orig_argv):
-                from hatch_epcontext.worker import check
-                def handle(request):
-                    exec(pathlib.Path({str(body)!r}).read_text(), {{"request": request}})
-                check.handle = handle
-            """),
-        encoding="utf-8",
-    )
+    # Python runs it when it starts, and the server later imports the same module.
+    source = f"""
+        import pathlib
+        from hatch_epcontext.worker import check
+        def handle(request):
+            exec(pathlib.Path({str(body)!r}).read_text(), {{"request": request}})
+        check.handle = handle
+        """
+    write_start_code(folder, source)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return body
 
