@@ -8,9 +8,10 @@ from __future__ import annotations
 import onnx
 
 from hatch_epcontext.worker.rewrites.base import Rewrite
+from hatch_epcontext.worker.rewrites.branches import BRANCHES
 from hatch_epcontext.worker.rewrites.recurrent import DEFAULT_ACTIVATIONS
 
-REWRITES: tuple[Rewrite, ...] = (DEFAULT_ACTIVATIONS,)
+REWRITES: tuple[Rewrite, ...] = (BRANCHES, DEFAULT_ACTIVATIONS)
 """All rewrites, in the order in which they are applied: what one makes, a later one can replace."""
 
 

@@ -103,6 +103,14 @@ class Values:
         self._stored[tensor.name] = tensor
         return tensor.name
 
+    def move(self, tensor: onnx.TensorProto) -> str:
+        """Store ``tensor``, which was stored in an inner graph; returns its new name."""
+        moved = onnx.TensorProto.FromString(tensor.SerializeToString())
+        moved.name = self.fresh(tensor.name)
+        self._main.initializer.append(moved)
+        self._stored[moved.name] = moved
+        return moved.name
+
 
 def _once(known: dict[str, Any], name: str, value: Any) -> None:
     """Enter ``value``; None for a name that has others in other graphs."""
@@ -153,10 +161,15 @@ def replace(part: onnx.GraphProto, expand: Expand, values: Values, wanted: froze
             each.name = values.fresh(f"{node.name or node.op_type}/{each.op_type}")
         result += new
     if replaced:
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in result]
+        copies = [copy(node) for node in result]
         del part.node[:]
         part.node.extend(copies)
     return replaced
+
+
+def copy(node: onnx.NodeProto) -> onnx.NodeProto:
+    """A node like ``node``, which can be changed."""
+    return onnx.NodeProto.FromString(node.SerializeToString())
 
 
 def consumers(part: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.rewrites.base import Values, by_node
+from hatch_epcontext.worker.rewrites.base import Values, by_node, copy
 
 _DEFAULTS = {
     "LSTM": ["Sigmoid", "Tanh", "Tanh"],
@@ -21,7 +21,7 @@ def _without_defaults(node: onnx.NodeProto, values: Values) -> list[onnx.NodePro
     default = _DEFAULTS[node.op_type] * directions
     if not given or [each.lower() for each in given] != [each.lower() for each in default]:
         return None
-    result = onnx.NodeProto.FromString(node.SerializeToString())
+    result = copy(node)
     # Those of the default activations take no numbers.
     unused = ("activations", "activation_alpha", "activation_beta")
     kept = [each for each in node.attribute if each.name not in unused]
