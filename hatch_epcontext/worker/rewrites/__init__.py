@@ -9,10 +9,22 @@ import onnx
 
 from hatch_epcontext.worker.rewrites.base import Rewrite
 from hatch_epcontext.worker.rewrites.branches import BRANCHES
+from hatch_epcontext.worker.rewrites.casts import INTEGER_CASTS
+from hatch_epcontext.worker.rewrites.clip import COMPUTED_BOUNDS
+from hatch_epcontext.worker.rewrites.fused import FUNCTIONS, FUSED
 from hatch_epcontext.worker.rewrites.recurrent import DEFAULT_ACTIVATIONS
+from hatch_epcontext.worker.rewrites.shapes import SHAPES
 
-REWRITES: tuple[Rewrite, ...] = (BRANCHES, DEFAULT_ACTIVATIONS)
-"""All rewrites, in the order in which they are applied: what one makes, a later one can replace."""
+REWRITES: tuple[Rewrite, ...] = (
+    BRANCHES,
+    DEFAULT_ACTIVATIONS,
+    FUSED,
+    FUNCTIONS,
+    COMPUTED_BOUNDS,
+    INTEGER_CASTS,
+    SHAPES,
+)
+"""All rewrites, in the order in which they are applied."""
 
 
 def rewrite(

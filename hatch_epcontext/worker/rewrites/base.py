@@ -11,6 +11,12 @@ import onnx
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+
+MICROSOFT = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+
+_STANDARD = ("", "ai.onnx")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,11 +43,11 @@ class Values:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._main = model.graph
-        self.opset = max(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+        self.opset = max(o.version for o in model.opset_import if o.domain in _STANDARD)
         self._types: dict[str, onnx.TypeProto | None] = {}
         self._stored: dict[str, onnx.TensorProto | None] = {}
         self._names: set[str] = set()
-        for part in graph.graphs(_inferred(model).graph):
+        for part in graph.graphs(inferred(model).graph):
             assert isinstance(part, onnx.GraphProto), "functions have no types"
             for value in (*part.input, *part.value_info, *part.output):
                 _once(self._types, value.name, value.type)
@@ -54,6 +60,8 @@ class Values:
                 if node.op_type == "Constant" and (tensor := graph.attribute(node, "value", None)):
                     _once(self._stored, node.output[0], tensor)
         self._names.update(self._types, self._stored)
+        if any(node.domain not in _STANDARD for node in model.graph.node):
+            self._types.update(_types_of_runtime(model, self._types))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a value; None if it is unknown or has an open dimension."""
@@ -64,6 +72,15 @@ class Values:
             return None
         sizes = tuple(graph.size(dim) for dim in type_.tensor_type.shape.dim)
         return None if any(not isinstance(each, int) for each in sizes) else sizes  # type: ignore[return-value]
+
+    def rank(self, name: str) -> int | None:
+        """The number of dimensions of a value; None if it is unknown."""
+        if tensor := self._stored.get(name):
+            return len(tensor.dims)
+        type_ = self._types.get(name)
+        if type_ is None or not type_.tensor_type.HasField("shape"):
+            return None
+        return len(type_.tensor_type.shape.dim)
 
     def elem_type(self, name: str) -> int | None:
         """ONNX's number of a value's dtype; None if it is unknown, or if it is no tensor."""
@@ -117,12 +134,55 @@ def _once(known: dict[str, Any], name: str, value: Any) -> None:
     known[name] = value if known.get(name, value) == value else None
 
 
-def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` with the types that onnx infers; ``model`` itself if it does not understand it."""
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except Exception:
         # It raises many things, for models that ONNX Runtime takes.
         return model
+
+
+def _types_of_runtime(
+    model: onnx.ModelProto, known: dict[str, onnx.TypeProto | None]
+) -> dict[str, onnx.TypeProto]:
+    """The types that ONNX Runtime infers, which knows its own operators; none for what is ``known``.
+
+    It says the types of outputs only, so all values are made that.
+    """
+    extended = onnx.ModelProto.FromString(model.SerializeToString())
+    names = {name for node in model.graph.node for name in node.output if name}
+    wanted = sorted(names - {name for name, type_ in known.items() if type_ is not None})
+    extended.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
+    session_options = cpu_options()
+    session_options.graph_optimization_level = LEVELS["none"]
+    try:
+        session = open_session(extended.SerializeToString(), session_options)
+    except Exception:
+        # Such as for external data, which bytes do not find.
+        return {}
+    outputs = {each.name: each for each in session.get_outputs()}
+    result = {}
+    for name in wanted:
+        elem_type = _ELEM_TYPES.get(outputs[name].type)
+        if elem_type is not None:
+            shape = outputs[name].shape
+            result[name] = helper.make_tensor_type_proto(elem_type, shape)
+    return result
+
+
+_ELEM_TYPES = {
+    "tensor(float)": onnx.TensorProto.FLOAT,
+    "tensor(float16)": onnx.TensorProto.FLOAT16,
+    "tensor(double)": onnx.TensorProto.DOUBLE,
+    "tensor(bool)": onnx.TensorProto.BOOL,
+    **{
+        f"tensor({sign}int{bits})": getattr(onnx.TensorProto, f"{sign}INT{bits}".upper())
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    },
+}
+"""ONNX's number for each of ONNX Runtime's names of types."""
 
 
 Expand = Callable[[onnx.NodeProto, Values], "Sequence[onnx.NodeProto] | None"]
