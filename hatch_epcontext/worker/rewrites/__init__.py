@@ -11,7 +11,9 @@ from hatch_epcontext.worker.rewrites.base import Rewrite
 from hatch_epcontext.worker.rewrites.branches import BRANCHES
 from hatch_epcontext.worker.rewrites.casts import INTEGER_CASTS
 from hatch_epcontext.worker.rewrites.clip import COMPUTED_BOUNDS
+from hatch_epcontext.worker.rewrites.einsum import EINSUM
 from hatch_epcontext.worker.rewrites.fused import FUNCTIONS, FUSED
+from hatch_epcontext.worker.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.worker.rewrites.recurrent import DEFAULT_ACTIVATIONS
 from hatch_epcontext.worker.rewrites.shapes import SHAPES
 
@@ -22,6 +24,8 @@ REWRITES: tuple[Rewrite, ...] = (
     FUNCTIONS,
     COMPUTED_BOUNDS,
     INTEGER_CASTS,
+    EINSUM,
+    FEW_DIMENSIONS,
     SHAPES,
 )
 """All rewrites, in the order in which they are applied."""
