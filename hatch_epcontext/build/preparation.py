@@ -124,7 +124,7 @@ def _simplifiers(job: Job) -> tuple[Simplifier, ...]:
 
 
 def _compare(model: Model) -> bool:
-    return model.validate.tolerance is not False
+    return model.validate.tolerance is not None
 
 
 def _avoids_control_flow(job: Job) -> bool:

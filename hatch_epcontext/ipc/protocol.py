@@ -14,6 +14,7 @@ from hatch_epcontext.errors import Key, Problem
 from hatch_epcontext.ipc.facts import (
     Agreement,
     Context,
+    Magnitude,
     ModelFacts,
     ModelSpec,
     Simplifier,
@@ -109,13 +110,15 @@ class PrepareReply:
 class PrepareRequest(Request[PrepareReply], action="prepare"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
-    With ``compare`` the result is compared with the source on the CPU.
+    With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
+    ``reference``, if an earlier `PrepareReply` has it.
     """
 
     model: ModelSpec
     simplifier: Simplifier
     folder: str
     compare: bool
+    reference: str | None = None
 
     def misfit(self, reply: PrepareReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))
@@ -174,12 +177,17 @@ class ValidateReply:
     when the EP's libraries are loaded already.
 
     ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
-    where the target's EP ran the artifact.
+    where the target's EP ran the artifact. ``samples``: the names of the inputs that were compared;
+    ``warnings``: disagreements for inputs so large that the app may never have them; ``large``: values inside
+    the model that come near the limit of the type in which the EP computes.
     """
 
     agreements: tuple[Agreement, ...]
     unavailable: str | None = None
     load: float | None = None
+    samples: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    large: tuple[Magnitude, ...] = ()
 
 
 @dataclass(frozen=True)
