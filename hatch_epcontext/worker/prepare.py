@@ -14,7 +14,8 @@ from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
 from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import external, graph, reading
-from hatch_epcontext.worker.fix import feeds_for, fix_inputs
+from hatch_epcontext.worker.fix import fix_inputs, ranges_for
+from hatch_epcontext.worker.inputs import dummy_inputs
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.reference import (
     check_outputs,
@@ -39,8 +40,8 @@ def handle(request: PrepareRequest) -> PrepareReply:
     fixed = _write_fixed(spec, folder, request.simplifier)
     model = onnx.load(fixed, load_external_data=False)
     nodes_before = len(graph.compute_nodes(model.graph))
-    bounds = graph.index_bounds(model.graph)
-    feeds = feeds_for(model, spec)
+    ranges = ranges_for(model, spec)
+    feeds = dummy_inputs([graph.facts(value) for value in graph.inputs(model.graph)], spec, ranges)
     # Before the simplifier, which is not to blame for a source that cannot be run.
     expected = reference(spec, feeds) if request.compare else {}
     outputs_path = write_reference(expected, folder / "reference.npz") if expected else None
@@ -57,7 +58,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
     return PrepareReply(
-        str(result), nodes_before, nodes, graph.control_flow(model.graph), bounds, outputs_path
+        str(result), nodes_before, nodes, graph.control_flow(model.graph), ranges, outputs_path
     )
 
 
