@@ -57,6 +57,27 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
+class Range:
+    """What values an input takes, from ``low`` to ``high``, both included.
+
+    ``known``: whether the graph says so; otherwise nothing bounds the input, and the range is a guess.
+    ``usual``: the value that the input has in normal use, such as 1 in a mask or the whole length; None if
+    any value is as good. ``whole``: whether the graph uses the values as integers, whatever their dtype.
+    """
+
+    low: float
+    high: float
+    known: bool
+    usual: float | None = None
+    whole: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether these are floats that nothing bounds: values have a normal distribution."""
+        return not (self.known or self.whole) and self.low < 0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A source model, what its configuration fixes, and its dummy inputs; ``key`` is its place there.
 

@@ -17,6 +17,7 @@ from hatch_epcontext.ipc.facts import (
     Magnitude,
     ModelFacts,
     ModelSpec,
+    Range,
     Simplifier,
     TargetSpec,
     TensorFacts,
@@ -94,15 +95,15 @@ class PrepareReply:
     """The absolute path of the prepared model, its nodes, and those of the source with its shapes.
 
     ``control_flow``: operators of the prepared model that choose or repeat other graphs.
-    ``bounds``: for inputs that are indices, the number of things that they choose from. ``reference``: the
-    absolute path of the outputs of the source model on the CPU, if they were compared and fit into a file.
+    ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the
+    outputs of the source model on the CPU, if they were compared and fit into a file.
     """
 
     path: str
     nodes_before: int
     nodes: int
     control_flow: tuple[str, ...]
-    bounds: Mapping[str, int] = field(default_factory=dict)
+    ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
 
 
@@ -227,7 +228,7 @@ class OpenRequest(Request[OpenReply], action="open"):
     """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
 
     ``product`` is None for a prepared source model. ``inputs`` are the model's, ``model`` describes
-    the dummy inputs, and ``bounds`` are those of its indices.
+    the dummy inputs, which are within ``ranges``.
     """
 
     path: str
@@ -236,7 +237,7 @@ class OpenRequest(Request[OpenReply], action="open"):
     buffer: bool
     model: ModelSpec
     inputs: tuple[TensorFacts, ...]
-    bounds: Mapping[str, int]
+    ranges: Mapping[str, Range]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
 from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
 from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.checking import SIMPLIFIED, check_runs
-from hatch_epcontext.worker.fix import fix_inputs
+from hatch_epcontext.worker.fix import fix_inputs, ranges_for
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.runs import Reference, read_reference, write_reference
@@ -32,7 +32,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     fixed = _write_fixed(spec, folder, request.simplifier)
     model = onnx.load(fixed, load_external_data=False)
     nodes_before = len(graph.compute_nodes(model.graph))
-    bounds = graph.index_bounds(model.graph)
+    ranges = ranges_for(model, spec)
     # Before the simplifier, which is not to blame for a source that cannot be run.
     expected = _reference(request, model)
     outputs_path = write_reference(expected, folder / "reference.npz") if expected else None
@@ -49,7 +49,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
     return PrepareReply(
-        str(result), nodes_before, nodes, graph.control_flow(model.graph), bounds, outputs_path
+        str(result), nodes_before, nodes, graph.control_flow(model.graph), ranges, outputs_path
     )
 
 

@@ -14,6 +14,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import Magnitude, ModelSpec
 from hatch_epcontext.worker import graph, magnitudes
+from hatch_epcontext.worker.fix import ranges_for
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.outputs import (
     ancestors,
@@ -21,7 +22,6 @@ from hatch_epcontext.worker.outputs import (
     depend_on_inputs,
     natures,
 )
-from hatch_epcontext.worker.ranges import input_ranges
 from hatch_epcontext.worker.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.samples import Sample, samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
@@ -54,7 +54,7 @@ def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
         if value.name in spec.constants
     }
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
-    ranges = input_ranges(fixed)
+    ranges = ranges_for(fixed, spec)
     states = state_pairs(fixed, spec.states, spec.key / "validate" / "states")
     step("opening the source model on the CPU")
     start = time.monotonic()
