@@ -7,28 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
-import onnxruntime as ort
 
 from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.protocol import RewriteReply, RewriteRequest
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.checking import SIMPLIFIED, check_outputs, check_runs
 from hatch_epcontext.worker.external import external_data
-from hatch_epcontext.worker.inputs import dummy_inputs
 from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.prepare import SIMPLIFIED
-from hatch_epcontext.worker.reference import (
-    check_outputs,
-    read_reference,
-    reference,
-    run_model,
-)
+from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.rewrites import REWRITES, rewrite
 from hatch_epcontext.worker.rewrites.base import Rewrite
 from hatch_epcontext.worker.rewrites.branches import BRANCHES, assignments, removed, with_inputs
+from hatch_epcontext.worker.runs import Reference, read_reference, run_model
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
-from hatch_epcontext.worker.tensors import Arrays
 
 
 def handle(request: RewriteRequest) -> RewriteReply:
@@ -73,12 +66,11 @@ def _dropped(each: Rewrite, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Work:
-    """``refused``: the operators to rewrite. ``feeds`` and ``expected`` are empty without a comparison."""
+    """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared."""
 
     request: RewriteRequest
     refused: frozenset[str]
-    feeds: Arrays
-    expected: Arrays
+    expected: Reference | None
 
     @staticmethod
     def begin(request: RewriteRequest) -> _Work:
@@ -86,17 +78,14 @@ class _Work:
         refused = request.refused
         if refused is None:
             refused = tuple(map(graph.operator, graph.nodes(model.graph)))
-        feeds: Arrays = {}
-        expected: Arrays = {}
+        expected = None
         if request.compare:
-            inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-            feeds = dummy_inputs(inputs, request.model, request.bounds)
             expected = (
-                reference(request.model, feeds)
+                reference(request.model, model)
                 if request.reference is None
                 else read_reference(request.reference)
             )
-        return _Work(request, frozenset(refused), feeds, expected)
+        return _Work(request, frozenset(refused), expected)
 
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.prepared, load_external_data=False)
@@ -121,21 +110,19 @@ class _Work:
             session = optimize(written, result, "basic")
         else:
             result, session = written, open_session(written, cpu_options())
-        if request.compare:
-            self._compare(session)
+        if self.expected is not None:
+            what = "the rewritten model on the CPU"
+            check_runs(
+                session, self.expected, SIMPLIFIED, request.model, what, "the source model's"
+            )
             if conditions := removed(self.read(), model):
-                self._compare_branches(model, conditions, folder)
+                self._compare_branches(model, conditions, self.expected, folder)
         model = onnx.load(result, load_external_data=False)
         nodes = len(graph.compute_nodes(model.graph))
         return RewriteReply(str(result), nodes, graph.control_flow(model.graph), names)
 
-    def _compare(self, session: ort.InferenceSession) -> None:
-        spec = self.request.model
-        outputs = run_model(session, self.feeds, spec, "the rewritten model on the CPU")
-        check_outputs(outputs, self.expected, SIMPLIFIED, spec, "the source model's")
-
     def _compare_branches(
-        self, model: onnx.ModelProto, conditions: tuple[str, ...], folder: Path
+        self, model: onnx.ModelProto, conditions: tuple[str, ...], expected: Reference, folder: Path
     ) -> None:
         """Compare ``model`` with the prepared one where ``conditions`` are true, and where they are not."""
         spec = self.request.model
@@ -146,10 +133,11 @@ class _Work:
             for name, each in (("branches-before", self.read()), ("branches-after", model))
         )
         for fed in assignments(before, conditions):
-            feeds = {**self.feeds, **fed}
-            expected = run_model(before, feeds, spec, "a branch of the model on the CPU")
-            outputs = run_model(after, feeds, spec, "the rewritten branch on the CPU")
-            check_outputs(outputs, expected, SIMPLIFIED, spec, "the branch's")
+            for each in expected.runs:
+                feeds = {**each.feeds[0], **fed}
+                wanted = run_model(before, feeds, spec, "a branch of the model on the CPU")
+                outputs = run_model(after, feeds, spec, "the rewritten branch on the CPU")
+                check_outputs(outputs, wanted, SIMPLIFIED, spec, "the branch's")
 
     def _save(self, model: onnx.ModelProto, path: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data."""

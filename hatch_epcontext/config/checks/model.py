@@ -15,6 +15,7 @@ from hatch_epcontext.config.tables import (
     NarrowableTable,
     Options,
     Shapes,
+    TargetToleranceTable,
     ToleranceTable,
     ValidateTable,
 )
@@ -45,7 +46,15 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
     if isinstance(validate, ValidateTable):
         yield from check_values(key / "validate", validate)
         if isinstance(validate.tolerance, ToleranceTable):
-            yield from check_values(key / "validate" / "tolerance", validate.tolerance)
+            yield from _check_tolerance(key / "validate" / "tolerance", validate.tolerance)
+
+
+def _check_tolerance(key: Key, table: TargetToleranceTable) -> Iterator[Problem]:
+    yield from check_values(key, table)
+    for name, limits in table.outputs.items():
+        yield from check_values(key / "outputs" / name, limits)
+    for name, own in table.targets.items() if isinstance(table, ToleranceTable) else ():
+        yield from _check_tolerance(key / "targets" / name, own)
 
 
 def _check_sizes(key: Key, shapes: Shapes, constants: Mapping[str, Any]) -> Iterator[Problem]:
