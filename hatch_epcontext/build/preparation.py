@@ -49,6 +49,14 @@ class Prepared:
     reference: str | None = None
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """A model in another form, None if there is none; ``notes``: the rewrites that changed its results."""
+
+    prepared: Prepared | None
+    notes: tuple[str, ...] = ()
+
+
 class Preparations:
     """The prepared models of a build, in a folder each below ``folder``; ``jobs`` are all its jobs."""
 
@@ -196,3 +204,44 @@ def _try(
         scratch / "call",
         location=f"{job.location}: preparation",
     )
+
+
+def rewrite(
+    job: Job,
+    model: Model,
+    prepared: Prepared,
+    refused: frozenset[str] | None,
+    scratch: Path,
+    workers: Workers,
+) -> Rewritten:
+    """``prepared``, which is ``model`` as ``job`` wants it, without the operators that its EP refuses.
+
+    ``refused`` is None where that is not known. Raises BuildError when the source model fails.
+    """
+    from hatch_epcontext.ipc.protocol import RewriteRequest
+
+    folder = scratch / "result"
+    with writing("a rewritten model", folder, job.location):
+        folder.mkdir(parents=True)
+    before = prepared.preparation
+    request = RewriteRequest(
+        model_spec_for(model, job.target),
+        prepared.path,
+        None if refused is None else tuple(sorted(refused)),
+        str(folder),
+        simplify=before.simplifier != "none",
+        compare=_compare(model),
+        bounds=prepared.bounds,
+        reference=prepared.reference,
+    )
+    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+    notes = tuple(f"{each} (not taken)" for each in reply.dropped)
+    if reply.path is None:
+        return Rewritten(None, notes)
+    preparation = replace(
+        before,
+        nodes=reply.nodes,
+        control_flow=reply.control_flow,
+        rewrites=(*before.rewrites, *reply.rewrites),
+    )
+    return Rewritten(replace(prepared, path=reply.path, preparation=preparation), notes)

@@ -24,7 +24,7 @@ from hatch_epcontext.worker.reference import (
 )
 from hatch_epcontext.worker.step import step
 
-_SIMPLIFIED = Tolerance(rtol=1e-2, atol=1e-3, cosine=0.999)
+SIMPLIFIED = Tolerance(rtol=1e-2, atol=1e-3, cosine=0.999)
 """A simplifier may change the order of additions, and nothing else."""
 
 
@@ -53,7 +53,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     elif request.compare:
         # The session that has written it: opening it once more takes as long as simplifying it.
         outputs = run_model(simplified, feeds, spec, "the simplified model on the CPU")
-        check_outputs(outputs, expected, _SIMPLIFIED, spec, "the source model's")
+        check_outputs(outputs, expected, SIMPLIFIED, spec, "the source model's")
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
     return PrepareReply(
