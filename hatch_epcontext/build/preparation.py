@@ -21,7 +21,7 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
-    from hatch_epcontext.ipc.protocol import PrepareReply
+    from hatch_epcontext.ipc.protocol import PrepareReply, RewriteReply, RewriteRequest
 
 
 _CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
@@ -218,25 +218,52 @@ def rewrite(
 
     ``refused`` is None where that is not known. Raises BuildError when the source model fails.
     """
+    request = _rewrite_request(job, model, prepared, refused, scratch)
+    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+    return _rewritten(prepared, reply)
+
+
+def unroll(
+    job: Job,
+    model: Model,
+    prepared: Prepared,
+    refused: frozenset[str] | None,
+    scratch: Path,
+    workers: Workers,
+) -> Rewritten:
+    """As `rewrite`, with the loops and recurrent layers unrolled that the EP refuses."""
+    from hatch_epcontext.ipc.protocol import UnrollRequest
+
+    rewrite_request = _rewrite_request(job, model, prepared, refused, scratch)
+    request = UnrollRequest(rewrite_request, job.target.settings.unroll_limit)
+    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+    return _rewritten(prepared, reply)
+
+
+def _rewrite_request(
+    job: Job, model: Model, prepared: Prepared, refused: frozenset[str] | None, scratch: Path
+) -> RewriteRequest:
     from hatch_epcontext.ipc.protocol import RewriteRequest
 
     folder = scratch / "result"
     with writing("a rewritten model", folder, job.location):
         folder.mkdir(parents=True)
-    before = prepared.preparation
-    request = RewriteRequest(
+    return RewriteRequest(
         model_spec_for(model, job.target),
         prepared.path,
         None if refused is None else tuple(sorted(refused)),
         str(folder),
-        simplify=before.simplifier != "none",
+        simplify=prepared.preparation.simplifier != "none",
         compare=_compare(model),
         reference=prepared.reference,
     )
-    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+
+
+def _rewritten(prepared: Prepared, reply: RewriteReply) -> Rewritten:
     notes = tuple(f"{each} (not taken)" for each in reply.dropped)
     if reply.path is None:
         return Rewritten(None, notes)
+    before = prepared.preparation
     preparation = replace(
         before,
         nodes=reply.nodes,

@@ -162,6 +162,17 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
 
 
 @dataclass(frozen=True)
+class UnrollRequest(Request[RewriteReply], action="unroll"):
+    """Unroll the loops and layers of known length that ``rewrite`` names, up to ``limit`` nodes."""
+
+    rewrite: RewriteRequest
+    limit: int
+
+    def misfit(self, reply: RewriteReply) -> str | None:
+        return self.rewrite.misfit(reply)
+
+
+@dataclass(frozen=True)
 class CompileReply:
     product: Product
     contexts: tuple[Context, ...]

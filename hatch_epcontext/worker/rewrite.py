@@ -31,7 +31,7 @@ def handle(request: RewriteRequest) -> RewriteReply:
     Raises ModelError when the source model cannot be run on the CPU.
     """
     step("rewriting what the EP refuses")
-    work = _Work.begin(request)
+    work = Work.begin(request)
     wanted = work.wanted()
     if not wanted:
         return RewriteReply(None)
@@ -44,7 +44,7 @@ def handle(request: RewriteRequest) -> RewriteReply:
     return _without_faults(work, wanted)
 
 
-def _without_faults(work: _Work, wanted: tuple[Rewrite, ...]) -> RewriteReply:
+def _without_faults(work: Work, wanted: tuple[Rewrite, ...]) -> RewriteReply:
     """The result of those of ``wanted`` that change nothing, each after those before it."""
     best = RewriteReply(None)
     kept: tuple[Rewrite, ...] = ()
@@ -65,7 +65,7 @@ def _dropped(each: Rewrite, error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared."""
 
     request: RewriteRequest
@@ -73,7 +73,7 @@ class _Work:
     expected: Reference | None
 
     @staticmethod
-    def begin(request: RewriteRequest) -> _Work:
+    def begin(request: RewriteRequest) -> Work:
         model = onnx.load(request.prepared, load_external_data=False)
         refused = request.refused
         if refused is None:
@@ -85,7 +85,7 @@ class _Work:
                 if request.reference is None
                 else read_reference(request.reference)
             )
-        return _Work(request, frozenset(refused), expected)
+        return Work(request, frozenset(refused), expected)
 
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.prepared, load_external_data=False)
@@ -103,32 +103,45 @@ class _Work:
         folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=request.folder))
         model = self.read()
         names = rewrite(model, self.refused, rewrites)
-        written = self._save(model, folder / f"{request.model.name}.rewritten.onnx")
-        if request.simplify:
-            result = folder / "simplified" / f"{request.model.name}.onnx"
-            result.parent.mkdir()
-            session = optimize(written, result, "basic")
-        else:
-            result, session = written, open_session(written, cpu_options())
-        if self.expected is not None:
-            what = "the rewritten model on the CPU"
-            check_runs(
-                session, self.expected, SIMPLIFIED, request.model, what, "the source model's"
-            )
-            if conditions := removed(self.read(), model):
-                self._compare_branches(model, conditions, self.expected, folder)
+        result, session = self.write_model(model, Path(request.prepared).parent, folder)
+        self.compare(session)
+        if self.expected is not None and (conditions := removed(self.read(), model)):
+            self._compare_branches(model, conditions, self.expected, folder)
         model = onnx.load(result, load_external_data=False)
         nodes = len(graph.compute_nodes(model.graph))
         return RewriteReply(str(result), nodes, graph.control_flow(model.graph), names)
+
+    def write_model(
+        self, model: onnx.ModelProto, source: Path, folder: Path
+    ) -> tuple[Path, ort.InferenceSession]:
+        """Write ``model``, whose external data is in ``source``, into ``folder``, simplified if it may be.
+
+        Returns its path, and a session that runs it.
+        """
+        name = self.request.model.name
+        written = self._save(model, folder / f"{name}.rewritten.onnx", source)
+        if not self.request.simplify:
+            return written, open_session(written, cpu_options())
+        result = folder / "simplified" / f"{name}.onnx"
+        result.parent.mkdir()
+        return result, optimize(written, result, "basic")
+
+    def compare(self, session: ort.InferenceSession) -> None:
+        """Raise BuildError if ``session`` gives other results than the source, where that is compared."""
+        if self.expected is None:
+            return
+        spec, what = self.request.model, "the rewritten model on the CPU"
+        check_runs(session, self.expected, SIMPLIFIED, spec, what, "the source model's")
 
     def _compare_branches(
         self, model: onnx.ModelProto, conditions: tuple[str, ...], expected: Reference, folder: Path
     ) -> None:
         """Compare ``model`` with the prepared one where ``conditions`` are true, and where they are not."""
-        spec = self.request.model
+        spec, source = self.request.model, Path(self.request.prepared).parent
         before, after = (
             open_session(
-                self._save(with_inputs(each, conditions), folder / f"{name}.onnx"), cpu_options()
+                self._save(with_inputs(each, conditions), folder / f"{name}.onnx", source),
+                cpu_options(),
             )
             for name, each in (("branches-before", self.read()), ("branches-after", model))
         )
@@ -139,12 +152,11 @@ class _Work:
                 outputs = run_model(after, feeds, spec, "the rewritten branch on the CPU")
                 check_outputs(outputs, wanted, SIMPLIFIED, spec, "the branch's")
 
-    def _save(self, model: onnx.ModelProto, path: Path) -> Path:
-        """Write ``model`` to ``path``, beside links to its external data."""
-        prepared = Path(self.request.prepared)
-        for name in external_data(model, prepared.parent, self.request.model.key):
+    def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
+        """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""
+        for name in external_data(model, source, self.request.model.key):
             (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
             if not (path.parent / name).exists():
-                link_or_copy(prepared.parent / name, path.parent / name)
+                link_or_copy(source / name, path.parent / name)
         onnx.save(model, path)
         return path

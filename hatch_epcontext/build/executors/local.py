@@ -22,7 +22,7 @@ from hatch_epcontext.build.artifact import (
 )
 from hatch_epcontext.build.attempts import Ways, compile_best
 from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
-from hatch_epcontext.build.preparation import Preparations, Prepared, rewrite
+from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import reason_not_to_run, validation_from_reply
 from hatch_epcontext.config.settings import Model, Target
@@ -115,11 +115,17 @@ class LocalExecutor:
         """Compile ``job`` into ``folder``; returns the models as they were compiled best, and the reply."""
         if job.target.provider.product != "context":
             return prepared, self._compile(job, prepared, folder)
+
+        def unrolled(index: int, model: Prepared, refused: frozenset[str] | None) -> Rewritten:
+            scratch = self._scratch("unroll")
+            return unroll(job, job.models[index], model, refused, scratch, self.workers)
+
         ways = Ways(
             lambda models, into: self._compile(job, models, into),
             lambda index, model, refused: rewrite(
                 job, job.models[index], model, refused, self._scratch("rewrite"), self.workers
             ),
+            unrolled if job.target.settings.unroll_limit else None,
         )
         return compile_best(prepared, folder, lambda: self._scratch("artifact"), ways)
 
