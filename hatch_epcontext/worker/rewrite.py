@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
+import onnxruntime as ort
 
 from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import link_or_copy
