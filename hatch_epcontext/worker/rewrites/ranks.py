@@ -62,7 +62,7 @@ class _Permutation:
                 sizes = (math.prod(self.sizes[axis] for axis in block) for block in blocks)
                 result.append(_Permutation(tuple(sizes), (0, 2, 1, 3)).simplest())
             order = [*blocks[0], *blocks[2], *blocks[1], *blocks[3]]
-        return [each for each in result if each.perm]
+        return result
 
 
 def _transposed(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None:
@@ -76,7 +76,7 @@ def _transposed(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | 
     steps = [simplest] if len(simplest.perm) < len(own.perm) else own.steps()
     nodes: list[onnx.NodeProto] = []
     value = node.input[0]
-    for step in steps if simplest.perm else ():
+    for step in steps if len(simplest.perm) > 1 else ():
         value = _reshaped(value, step.sizes, values, nodes)
         output = values.fresh(f"{node.output[0]}/Transpose")
         nodes.append(helper.make_node("Transpose", [value], [output], perm=list(step.perm)))
