@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.api import BuildError, compile_models
+from hatch_epcontext.api import BuildError, ValidationStatus, compile_models
 from tests.conftest import needs_qnn
 from tests.models import save
 from tests.worker.unrolling.models import parsed, recurrent
@@ -45,9 +45,16 @@ def test_the_limit_0_leaves_it_as_it_is(tmp_path: Path) -> None:
     assert "Loop" in raised.value.problems[0].message
 
 
-def test_a_layer_that_qnn_does_not_have_becomes_one_context(tmp_path: Path) -> None:
-    source = save(recurrent("RNN", "bidirectional"), tmp_path / "a.onnx")
-    result = compile_models(source, tmp_path / "out", "qnn", provider_options=OPTIONS)
-    (model,) = result.report.jobs[0].models
-    assert model.preparation is not None
-    assert model.preparation.rewrites == ("RNN unrolled 3 times",)
+def test_a_layer_that_qnn_computes_wrong_is_unrolled(tmp_path: Path) -> None:
+    # QNN takes the node, and ignores the attribute.
+    source = save(recurrent("LSTM", input_forget=1), tmp_path / "a.onnx")
+    for folder in ("first", "second"):
+        result = compile_models(
+            source, tmp_path / folder, "qnn", provider_options=OPTIONS, cache_dir=tmp_path / "cache"
+        )
+        (model,) = result.report.jobs[0].models
+        assert model.preparation is not None
+        assert model.preparation.rewrites == ("LSTM unrolled 3 times",)
+        assert "differ from the CPU's" in model.preparation.tried[0]
+        assert model.validation.status is ValidationStatus.RAN
+    assert result.report.jobs[0].cached
