@@ -62,6 +62,16 @@ class Values:
         self._names.update(self._types, self._stored)
         if any(node.domain not in _STANDARD for node in model.graph.node):
             self._types.update(_types_of_runtime(model, self._types))
+            # Behind ONNX Runtime's own operators onnx infers nothing by itself.
+            typed = onnx.ModelProto.FromString(model.SerializeToString())
+            del typed.graph.value_info[:]
+            typed.graph.value_info.extend(
+                onnx.ValueInfoProto(name=name, type=type_)
+                for name, type_ in self._types.items()
+                if type_ is not None
+            )
+            for value in inferred(typed).graph.value_info:
+                self._types[value.name] = value.type
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a value; None if it is unknown or has an open dimension."""

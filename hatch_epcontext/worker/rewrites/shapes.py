@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import onnx
+from onnx import helper
 
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.rewrites.base import Rewrite, inferred
+from hatch_epcontext.worker.rewrites.base import Rewrite, Values
 
 _OPERATORS = frozenset({"GreaterOrEqual", "LessOrEqual"})
 """Functions of ONNX, whose older versions ONNX Runtime infers no shape for."""
 
 
 def _apply(model: onnx.ModelProto, refused: frozenset[str]) -> int:
-    known = {value.name for value in model.graph.value_info}
-    missing = {
-        name
+    if not any(graph.operator(node) in _OPERATORS & refused for node in model.graph.node):
+        return 0
+    values = Values(model)
+    known = {value.name for value in (*model.graph.value_info, *model.graph.output)}
+    found = [
+        helper.make_tensor_value_info(name, elem_type, shape)
         for node in model.graph.node
         if graph.operator(node) in _OPERATORS & refused
         for name in node.output
-    } - known
-    found = [v for v in inferred(model).graph.value_info if v.name in missing]
-    found = [value for value in found if graph.facts(value).is_fixed]
+        if name not in known
+        and (elem_type := values.elem_type(name)) is not None
+        and (shape := values.shape(name)) is not None
+    ]
     model.graph.value_info.extend(found)
     return len(found)
 
