@@ -140,7 +140,7 @@ def compile_best(
             shutil.rmtree(each.folder, ignore_errors=True)
     if best is not first and best.reply is not None:
         best.folder.rename(folder)
-    return _result(best, tuple(notes))
+    return _result(best, tuple(dict.fromkeys(notes)))
 
 
 def _unrolled(
@@ -212,14 +212,14 @@ def _again(
 def _result(best: Attempt, notes: tuple[str, ...]) -> tuple[tuple[Prepared, ...], CompileReply]:
     if best.reply is None:
         assert best.error is not None, "it failed"
-        raise _with_notes(best.error, notes)
+        raise with_notes(best.error, notes)
     prepared = tuple(
         replace(each, preparation=replace(each.preparation, tried=notes)) for each in best.prepared
     )
     return prepared, best.reply
 
 
-def _with_notes(error: BuildError, notes: tuple[str, ...]) -> BuildError:
+def with_notes(error: BuildError, notes: tuple[str, ...]) -> BuildError:
     """``error`` with what else was tried."""
     if not notes:
         return error

@@ -14,6 +14,7 @@ from hatch_epcontext.build.artifact import (
     ValidationRun,
     ValidationStatus,
 )
+from hatch_epcontext.build.attempts import with_notes
 from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.coverage import check_coverage
 from hatch_epcontext.build.entry import Check, check_for
@@ -136,9 +137,15 @@ class JobRunner:
             disagreement = error
         try:
             artifact, _ = self._artifact(unrolled, other, folder)
-            runs = self._validations(unrolled, other, artifact)
         except BuildError:
+            self.executor.finished(unrolled)
             raise disagreement from None
+        try:
+            runs = self._validations(unrolled, other, artifact)
+        except BuildError as error:
+            rewrites = "; ".join(artifact.record.preparations[0].rewrites)
+            note = f"{rewrites}: {error.problems[0].message}"
+            raise with_notes(disagreement, (note,)) from None
         finally:
             self.executor.finished(unrolled)
         self._cache(job).set_latest(self._fingerprint(job, {}), other)

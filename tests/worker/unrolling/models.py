@@ -154,8 +154,13 @@ def assert_equal(
     for expected, found in zip(run(model, *given), run(result, *given), strict=True):
         for one, other in zip(expected, found, strict=True):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=atol)
+            assert_close(other, one, atol)
     return result
+
+
+def assert_close(found: Any, expected: Any, atol: float = 1e-6) -> None:
+    """Check that two arrays are the same, but for the order of additions."""
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
 
 
 def assert_unchanged(model: onnx.ModelProto, limit: int = 5000) -> None:

@@ -11,6 +11,7 @@ from hatch_epcontext.worker.unrolling import unroll
 from tests.worker.unrolling.models import (
     BATCH,
     STEPS,
+    assert_close,
     assert_equal,
     assert_unchanged,
     feeds,
@@ -47,7 +48,7 @@ CASES = [
     for name, form in {**FORMS, **own}.items()
 ]
 
-PARAMETERS: dict[str, dict[str, list[float]]] = {
+PARAMETERS: dict[str, dict[str, Any]] = {
     "Relu": {},
     "Tanh": {},
     "Sigmoid": {},
@@ -94,7 +95,7 @@ def test_doubles_stay_doubles() -> None:
     (found,) = run(double, {name: values.astype(np.float64) for name, values in given.items()})
     assert {values.dtype for values in found} == {np.dtype(np.float64)}
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("function", PARAMETERS)
@@ -137,9 +138,9 @@ def test_batches_first_are_steps_first_with_other_axes(op: str) -> None:
     swapped = {name: values.swapaxes(0, 1) for name, values in given.items()}
     ((expected, *states),) = run(steps_first, given)
     ((found, *last),) = run(result, swapped)
-    np.testing.assert_allclose(found, expected.transpose(2, 0, 1, 3), rtol=1e-5, atol=1e-6)
+    assert_close(found, expected.transpose(2, 0, 1, 3))
     for one, other in zip(last, states, strict=True):
-        np.testing.assert_allclose(one, other.swapaxes(0, 1), rtol=1e-5, atol=1e-6)
+        assert_close(one, other.swapaxes(0, 1))
 
 
 @pytest.mark.parametrize(
