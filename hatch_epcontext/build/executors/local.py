@@ -20,7 +20,7 @@ from hatch_epcontext.build.artifact import (
     Times,
     ValidationRun,
 )
-from hatch_epcontext.build.attempts import Ways, compile_best
+from hatch_epcontext.build.attempts import Ways, compile_best, compile_unrolled
 from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
 from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
 from hatch_epcontext.build.requirements import versions_of
@@ -120,6 +120,10 @@ class LocalExecutor:
             scratch = self._scratch("unroll")
             return unroll(job, job.models[index], model, refused, scratch, self.workers)
 
+        if job.unrolled:
+            return compile_unrolled(
+                prepared, folder, lambda models, into: self._compile(job, models, into), unrolled
+            )
         ways = Ways(
             lambda models, into: self._compile(job, models, into),
             lambda index, model, refused: rewrite(
