@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,14 +118,8 @@ def compile_best(
     first = _attempt(tuple(prepared), folder, ways.compile)
     if not first.can_be_helped:
         return _result(first, ())
-    attempts, notes = [first], list[str]()
-    for _ in range(_MOST_ROUNDS):
-        attempt = _again(attempts[-1], ways.rewrite, scratch, ways.compile, notes)
-        if attempt is None:
-            break
-        attempts.append(attempt)
-        if not attempt.can_be_helped:
-            break
+    notes: list[str] = []
+    attempts = [first, *_rewritten(first, ways, scratch, notes)]
     # The first of equals is the gentlest.
     best = max(attempts, key=lambda each: each.quality)
     if best.can_be_helped and ways.unroll is not None:
@@ -141,6 +135,21 @@ def compile_best(
     if best is not first and best.reply is not None:
         best.folder.rename(folder)
     return _result(best, tuple(dict.fromkeys(notes)))
+
+
+def _rewritten(
+    first: Attempt, ways: Ways, scratch: Callable[[], Path], notes: list[str]
+) -> Iterator[Attempt]:
+    """Compile the models of ``first`` rewritten, as long as that can help."""
+    last = first
+    for _ in range(_MOST_ROUNDS):
+        if not last.can_be_helped:
+            return
+        again = _again(last, ways.rewrite, scratch, ways.compile, notes)
+        if again is None:
+            return
+        yield again
+        last = again
 
 
 def _unrolled(

@@ -81,8 +81,12 @@ class JobRunner:
             key = self._key(job)
             artifact, cached = self._artifact(job, key, folder)
             self._cache(job).set_latest(settings_key, key)
-        for context in artifact.record.contexts:
-            check_coverage(context.coverage, job.target, job.location)
+        record = artifact.record
+        for preparation, context in zip(record.preparations, record.contexts, strict=True):
+            try:
+                check_coverage(context.coverage, job.target, job.location)
+            except BuildError as error:
+                raise with_notes(error, preparation.tried) from None
         alone = [self.run(each) for each in job.alone]
         if job.can_be_unrolled and not job.target.from_cache:
             artifact, runs = self._agreeing(job, key, artifact, cached=cached)
