@@ -77,7 +77,8 @@ class Job:
     @property
     def folder(self) -> str:
         """The artifact's folder below the output folder; a job for one of several chips is not shipped."""
-        folder = f"{self.name}/{self.target.name}{'-unrolled' if self.unrolled else ''}"
+        # No target's name has a plus.
+        folder = f"{self.name}/{self.target.name}{'+unrolled' if self.unrolled else ''}"
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:

@@ -12,7 +12,7 @@ from hatch_epcontext.ipc.protocol import RewriteReply, UnrollRequest
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.rewrite import Work
 from hatch_epcontext.worker.step import step
-from hatch_epcontext.worker.unrolling import unroll
+from hatch_epcontext.worker.unrolling import UNROLLED, unroll
 
 _MOST_ROUNDS = 8
 """How often what was unrolled is simplified and looked at again."""
@@ -38,7 +38,7 @@ def handle(request: UnrollRequest) -> RewriteReply:
             folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.rewrite.folder))
             path, session = work.write_model(model, path.parent, folder)
         if not done:
-            return RewriteReply(None)
+            return RewriteReply(None, dropped=_unknown_lengths(model, work.refused))
         work.compare(session)
     except Exception as error:
         # ONNX Runtime raises many things, for graphs that it cannot open.
@@ -47,3 +47,16 @@ def handle(request: UnrollRequest) -> RewriteReply:
     main = onnx.load(path, load_external_data=False).graph
     nodes = len(graph.compute_nodes(main))
     return RewriteReply(str(path), nodes, graph.control_flow(main), tuple(dict.fromkeys(done)))
+
+
+def _unknown_lengths(model: onnx.ModelProto, refused: frozenset[str]) -> tuple[str, ...]:
+    """Why the refused loops and layers in ``model``, if there are any, were not unrolled."""
+    operators = {graph.operator(node) for node in graph.nodes(model.graph)}
+    found = sorted(operators & refused & UNROLLED)
+    if not found:
+        return ()
+    fixed = all(graph.facts(value).is_fixed for value in graph.inputs(model.graph))
+    hint = (
+        "" if fixed else ", because the shapes of inputs are open; static-shapes = true fixes them"
+    )
+    return (f"unrolling {' and '.join(found)}: no length is fixed{hint}",)

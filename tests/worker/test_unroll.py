@@ -29,11 +29,16 @@ main (float[2] x) => (float[2] y)
 
 
 def unroll(
-    path: Path, folder: Path, refused: tuple[str, ...] | None = None, limit: int = 100
+    path: Path,
+    folder: Path,
+    refused: tuple[str, ...] | None = None,
+    limit: int = 100,
+    *,
+    compare: bool = True,
 ) -> RewriteReply:
     spec = ModelSpec(name="model", key=Key(("models", 0)), path=str(path))
     folder.mkdir()
-    request = RewriteRequest(spec, str(path), refused, str(folder), simplify=True, compare=True)
+    request = RewriteRequest(spec, str(path), refused, str(folder), simplify=True, compare=compare)
     return handle(UnrollRequest(request, limit))
 
 
@@ -47,6 +52,26 @@ def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) ->
 def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
     assert unroll(path, tmp_path / "out", ("Add", "Scan")) == RewriteReply(None)
+
+
+@pytest.mark.parametrize(("size", "hint"), [("4", ""), ("n", "static-shapes = true")])
+def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str, hint: str) -> None:
+    text = f"""
+    main (float[{size}] x) => (float[{size}] y)
+    <bool true = {{1}}, int64 zero = {{0}}, float half = {{0.5}}>
+    {{
+        largest = ArgMax (x)
+        trips = Gather (largest, zero)
+        y = Loop (trips, true, x) <body = body (int64 i, bool go, float[{size}] s)
+            => (bool go, float[{size}] t) {{ t = Neg (s) }}>
+    }}
+    """
+    path = save(parsed(text), tmp_path / "a.onnx")
+    reply = unroll(path, tmp_path / "out", compare=False)
+    assert reply.path is None
+    (note,) = reply.dropped
+    assert note.startswith("unrolling Loop: no length is fixed")
+    assert hint in note
 
 
 def test_the_limit_is_named(tmp_path: Path) -> None:
