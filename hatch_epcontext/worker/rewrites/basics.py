@@ -74,17 +74,6 @@ def _one_hot(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
     return chain.add("Where", hit, high, low)
 
 
-def _reversed(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
-    value, lengths_name = node.input
-    shape, lengths = values.shape(value), values.constant(lengths_name)
-    # Sequences of several lengths are rare where shapes are fixed.
-    if shape is None or lengths is None or len(set(lengths.tolist())) != 1:
-        return None
-    axis, length = graph.number(node, "time_axis", 0), int(lengths[0])
-    order = [*range(length - 1, -1, -1), *range(length, shape[axis])]
-    return chain.add("Gather", value, chain.integers(*order), axis=axis)
-
-
 Parts = Callable[[onnx.NodeProto, Chain, Values], "str | None"]
 """Adds the nodes that compute a node's output to a chain, and returns its name; None if it cannot."""
 
@@ -92,7 +81,6 @@ _PARTS: dict[str, Parts] = {
     "Gemm": _gemm,
     "Mean": _mean,
     "OneHot": _one_hot,
-    "ReverseSequence": _reversed,
     "Trilu": _triangle,
 }
 
@@ -103,6 +91,4 @@ def _expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None
     return None if found is None else chain.end({found: node.output[0]})
 
 
-SIMPLER = by_node(
-    "Gemm, Mean, OneHot, ReverseSequence or Trilu as simpler operators", tuple(_PARTS), _expand
-)
+SIMPLER = by_node("Gemm, Mean, OneHot or Trilu as simpler operators", tuple(_PARTS), _expand)

@@ -53,24 +53,6 @@ def test_one_hot_is_a_comparison(axis: int, shape: list[int]) -> None:
     assert operators(rewritten(model, SIMPLER)) == ["Reshape", "Equal", "Equal", "Or", "Where"]
 
 
-@pytest.mark.parametrize(("length", "axis"), [(5, 0), (3, 0), (2, 1), (1, 1)])
-def test_a_reversed_sequence_is_gathered(length: int, axis: int) -> None:
-    node = helper.make_node(
-        "ReverseSequence", ["x", "lengths"], ["y"], time_axis=axis, batch_axis=1 - axis
-    )
-    shape = [5, 2, 3]
-    stored = {"lengths": np.full(shape[1 - axis], length)}
-    model = made([node], {"x": (FLOAT, shape)}, {"y": (FLOAT, shape)}, stored)
-    assert operators(rewritten(model, SIMPLER)) == ["Gather"]
-
-
-def test_sequences_of_several_lengths_stay() -> None:
-    node = helper.make_node("ReverseSequence", ["x", "lengths"], ["y"])
-    stored = {"lengths": np.array([5, 4])}
-    model = made([node], {"x": (FLOAT, [5, 2])}, {"y": (FLOAT, [5, 2])}, stored)
-    assert untouched(model, SIMPLER)
-
-
 def test_a_computed_depth_stays() -> None:
     node = helper.make_node("OneHot", ["x", "depth", "levels"], ["y"])
     inputs = {"x": (INT64, [2]), "depth": (INT64, [])}
