@@ -16,7 +16,7 @@ from hatch_epcontext.text import count
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import CompileReply
 
-_REFUSALS = frozenset(
+REFUSALS = frozenset(
     {
         Kind.NOTHING_COMPILED,
         Kind.COMPILE_FAILED,
@@ -58,7 +58,7 @@ class Attempt:
     def can_be_helped(self) -> bool:
         """Whether another form of the models can give a better result."""
         if self.error is not None:
-            return all(problem.kind in _REFUSALS for problem in self.error.problems)
+            return all(problem.kind in REFUSALS for problem in self.error.problems)
         return not self.is_whole
 
     @property

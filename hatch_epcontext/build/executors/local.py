@@ -20,13 +20,13 @@ from hatch_epcontext.build.artifact import (
     Times,
     ValidationRun,
 )
-from hatch_epcontext.build.attempts import Ways, compile_best, compile_unrolled
+from hatch_epcontext.build.attempts import REFUSALS, Ways, compile_best, compile_unrolled
 from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
 from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import reason_not_to_run, validation_from_reply
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
@@ -98,7 +98,8 @@ class LocalExecutor:
         try:
             prepared, reply = self._compile_best(job, prepared, folder)
         except BuildError as error:
-            raise _with_preparations(error, [each.preparation for each in prepared]) from None
+            failed = _with_static_shapes(error, job)
+            raise _with_preparations(failed, [each.preparation for each in prepared]) from None
         return Record(
             reply.product,
             tuple(each.preparation for each in prepared),
@@ -205,6 +206,27 @@ class LocalExecutor:
         if not target.provider.simulates or artifact.size < _SMALL:
             return contextlib.nullcontext()
         return self._locks.setdefault(f"{target.provider.ep}: cores", threading.Lock())
+
+
+def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
+    """``error`` with what to set where open dimensions, of which the sizes are known, can be its cause."""
+    known = all(model.dims or model.shapes for model in job.models)
+    if job.target.settings.static_shapes or not known:
+        return error
+    hint = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
+    setting = Setting(job.target.key / "static-shapes", True)
+    return type(error)(
+        *(
+            replace(
+                problem,
+                hint=f"{problem.hint} {hint}" if problem.hint else hint,
+                settings=(*problem.settings, setting),
+            )
+            if problem.kind in REFUSALS
+            else problem
+            for problem in error.problems
+        )
+    )
 
 
 def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
