@@ -306,6 +306,12 @@ class Kind(Enum):
         "A file of a model or of its dummy inputs was written or replaced while the build was running.",
         "Build again when nothing writes to it. Nothing of it was stored or shipped.",
     )
+    UNSUPPORTED_OUTPUT = (
+        "EPC219",
+        "Unsupported output",
+        "An output is not a tensor: it is a sequence, a map or an optional value, such as that of `ZipMap`.",
+        "Keep the tensor that it is made of, as the message says.",
+    )
     NOTHING_COMPILED = (
         "EPC301",
         "Nothing was compiled",

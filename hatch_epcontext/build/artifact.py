@@ -27,13 +27,19 @@ GENERATOR = "hatch-epcontext"
 
 @dataclass(frozen=True)
 class Preparation:
-    """How a model was prepared: the simplifier, the nodes before and after, and what failed before."""
+    """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
+
+    ``rewrites``: what was rewritten, because the EP refuses the original. ``tried``: other ways to compile
+    it, each with what came of it.
+    """
 
     simplifier: Simplifier
     nodes_before: int
     nodes: int
     control_flow: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    rewrites: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

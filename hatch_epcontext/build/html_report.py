@@ -241,6 +241,8 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
                 f"with {preparation.simplifier}: {preparation.nodes_before} nodes, then {preparation.nodes}",
             ),
             *(("failed before", failed) for failed in preparation.failed),
+            *(("rewritten", name) for name in preparation.rewrites),
+            *(("also tried", text) for text in preparation.tried),
         ]
     )
     if validation.agreements:
