@@ -225,6 +225,8 @@ A named place that models are compiled for.""",
     "[[tool.epcontext.models]]": """\
 A model. It can also have these keys of its targets, and narrows them: <narrowable>. Tables are merged,
 and other values replaced. Each counts for those targets that can use it.""",
+    "cut": """\
+The part of a model that is kept: see [Cutting a model](cutting.md). At least one of the keys is needed.""",
     "validate": """\
 How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
@@ -257,6 +259,7 @@ def configuration() -> str:
             tables.ModelTable,
             [name for name in _names(tables.ModelTable) if name not in narrowable],
         ),
+        "cut": (tables.CutTable, _names(tables.CutTable)),
         "validate": (tables.ValidateTable, _names(tables.ValidateTable)),
         "tolerance": (tables.ToleranceTable, _names(tables.ToleranceTable)),
         "profiles": (tables.ProfileTable, _names(tables.ProfileTable)),

@@ -23,6 +23,7 @@ from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
+    Cut,
     Model,
     Target,
     ValidateSettings,
@@ -144,6 +145,7 @@ class Resolver:
             constants=table.constants,
             validate=validate,
             fallback=table.fallback or self._table.fallback,
+            cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
         )
 
     def _validate(self, key: Key, given: Any) -> Checked[ValidateSettings]:

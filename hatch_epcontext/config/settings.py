@@ -139,12 +139,24 @@ class ShapeSet:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The part of a graph that is kept, by the names of tensors; without names, up to the graph's own end."""
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.outputs)
+
+
+@dataclass(frozen=True)
 class Model:
     """A source model, with the targets that this build compiles it for.
 
-    ``path`` is absolute; ``key`` is the model's place in the configuration, and ``listed`` that of its
-    sizes, if they are in a list. ``shape_set`` is the one of all shapes of the same model, None for a
-    model that is not resolved into several.
+    ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has made the cut one.
+    ``key`` is the model's place in the configuration, and ``listed`` that of its sizes, if they are in a
+    list. ``shape_set`` is the one of all shapes of the same model, None for a model that is not resolved
+    into several.
     """
 
     name: str
@@ -159,6 +171,7 @@ class Model:
     listed: Listed | None = None
     shape_set: ShapeSet | None = None
     fallback: Fallback = "auto"
+    cut: Cut = Cut()
 
     @property
     def configured_name(self) -> str:

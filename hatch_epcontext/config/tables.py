@@ -299,6 +299,20 @@ class ValidateTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CutTable:
+    """``cut`` of a model: the part that is kept. At least one of the keys is needed."""
+
+    inputs: tuple[str, ...] = _key(
+        "The tensors where it begins, by name.",
+        (),
+        when_missing="those inputs of the model that it needs",
+    )
+    outputs: tuple[str, ...] = _key(
+        "The tensors where it ends, by name.", (), when_missing="all outputs of the model"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelTable(NarrowableTable):
     """``[[tool.epcontext.models]]``."""
 
@@ -327,6 +341,11 @@ class ModelTable(NarrowableTable):
     )
     constants: Mapping[str, Any] = _key(
         "Inputs frozen to a value, by input; the dtype is the model's.", {}
+    )
+    cut: CutTable | None = _key(
+        "Keep only the part of the graph between these tensors, for all targets and for the source that is "
+        "shipped: see `docs/cutting.md`.",
+        when_missing="the whole graph",
     )
     validate: ValidateTable | ValidationMode = _key(
         "How the artifact is validated: the mode alone, or a table with `mode`, `inputs`, "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import CompileSettings, Listed
+from hatch_epcontext.config.settings import CompileSettings, Cut, Listed
 from hatch_epcontext.errors import Key
 from hatch_epcontext.providers import Plugin
 
@@ -127,12 +127,16 @@ class CoverageStatus(Enum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes."""
+    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes.
+
+    ``largest``: the largest part of the source that is covered, if nodes are left and the source has one.
+    """
 
     nodes: int
     compiled: int
     partitions: int
     uncovered: tuple[NodeFacts, ...] = ()
+    largest: Cut | None = None
 
     @property
     def share(self) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Key, Problem
 from hatch_epcontext.ipc.facts import (
     Agreement,
@@ -53,6 +54,46 @@ class Request(Generic[ReplyT]):
 @dataclass(frozen=True)
 class CheckReply:
     models: tuple[ModelFacts, ...]
+
+
+@dataclass(frozen=True)
+class CutForm:
+    """What the configuration of one form of a model fixes in the cut model.
+
+    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
+    """
+
+    dims: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutReply:
+    """``files``: the cut model and its external data, by name in the folder; ``data``: the files of the
+    external data of the whole model, by name in its own; ``forms``: one for each model of the request.
+    """
+
+    files: tuple[str, ...]
+    data: tuple[str, ...]
+    forms: tuple[CutForm, ...]
+
+
+@dataclass(frozen=True)
+class CutRequest(Request[CutReply], action="cut"):
+    """Write the part ``cut`` of a model into ``folder``, which exists and is empty.
+
+    ``forms``: the model in all its forms, which differ only in what their configuration fixes.
+    """
+
+    forms: tuple[ModelSpec, ...]
+    cut: Cut
+    folder: str
+
+    def misfit(self, reply: CutReply) -> str | None:
+        if len(reply.forms) != len(self.forms):
+            return "it is about other forms of the model"
+        return _misfit_files(self.folder, (str(Path(self.folder, name)) for name in reply.files))
 
 
 @dataclass(frozen=True)
