@@ -418,7 +418,7 @@ class Kind(Enum):
         "EPC401",
         "Outputs differ",
         "An output of the compiled model differs from the CPU's by more than the tolerance.",
-        "Find the cause, or raise `validate.tolerance` if the difference is acceptable.",
+        "Give real inputs with `validate.inputs`, or allow more with `validate.tolerance`.",
     )
     NOT_FINITE = (
         "EPC402",
@@ -443,6 +443,12 @@ class Kind(Enum):
         "Not run by the EP",
         "The artifact opened, but ONNX Runtime assigned no node of it to the EP.",
         "Check that the EP's package and its driver fit the artifact.",
+    )
+    INCONCLUSIVE = (
+        "EPC406",
+        "Comparison proves nothing",
+        "Validation is required, and the CPU's values of an output are not finite, or always the same.",
+        "Give real inputs with `validate.inputs`.",
     )
     FILE_EXISTS = (
         "EPC501",

@@ -120,7 +120,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             settings.timeout, log, verbosity > 1, settings.memory_limit, progress=self._info
         )
         try:
-            result = build(plan(config), staging, cache, self._info, workers)
+            result = build(plan(config), staging, cache, self._info, workers, self._warning)
         except IncompleteError as error:
             self._report(error.result, config, cache)
             raise

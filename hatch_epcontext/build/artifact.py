@@ -11,7 +11,14 @@ from hatch_epcontext.build.plan import Job
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.facts import Agreement, Context, ModelFacts, Simplifier
+from hatch_epcontext.ipc.facts import (
+    Agreement,
+    AgreementStatus,
+    Context,
+    Magnitude,
+    ModelFacts,
+    Simplifier,
+)
 from hatch_epcontext.providers import Product
 
 GENERATOR = "hatch-epcontext"
@@ -82,24 +89,46 @@ class ValidationStatus(Enum):
 class Validation:
     """How a context was validated; ``agreements`` is empty unless outputs were compared.
 
-    ``reason``: why it was not run as the app will run it.
+    ``reason``: why it was not run as the app will run it. ``samples``: the names of the inputs that were
+    compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs so large
+    that the app may never have them. ``large``: values inside the model that come near the limit of the EP's
+    type.
     """
 
     status: ValidationStatus
     agreements: tuple[Agreement, ...] = ()
     reason: str | None = None
+    samples: tuple[str, ...] = ()
+    synthetic: bool = True
+    warnings: tuple[str, ...] = ()
+    large: tuple[Magnitude, ...] = ()
 
     @property
     def label(self) -> str:
         """The status for a table, and whether outputs were compared."""
         if self.status is ValidationStatus.RAN:
-            return "ran and agrees" if self.agreements else "ran, not compared"
+            return "ran and agrees" if self.compared else "ran, not compared"
         return self.status.label
+
+    @property
+    def compared(self) -> tuple[Agreement, ...]:
+        """The agreements of the outputs whose comparison says something."""
+        return tuple(a for a in self.agreements if a.status is AgreementStatus.AGREES)
+
+    @property
+    def inconclusive(self) -> tuple[Agreement, ...]:
+        """The agreements that prove nothing."""
+        return tuple(a for a in self.agreements if a.status is AgreementStatus.INCONCLUSIVE)
 
     @property
     def cosine(self) -> float | None:
         """The smallest of the outputs' cosine similarities, if there is one."""
-        return min((a.cosine for a in self.agreements if a.cosine is not None), default=None)
+        return min((a.cosine for a in self.compared if a.cosine is not None), default=None)
+
+    @property
+    def snr(self) -> float | None:
+        """The smallest ratio of signal to noise of an output, in decibels; None if all are equal."""
+        return min((a.snr for a in self.compared if a.snr is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,10 @@ def latest_name(settings_key: str) -> str:
     return f"latest/{settings_key}"
 
 
+_MOST_DECIBELS = 1e4
+"""More than any two different numbers of float64 have between them."""
+
+
 def read_record(text: str) -> Record:
     """The record in the text of an entry; raises DamagedError if its files or models cannot be right."""
     try:
@@ -70,7 +74,9 @@ def read_validation(text: str) -> ValidationRun:
         raise DamagedError("its validation has a time that cannot be right")
     for each in run.validation.agreements:
         # Rounding can make a cosine a little larger than 1.
-        if not (_is_amount(each.max_abs) and -1.1 < (each.cosine or 0) < 1.1):
+        decibels = [each.snr or 0.0, each.worst.snr if each.worst else 0.0]
+        possible = all(abs(number) < _MOST_DECIBELS for number in decibels)
+        if not (_is_amount(each.max_abs) and -1.1 < (each.cosine or 0) < 1.1 and possible):
             raise DamagedError(f"its output {each.output} has an agreement that cannot be right")
     return run
 

@@ -33,7 +33,7 @@ def fingerprint(job: Job, sha256: Mapping[str, str], versions: Mapping[str, str]
     )
 
 
-_NOT_COMPILED = frozenset({"path", "key", "listed", "inputs"})
+_NOT_COMPILED = frozenset({"path", "key", "listed", "inputs", "states"})
 """Fields of a model that do not change what is compiled. All others count, also future ones."""
 
 
@@ -41,7 +41,7 @@ def _model_settings(model: Model, target: Target) -> dict[str, Any]:
     spec = dataclasses.asdict(model_spec_for(model, target))
     settings = {name: value for name, value in spec.items() if name not in _NOT_COMPILED}
     # Without a comparison, preparation may accept the result of another simplifier.
-    return {**settings, "compared": model.validate.tolerance is not False}
+    return {**settings, "compared": model.validate.tolerance is not None}
 
 
 def value_sha256(value: Any) -> str:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, Report
+from hatch_epcontext.build.validation import validation_warnings
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.ipc.facts import CoverageStatus
@@ -249,11 +250,25 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
                 _e("th", each.output, scope="row"),
                 _number(f"{each.max_abs:.3g}"),
                 _number("near zero" if each.cosine is None else f"{each.cosine:.6f}"),
+                _number("equal" if each.snr is None else f"{each.snr:.1f} dB"),
+                _number("" if each.worst is None else f"{each.worst.snr:.1f} dB {each.worst.text}"),
+                _e("td", f"{each.status.value}{': ' + each.reason if each.reason else ''}"),
             )
             for each in validation.agreements
         ]
-        head = _e("tr", _e("th", "output"), _e("th", "largest difference"), _e("th", "cosine"))
-        yield _table(head, rows)
+        names = (
+            "output",
+            "largest difference",
+            "cosine",
+            "signal to noise",
+            "worst slice",
+            "result",
+        )
+        yield _table(_e("tr", *(_e("th", name) for name in names)), rows)
+    if validation.samples:
+        kind = "synthetic inputs" if validation.synthetic else "the given inputs"
+        yield _facts([("compared on", f"{kind}: {', '.join(validation.samples)}")])
+    yield _facts([("warning", text) for text in validation_warnings(model.model, validation)])
 
 
 def _section(heading: str, *children: ET.Element, note: str = "") -> ET.Element:

@@ -22,6 +22,7 @@ from hatch_epcontext.build.fingerprint import fingerprint
 from hatch_epcontext.build.index import Index, changed_error
 from hatch_epcontext.build.plan import Job
 from hatch_epcontext.build.validation import (
+    inconclusive_error,
     input_files,
     inputs_digest,
     not_run_error,
@@ -222,6 +223,8 @@ class JobRunner:
         cached = self._cache(job).validation(key, validated)
         # A machine without the EP's device then may have one now.
         if cached and (cached.validation.status is ValidationStatus.RAN or job.target.from_cache):
+            if cached.validation.inconclusive and model.validate.mode == "require":
+                raise inconclusive_error(job, model, cached.validation)
             return cached
         if not_run:
             return ValidationRun(not_run)
@@ -240,6 +243,8 @@ class JobRunner:
         unavailable = run.validation.status is not ValidationStatus.RAN
         if unavailable and model.validate.mode == "require":
             raise not_run_error(job, model, run.validation.reason or "it was not run")
+        if run.validation.inconclusive and model.validate.mode == "require":
+            raise inconclusive_error(job, model, run.validation)
         self._cache(job).store_validation(key, validated, run)
         return run
 

@@ -184,6 +184,7 @@ def model_spec(model: Model, *, static_shapes: bool) -> ModelSpec:
         static_shapes,
         model.listed,
         model.validate.timeout,
+        model.validate.states,
     )
 
 

@@ -15,7 +15,7 @@ from hatch_epcontext.build.fingerprint import value_sha256
 from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError
-from hatch_epcontext.ipc.facts import SIMPLIFIERS, Simplifier
+from hatch_epcontext.ipc.facts import SIMPLIFIERS, Range, Simplifier
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
@@ -39,13 +39,13 @@ the next simplifier would stay in the cache, although it is weaker, and although
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared model: its absolute path, how it was prepared, and the bounds of inputs that are
-    indices. ``reference``: the absolute path of the outputs of its source, if there is a file of them.
+    """A prepared model: its absolute path, how it was prepared, and the ranges of its dummy inputs.
+    ``reference``: the absolute path of the outputs of its source, if there is a file of them.
     """
 
     path: str
     preparation: Preparation
-    bounds: Mapping[str, int]
+    ranges: Mapping[str, Range]
     reference: str | None = None
 
 
@@ -124,7 +124,7 @@ def _simplifiers(job: Job) -> tuple[Simplifier, ...]:
 
 
 def _compare(model: Model) -> bool:
-    return model.validate.tolerance is not False
+    return model.validate.tolerance is not None
 
 
 def _avoids_control_flow(job: Job) -> bool:
@@ -164,7 +164,7 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
     preparation = Preparation(
         simplifier, reply.nodes_before, reply.nodes, reply.control_flow, failed
     )
-    return Prepared(reply.path, preparation, reply.bounds, reply.reference)
+    return Prepared(reply.path, preparation, reply.ranges, reply.reference)
 
 
 def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:

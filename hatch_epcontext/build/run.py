@@ -19,6 +19,7 @@ from hatch_epcontext.build.plan import Job, Plan
 from hatch_epcontext.build.report import summarize
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.sources import read_sources
+from hatch_epcontext.build.validation import validation_warnings
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import BuildSettings, Config
 from hatch_epcontext.errors import BuildError, Kind
@@ -122,11 +123,13 @@ def build(
     cache: Cache,
     log: Callable[[str], None],
     workers: Workers | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Result:
     """Compile and validate every job of the plan, except for those in the cache.
 
     ``staging`` is a folder of this build, which has the files of the result; ``log`` gets one line for each
-    finished job, in the plan's order; ``workers`` have the plan's limits by default. Raises
+    finished job, in the plan's order, and ``warn`` what a validation leaves open; ``workers`` have the plan's
+    limits by default. Raises
     RequirementError when the environment cannot build the plan, BuildError when a model cannot be read,
     and IncompleteError when jobs failed, after all others are finished and stored.
     """
@@ -135,7 +138,7 @@ def build(
         plan = cut_plan(plan, cache.index(), started, staging)
         runner = job_runner(plan, staging, cache, started)
         with contextlib.closing(runner.executor):
-            built, failures = _run(runner, plan, log)
+            built, failures = _run(runner, plan, log, warn or log)
     result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
     if failures:
         raise IncompleteError(result)
@@ -143,7 +146,10 @@ def build(
 
 
 def _run(
-    runner: JobRunner, plan: Plan, log: Callable[[str], None]
+    runner: JobRunner,
+    plan: Plan,
+    log: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> tuple[list[Built], list[Failure]]:
     """Run all jobs; with ``fail-fast`` only up to the first that fails."""
     fail_fast = plan.config.build.fail_fast
@@ -179,6 +185,11 @@ def _run(
                 else:
                     built.append(finished)
                     log(summarize(finished))
+                    for name, validation in finished.validations.items():
+                        for warning in validation_warnings(
+                            f"{job.target.name}: {name}", validation
+                        ):
+                            warn(warning)
         except BaseException:
             stop()
             raise

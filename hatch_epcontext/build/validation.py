@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,9 @@ from hatch_epcontext.build.artifact import Artifact, Record, Validation, Validat
 from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job
-from hatch_epcontext.config.settings import CompileSettings, Model, ValidateSettings
+from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.ipc.facts import Agreement
+from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, worst_agreement
 from hatch_epcontext.providers import Provider
 
 if TYPE_CHECKING:
@@ -37,14 +37,58 @@ def describe_validation(validation: Validation) -> str:
     }[validation.status]
     if not validation.agreements:
         return f"{ran}, outputs finite, not compared"
-    largest = max(agreement.max_abs for agreement in validation.agreements)
+    on = " on synthetic inputs" if validation.synthetic else ""
+    others = "".join(
+        f"; {each.output!r} is {each.status.value}"
+        for each in validation.agreements
+        if each.status is not AgreementStatus.AGREES
+    )
+    if not validation.compared:
+        return f"{ran}{on}, NOT compared{others}"
+    largest = max(agreement.max_abs for agreement in validation.compared)
     cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
-    return f"{ran} and agrees with the CPU ({cosine}largest difference {largest:.2g})"
+    snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
+    return (
+        f"{ran} and agrees with the CPU{on} ({snr}{cosine}largest difference {largest:.2g}){others}"
+    )
+
+
+def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
+    """What the validation of the model ``name`` leaves open, each in one line."""
+    for each in validation.inconclusive:
+        yield (
+            f"{name}: the comparison of the output {each.output!r} proves nothing, because {each.reason}; "
+            "give real inputs with validate.inputs"
+        )
+    for warning in validation.warnings:
+        yield f"{name}: for inputs that nothing says the app has, {warning}"
+    for large in validation.large:
+        yield (
+            f"{name}: before the output {large.output!r} the value {large.value!r} reaches "
+            f"{large.largest:.3g}, near the end of float16 (65504)"
+        )
+
+
+def inconclusive_error(job: Job, model: Model, validation: Validation) -> BuildError:
+    """The error for a model whose validation is required, and proves nothing."""
+    return BuildError(
+        *(
+            Problem(
+                Kind.INCONCLUSIVE,
+                f"{job.location}: validation",
+                f"the comparison of the output {each.output!r} proves nothing, because {each.reason}, and "
+                'validate is "require".',
+                "Give real inputs:",
+                settings=(Setting(model.key / "validate" / "inputs"),),
+            )
+            for each in validation.inconclusive
+        )
+    )
 
 
 def validation_key(job: Job, model: Model, record: Record, index: Index) -> str:
     """What identifies the validation of a model: the artifact's files, inputs, tolerance and options."""
-    tolerance = model.tolerance_for(job.target.provider)
+    tolerance = model.tolerance_for(job.target)
     return value_sha256(
         {
             "format": FORMAT,
@@ -52,6 +96,7 @@ def validation_key(job: Job, model: Model, record: Record, index: Index) -> str:
             "files": {name: file.sha256 for name, file in record.files.items()},
             "inputs": inputs_digest(model.validate.inputs, index),
             "tolerance": asdict(tolerance) if tolerance else None,
+            "states": dict(model.validate.states),
             "load_options": job.target.load_options,
         }
     )
@@ -107,13 +152,26 @@ def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str
     return f"{provider.ep} cannot run its contexts on this machine {machine}"
 
 
-def validation_from_reply(artifact: Artifact, reply: ValidateReply) -> Validation:
-    """The validation of ``artifact`` by a worker."""
-    if reply.unavailable is None:
-        return Validation(ValidationStatus.RAN, reply.agreements)
-    optimized = artifact.record.product == "optimized"
-    status = ValidationStatus.RAN_ON_CPU if optimized else ValidationStatus.STRUCTURE
-    return Validation(status, reply.agreements, reply.unavailable)
+def validation_from_reply(artifact: Artifact, reply: ValidateReply, inputs: str) -> Validation:
+    """The validation of ``artifact`` by a worker; ``inputs`` are those of `ValidateSettings`."""
+    status = ValidationStatus.RAN
+    if reply.unavailable is not None:
+        optimized = artifact.record.product == "optimized"
+        status = ValidationStatus.RAN_ON_CPU if optimized else ValidationStatus.STRUCTURE
+    return validation_of(status, reply, inputs)
+
+
+def validation_of(status: ValidationStatus, reply: ValidateReply, inputs: str) -> Validation:
+    """The validation with the results in a worker's ``reply``."""
+    return Validation(
+        status,
+        reply.agreements,
+        reply.unavailable,
+        reply.samples,
+        inputs in SYNTHETIC,
+        reply.warnings,
+        reply.large,
+    )
 
 
 def reason_not_to_open(job: Job) -> str | None:
@@ -138,23 +196,26 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
     if model.validate.mode == "require":
         raise not_run_error(job, model, reason)
     not_run = next((each for each in alone if each.status is not ValidationStatus.RAN), None)
-    return not_run or Validation(ValidationStatus.RAN_ALONE, _worst(alone), reason)
+    if not_run or not alone:
+        return not_run or Validation(ValidationStatus.RAN_ALONE, (), reason)
+    return dataclasses.replace(
+        alone[0],
+        status=ValidationStatus.RAN_ALONE,
+        agreements=_worst(alone),
+        reason=reason,
+        warnings=tuple(dict.fromkeys(text for each in alone for text in each.warnings)),
+        large=tuple(dict.fromkeys(found for each in alone for found in each.large)),
+    )
 
 
 def _worst(validations: Sequence[Validation]) -> tuple[Agreement, ...]:
-    """For each output the largest difference and the smallest cosine of all validations."""
-    by_output: dict[str, list[Agreement]] = {}
+    """The worst agreement of each output in all validations."""
+    by_output: dict[str, Agreement] = {}
     for each in validations:
         for agreement in each.agreements:
-            by_output.setdefault(agreement.output, []).append(agreement)
-    return tuple(
-        Agreement(
-            output,
-            max(each.max_abs for each in same),
-            min((each.cosine for each in same if each.cosine is not None), default=None),
-        )
-        for output, same in by_output.items()
-    )
+            known = by_output.get(agreement.output)
+            by_output[agreement.output] = worst_agreement(known, agreement) if known else agreement
+    return tuple(by_output.values())
 
 
 def not_run_error(job: Job, model: Model, reason: str) -> BuildError:

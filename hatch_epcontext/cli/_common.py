@@ -152,7 +152,7 @@ def run_plan(
     workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
     try:
         with verbosity.progress("building", len(planned.jobs)) as log:
-            result = build(planned, staging, cache, log, workers)
+            result = build(planned, staging, cache, log, workers, warn)
     except IncompleteError as error:
         _report(error.result, planned, title, as_json=as_json)
         raise

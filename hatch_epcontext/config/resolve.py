@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hatch_epcontext.config.checks.common import check_duplicates, check_name
 from hatch_epcontext.config.checks.model import (
@@ -26,10 +26,13 @@ from hatch_epcontext.config.settings import (
     Cut,
     Model,
     Target,
+    TargetTolerance,
+    ToleranceSettings,
     ValidateSettings,
 )
 from hatch_epcontext.config.shapes import Form, check_name_length, expand, forms
 from hatch_epcontext.config.tables import (
+    LimitsTable,
     ModelTable,
     NarrowableTable,
     RootTable,
@@ -40,7 +43,7 @@ from hatch_epcontext.config.tables import (
 from hatch_epcontext.config.targets import NamedTarget, named_target
 from hatch_epcontext.errors import Checked, Key, Kind, Problem
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.providers import Profile, Provider
+from hatch_epcontext.providers import Profile, Provider, SomeLimits
 from hatch_epcontext.text import show, suggestion
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
@@ -155,13 +158,15 @@ class Resolver:
             what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
             path = yield from self._finder.file(key / "inputs", inputs, what, or_folder=True)
             inputs = str(path)
-        tolerance: Mapping[str, float] | Literal[False] = {}
+        tolerance: ToleranceSettings | None = ToleranceSettings()
         if table.tolerance is False:
-            tolerance = False
+            tolerance = None
         elif isinstance(table.tolerance, ToleranceTable):
-            limits = dataclasses.asdict(table.tolerance)
-            tolerance = {name: limit for name, limit in limits.items() if limit is not None}
-        return ValidateSettings(table.mode, inputs, tolerance, table.timeout)
+            yield from self._check_names(
+                tuple(table.tolerance.targets), key / "tolerance" / "targets"
+            )
+            tolerance = _tolerance(table.tolerance)
+        return ValidateSettings(table.mode, inputs, tolerance, table.timeout, table.states)
 
     def _targets_of(self, key: Key, table: ModelTable) -> Checked[tuple[Target, ...]]:
         yield from self._check_names(table.targets, key / "targets")
@@ -296,6 +301,22 @@ def _compile_settings(
         else None,
     }
     return CompileSettings(**{**copied, **derived})
+
+
+def _tolerance(table: ToleranceTable) -> ToleranceSettings:
+    targets = {
+        name: TargetTolerance(_limits(each), _limits_of(each.outputs))
+        for name, each in table.targets.items()
+    }
+    return ToleranceSettings(_limits(table), _limits_of(table.outputs), targets)
+
+
+def _limits_of(outputs: Mapping[str, LimitsTable]) -> dict[str, SomeLimits]:
+    return {name: _limits(each) for name, each in outputs.items()}
+
+
+def _limits(table: LimitsTable) -> SomeLimits:
+    return SomeLimits(table.snr, table.cosine, table.atol, table.rtol)
 
 
 def _sha256_if_readable(path: Path) -> str | None:

@@ -9,7 +9,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from hatch_epcontext.errors import Key
-from hatch_epcontext.providers import Device, Profile, Provider, Tolerance, variable_of
+from hatch_epcontext.providers import (
+    Device,
+    Limits,
+    Profile,
+    Provider,
+    SomeLimits,
+    Tolerance,
+    variable_of,
+)
 
 Optimization = Literal["none", "basic", "extended", "all"]
 Policy = Literal[
@@ -104,17 +112,34 @@ class Target:
 
 
 @dataclass(frozen=True)
+class TargetTolerance:
+    """Limits that differ from the provider's: of all outputs, and of ``outputs`` by name."""
+
+    limits: SomeLimits = SomeLimits()
+    outputs: Mapping[str, SomeLimits] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToleranceSettings(TargetTolerance):
+    """The same, and those of ``targets`` by name, which win over them."""
+
+    targets: Mapping[str, TargetTolerance] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ValidateSettings:
     """How a model is validated.
 
     ``inputs`` is one of `SYNTHETIC`, or an absolute path. ``tolerance`` has the limits that differ
-    from the provider's; False means that nothing is compared. ``timeout``: seconds for one run.
+    from the provider's; None means that nothing is compared. ``timeout``: seconds for one run. ``states``:
+    inputs, each with the output that is fed to it in the next step.
     """
 
     mode: ValidationMode = "auto"
     inputs: str = "random"
-    tolerance: Mapping[str, float] | Literal[False] = field(default_factory=dict)
+    tolerance: ToleranceSettings | None = ToleranceSettings()
     timeout: float = 600.0
+    states: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,11 +203,29 @@ class Model:
         """The name in the configuration, which all shapes of the model have in common."""
         return self.shape_set.name if self.shape_set else self.name
 
-    def tolerance_for(self, provider: Provider) -> Tolerance | None:
-        """How far outputs on ``provider`` may differ from the CPU EP's; None for no comparison."""
-        if self.validate.tolerance is False:
+    def tolerance_for(self, target: Target) -> Tolerance | None:
+        """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
+        return self.tolerance_on(target.provider, target.name)
+
+    def tolerance_on(self, provider: Provider, target: str) -> Tolerance | None:
+        """The same for a target by its name, which need not be configured."""
+        given = self.validate.tolerance
+        if given is None:
             return None
-        return dataclasses.replace(provider.tolerance, **self.validate.tolerance)
+        own = given.targets.get(target, TargetTolerance())
+        limits = {**provider.tolerance.given, **given.limits.given, **own.limits.given}
+        names = {**given.outputs, **own.outputs}
+        outputs = {
+            name: Limits(
+                **{
+                    **limits,
+                    **given.outputs.get(name, SomeLimits()).given,
+                    **own.outputs.get(name, SomeLimits()).given,
+                }
+            )
+            for name in names
+        }
+        return Tolerance(**limits, outputs=outputs)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,10 @@ def _bytes(value: int) -> str | None:
     return None if value >= 0 else "at least 0 bytes"
 
 
+def _decibels(value: float) -> str | None:
+    return None if -200 <= value <= 200 else "from -200 to 200 decibels"
+
+
 def _limit(value: float) -> str | None:
     return None if 0 <= value < math.inf else "at least 0"
 
@@ -256,19 +260,41 @@ class TargetTable(_WholeTarget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToleranceTable:
-    """How far outputs may differ from the CPU's."""
+class LimitsTable:
+    """How far an output may differ from the CPU's."""
 
-    rtol: float | None = _key(
-        "Relative to each reference value.", when_missing="the provider's", check=_limit
-    )
-    atol: float | None = _key(
-        "Absolute, or relative to the output's largest value where that is above 1.",
+    snr: float | None = _key(
+        "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth. Slices of the output "
+        "may be 10 dB worse, and those of fewer than 8 values 20 dB.",
         when_missing="the provider's",
-        check=_limit,
+        check=_decibels,
     )
     cosine: float | None = _key(
         "The smallest cosine similarity.", when_missing="the provider's", check=_share
+    )
+    atol: float | None = _key(
+        "The largest difference of any value; with `rtol`, `|out - ref| <= atol + rtol * |ref|`.",
+        when_missing="no limit",
+        check=_limit,
+    )
+    rtol: float | None = _key(
+        "The largest difference relative to the reference.", when_missing="no limit", check=_limit
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetToleranceTable(LimitsTable):
+    """The limits for one target."""
+
+    outputs: Mapping[str, LimitsTable] = _key("Limits of their own for outputs, by name.", {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToleranceTable(TargetToleranceTable):
+    """How far outputs may differ from the CPU's."""
+
+    targets: Mapping[str, TargetToleranceTable] = _key(
+        "Limits of their own for targets, by name: such as `{ npu = { snr = 15 } }`.", {}
     )
 
 
@@ -289,6 +315,12 @@ class ValidateTable:
     tolerance: ToleranceTable | Literal[False] | None = _key(
         "How far outputs may differ from the CPU's; `false` for no comparison.",
         when_missing="the provider's",
+    )
+    states: Mapping[str, str] = _key(
+        "The states of a recurrent model: inputs, each with the output that the app feeds to it in the next "
+        "step. The model is then run for several steps.",
+        {},
+        when_missing="the states of LSTM, GRU and RNN layers",
     )
     timeout: float = _key(
         "Seconds for running the model once: the source on the CPU, and what was made of it. A run ends "
@@ -349,7 +381,7 @@ class ModelTable(NarrowableTable):
     )
     validate: ValidateTable | ValidationMode = _key(
         "How the artifact is validated: the mode alone, or a table with `mode`, `inputs`, "
-        "`tolerance` and `timeout`.",
+        "`states`, `tolerance` and `timeout`.",
         "auto",
     )
 

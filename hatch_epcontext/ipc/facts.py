@@ -6,7 +6,7 @@ Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -57,12 +57,33 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
+class Range:
+    """What values an input takes, from ``low`` to ``high``, both included.
+
+    ``known``: whether the graph says so; otherwise nothing bounds the input, and the range is a guess.
+    ``usual``: the value that the input has in normal use, such as 1 in a mask or the whole length; None if
+    any value is as good. ``whole``: whether the graph uses the values as integers, whatever their dtype.
+    """
+
+    low: float
+    high: float
+    known: bool
+    usual: float | None = None
+    whole: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether these are floats that nothing bounds: values have a normal distribution."""
+        return not (self.known or self.whole) and self.low < 0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A source model, what its configuration fixes, and its dummy inputs; ``key`` is its place there.
 
     With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
     the dummy inputs. ``listed`` is their place in a list, if they are in one. ``timeout``: seconds for one
-    run of the model.
+    run of the model. ``states``: inputs that are fed with an output of the step before.
     """
 
     name: str
@@ -75,6 +96,7 @@ class ModelSpec:
     static_shapes: bool = True
     listed: Listed | None = None
     timeout: float = 600.0
+    states: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""
@@ -163,12 +185,71 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """How near one output is to the CPU EP's: the largest absolute difference and the cosine similarity.
+class Slice:
+    """One slice of an output across ``axis``, at ``index``, and its ratio of signal to noise in decibels."""
 
-    ``cosine`` is None for an output so near to zero that its direction is only rounding.
+    axis: int
+    index: int
+    rank: int
+    snr: float
+
+    @property
+    def text(self) -> str:
+        """The slice as NumPy writes it, such as ``"[:, 4]"``."""
+        axes = (str(self.index) if axis == self.axis else ":" for axis in range(self.rank))
+        return f"[{', '.join(axes)}]"
+
+
+class AgreementStatus(Enum):
+    """What a comparison of one output with the CPU EP's says."""
+
+    AGREES = "agrees"
+    """It is within the limits."""
+    INCONCLUSIVE = "inconclusive"
+    """The reference proves nothing: it has no finite values, or is the same constant for all inputs."""
+    RANDOM = "random"
+    """It depends on chance, and was not compared."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near one output is to the CPU EP's: the largest absolute difference, the cosine similarity, and
+    the ratio of signal to noise in decibels, for the whole output and for its ``worst`` slice.
+
+    ``snr`` and ``worst`` are None for equal outputs. ``cosine`` is None for an output so near to zero that
+    its direction is only rounding. ``reason``: why it is not simply ``AGREES``, and what to feed.
     """
 
     output: str
     max_abs: float
     cosine: float | None
+    snr: float | None = None
+    worst: Slice | None = None
+    status: AgreementStatus = AgreementStatus.AGREES
+    reason: str | None = None
+
+
+def worst_agreement(one: Agreement, other: Agreement) -> Agreement:
+    """The worst of two agreements of the same output."""
+    slices = [each for each in (one.worst, other.worst) if each is not None]
+    statuses = (one, other) if one.status is not AgreementStatus.AGREES else (other, one)
+    return replace(
+        statuses[0],
+        max_abs=max(one.max_abs, other.max_abs),
+        cosine=_least(one.cosine, other.cosine),
+        snr=_least(one.snr, other.snr),
+        worst=min(slices, key=lambda each: each.snr, default=None),
+    )
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return min((each for each in (one, other) if each is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The value inside a model that comes nearest to the limit of a float type before ``output``."""
+
+    output: str
+    value: str
+    largest: float

@@ -15,8 +15,10 @@ from hatch_epcontext.errors import Key, Problem
 from hatch_epcontext.ipc.facts import (
     Agreement,
     Context,
+    Magnitude,
     ModelFacts,
     ModelSpec,
+    Range,
     Simplifier,
     TargetSpec,
     TensorFacts,
@@ -134,15 +136,15 @@ class PrepareReply:
     """The absolute path of the prepared model, its nodes, and those of the source with its shapes.
 
     ``control_flow``: operators of the prepared model that choose or repeat other graphs.
-    ``bounds``: for inputs that are indices, the number of things that they choose from. ``reference``: the
-    absolute path of the outputs of the source model on the CPU, if they were compared and fit into a file.
+    ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the
+    outputs of the source model on the CPU, if they were compared and fit into a file.
     """
 
     path: str
     nodes_before: int
     nodes: int
     control_flow: tuple[str, ...]
-    bounds: Mapping[str, int] = field(default_factory=dict)
+    ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
 
 
@@ -150,13 +152,15 @@ class PrepareReply:
 class PrepareRequest(Request[PrepareReply], action="prepare"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
-    With ``compare`` the result is compared with the source on the CPU.
+    With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
+    ``reference``, if an earlier `PrepareReply` has it.
     """
 
     model: ModelSpec
     simplifier: Simplifier
     folder: str
     compare: bool
+    reference: str | None = None
 
     def misfit(self, reply: PrepareReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))
@@ -215,12 +219,17 @@ class ValidateReply:
     when the EP's libraries are loaded already.
 
     ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
-    where the target's EP ran the artifact.
+    where the target's EP ran the artifact. ``samples``: the names of the inputs that were compared;
+    ``warnings``: disagreements for inputs so large that the app may never have them; ``large``: values inside
+    the model that come near the limit of the type in which the EP computes.
     """
 
     agreements: tuple[Agreement, ...]
     unavailable: str | None = None
     load: float | None = None
+    samples: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    large: tuple[Magnitude, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,7 +269,7 @@ class OpenRequest(Request[OpenReply], action="open"):
     """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
 
     ``product`` is None for a prepared source model. ``inputs`` are the model's, ``model`` describes
-    the dummy inputs, and ``bounds`` are those of its indices.
+    the dummy inputs, which are within ``ranges``.
     """
 
     path: str
@@ -269,7 +278,7 @@ class OpenRequest(Request[OpenReply], action="open"):
     buffer: bool
     model: ModelSpec
     inputs: tuple[TensorFacts, ...]
-    bounds: Mapping[str, int]
+    ranges: Mapping[str, Range]
 
 
 @dataclass(frozen=True)

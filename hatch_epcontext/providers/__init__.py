@@ -11,7 +11,15 @@ from collections.abc import Mapping
 
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
 from hatch_epcontext.loader import Device
-from hatch_epcontext.providers.base import Plugin, Product, Profile, Provider, Tolerance
+from hatch_epcontext.providers.base import (
+    Limits,
+    Plugin,
+    Product,
+    Profile,
+    Provider,
+    SomeLimits,
+    Tolerance,
+)
 from hatch_epcontext.providers.libraries import missing
 from hatch_epcontext.providers.option import (
     Option,
@@ -26,6 +34,7 @@ __all__ = [
     "DISTRIBUTIONS",
     "PROVIDERS",
     "Device",
+    "Limits",
     "Option",
     "OptionValue",
     "Plugin",
@@ -33,6 +42,7 @@ __all__ = [
     "Profile",
     "Provider",
     "Scalar",
+    "SomeLimits",
     "Tolerance",
     "find",
     "missing",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
 from hatch_epcontext.loader import Device
@@ -29,17 +29,50 @@ class Plugin:
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """How far a target's outputs may differ from those of the CPU EP.
+class SomeLimits:
+    """Those of `Limits` that somebody has given."""
 
-    An output passes when ``|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|`` holds everywhere
-    and the cosine similarity of the flattened output with its reference is at least ``cosine``. The
-    cosine is not checked where the root-mean-square error is below a hundredth of the first term.
+    snr: float | None = None
+    cosine: float | None = None
+    atol: float | None = None
+    rtol: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The given ones by name."""
+        limits = ((each.name, getattr(self, each.name)) for each in fields(SomeLimits))
+        return {name: limit for name, limit in limits if limit is not None}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far an output may differ from the CPU EP's.
+
+    ``snr``: the least ratio of signal to noise in decibels; slices of the output may be 10 dB worse, and
+    those of fewer than 8 values 20 dB. ``cosine``: the least cosine similarity. If ``atol`` or ``rtol`` is
+    given, ``|out - ref| <= atol + rtol * |ref|`` must hold everywhere.
     """
 
-    rtol: float
-    atol: float
+    snr: float
     cosine: float
+    atol: float | None = None
+    rtol: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The limits by name, without those that are None."""
+        return SomeLimits(self.snr, self.cosine, self.atol, self.rtol).given
+
+
+@dataclass(frozen=True)
+class Tolerance(Limits):
+    """How far a target's outputs may differ from those of the CPU EP; ``outputs``: limits of their own."""
+
+    outputs: Mapping[str, Limits] = field(default_factory=dict)
+
+    def of(self, output: str) -> Limits:
+        """The limits of ``output``."""
+        return self.outputs.get(output, self)
 
 
 Profile = Mapping[str, Mapping[str, Sequence[int]]]
@@ -134,6 +167,9 @@ class Provider:
 
     hardware: str = "not verified on hardware"
     """How far it was tested on the hardware itself; for the documentation."""
+
+    float16_on: tuple[Device, ...] = ()
+    """The devices on which it computes floats in float16 by default, whose largest number is 65504."""
 
     needs: str | None = None
     """The hardware and the driver that it needs to offer a device."""
@@ -244,6 +280,10 @@ class Provider:
     runs_on: Callable[[str, str], bool] = _runs_anywhere
     """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context that
     was compiled for any of the EP's chips."""
+
+    def computes_in_float16(self, device: Device) -> bool:
+        """Whether floats are computed in float16 by default on ``device``."""
+        return device in self.float16_on or (device == "any" and bool(self.float16_on))
 
     def leaves_shapes_open(self, device: Device) -> bool:
         """Whether shapes stay open by default when models are compiled for ``device``."""

@@ -20,7 +20,7 @@ PROVIDER = Provider(
     devices=("cpu",),
     open_shapes_on=("cpu",),
     # The same kernels in the same precision: only the order of additions can differ.
-    tolerance=Tolerance(rtol=1e-3, atol=1e-4, cosine=0.9999),
+    tolerance=Tolerance(snr=50, cosine=0.9999),
     verified="Optimized, loaded and run on Linux x86-64.",
     hardware="Verified on x86-64.",
     notes=('`optimization = "extended"` or `"all"` adds operators that only the CPU can run.',),

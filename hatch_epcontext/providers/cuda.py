@@ -62,7 +62,7 @@ PROVIDER = Provider(
     devices=("gpu",),
     open_shapes_on=("gpu",),
     # TF32 has ten bits of mantissa.
-    tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
+    tolerance=Tolerance(snr=30, cosine=0.999),
     needs="an NVIDIA GPU, CUDA and cuDNN",
     verified="Optimized, loaded and run on Linux x86-64. Without a GPU the graph runs on the CPU instead.",
     hardware="Verified on an NVIDIA H200.",

@@ -31,7 +31,7 @@ PROVIDER = Provider(
     distributions=("onnxruntime-directml", "onnxruntime-windowsml"),
     devices=("gpu", "npu"),
     open_shapes_on=("gpu",),
-    tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
+    tolerance=Tolerance(snr=30, cosine=0.999),
     needs="Windows and a GPU or NPU with a DirectX 12 driver",
     verified="Only the options.",
     aliases=("dml", "directml"),

@@ -43,7 +43,7 @@ PROVIDER = Provider(
     runtime_cache="migraphx_model_cache_dir",
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
     one_user=True,
-    tolerance=Tolerance(rtol=1e-2, atol=1e-2, cosine=0.999),
+    tolerance=Tolerance(snr=30, cosine=0.999),
     needs="an AMD GPU and ROCm",
     verified="Only the options.",
     systems=("linux",),

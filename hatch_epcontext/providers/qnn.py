@@ -229,7 +229,8 @@ PROVIDER = Provider(
     example="provider-options = { soc_model = 60, htp_arch = 73 }  # the chip: a Snapdragon X Elite",
     # The NPU computes in float16. Measured on real models: probabilities that differ by 0.02, with a
     # cosine of 0.9999.
-    tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
+    tolerance=Tolerance(snr=20, cosine=0.99),
+    float16_on=("npu",),
     several_chips="is_multi_soc_ep_context",
     implied=_implied,
     contradictions=_contradictions,

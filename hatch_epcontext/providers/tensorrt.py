@@ -93,7 +93,7 @@ PROVIDER = Provider(
     devices=("gpu",),
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
     one_user=True,
-    tolerance=Tolerance(rtol=1e-2, atol=5e-2, cosine=0.99),
+    tolerance=Tolerance(snr=20, cosine=0.99),
     needs="an NVIDIA GPU, CUDA and TensorRT",
     verified="On Linux x86-64 up to the error that the libraries of TensorRT and CUDA are missing.",
     aliases=("trt",),

@@ -235,5 +235,5 @@ def _request(subject: _Subject, case: Case, cache: Path) -> OpenRequest:
         assert option is not None
         target = replace(target, load_options={**target.load_options, option: str(cache)})
     inputs = artifact.record.contexts[0].inputs
-    bounds = subject.prepared.bounds
-    return OpenRequest(str(path), target, product, case.buffer, spec, inputs, bounds)
+    ranges = subject.prepared.ranges
+    return OpenRequest(str(path), target, product, case.buffer, spec, inputs, ranges)

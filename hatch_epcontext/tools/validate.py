@@ -13,7 +13,7 @@ from hatch_epcontext.build.cutting import cut_plan
 from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.build.requirements import check_environment
-from hatch_epcontext.build.validation import reason_not_to_run
+from hatch_epcontext.build.validation import reason_not_to_run, validation_of
 from hatch_epcontext.config.settings import CompileSettings, Config
 from hatch_epcontext.errors import (
     BuildError,
@@ -265,7 +265,7 @@ def _run(
         job.target.provider.product,
         Context(spec.name, path.name, model.inputs, model.outputs),
         str(moved),
-        job.models[0].tolerance_for(job.target.provider) if has_source else None,
+        job.models[0].tolerance_for(job.target) if has_source else None,
         has_source=has_source,
     )
     reply = workers.call(request, staging / "validate", location=str(path))
@@ -278,7 +278,7 @@ def _run(
                 "Validate it on a machine that has its EP.",
             )
         )
-    return Validation(ValidationStatus.RAN, reply.agreements)
+    return validation_of(ValidationStatus.RAN, reply, job.models[0].validate.inputs)
 
 
 def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:

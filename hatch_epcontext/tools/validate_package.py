@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.requirements import INSPECTION, check_environment
-from hatch_epcontext.build.validation import reason_not_to_run_here
+from hatch_epcontext.build.validation import reason_not_to_run_here, validation_of
 from hatch_epcontext.config.settings import CompileSettings, Config, Model
 from hatch_epcontext.errors import (
     BuildError,
@@ -375,7 +375,7 @@ class _Validator:
             raise BuildError(_not_run(location, reason))
         (model,) = self._configure(component).models
         reference = self._reference(component, variant)
-        tolerance = model.tolerance_for(form.provider) if reference else None
+        tolerance = model.tolerance_on(form.provider, variant) if reference else None
         spec = self._spec(component, form, model, reference)
         with temp_dir() as staging:
             name = _copy(self._read.folder, found, form, staging / "moved")
@@ -392,8 +392,8 @@ class _Validator:
             )
             reply = self._workers.call(request, staging / "validate", location=location)
         if reply.unavailable is None:
-            return Validation(ValidationStatus.RAN, reply.agreements)
-        return Validation(ValidationStatus.RAN_ON_CPU, reply.agreements, reply.unavailable)
+            return validation_of(ValidationStatus.RAN, reply, model.validate.inputs)
+        return validation_of(ValidationStatus.RAN_ON_CPU, reply, model.validate.inputs)
 
     def _spec(
         self, component: str, form: _Form, model: Model, reference: _Reference | None

@@ -7,17 +7,25 @@ from collections.abc import Iterator
 import onnx
 
 from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, collect
-from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.ipc.facts import ModelSpec, Range
 from hatch_epcontext.text import suggestion
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.inputs import constant, dummy_inputs
+from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
+from hatch_epcontext.worker.ranges import input_ranges
 from hatch_epcontext.worker.tensors import Array
 
 
 def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
-    """Return dummy inputs for a model that `fix_inputs` took; indices are within their bounds."""
+    """Return dummy inputs for a model that `fix_inputs` took, within the ranges that it takes."""
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    return dummy_inputs(inputs, spec, graph.index_bounds(model.graph))
+    return dummy_inputs(inputs, spec, ranges_for(model, spec))
+
+
+def ranges_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Range]:
+    """Return the ranges of the inputs of a model that `fix_inputs` took; empty if none are needed."""
+    if spec.inputs != "random":
+        return {}
+    return input_ranges(model, sized(list(map(graph.facts, graph.inputs(model.graph))), spec))
 
 
 def fix_inputs(model: onnx.ModelProto, spec: ModelSpec) -> None:

@@ -14,38 +14,51 @@ import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.facts import ModelSpec, Size, TensorFacts
-from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
+from hatch_epcontext.ipc.facts import ModelSpec, Range, Size, TensorFacts
+from hatch_epcontext.worker.synthetic import SampleName, assumed_range, values
+from hatch_epcontext.worker.tensors import Array, numpy_dtype
 
 _SEED = 20240229
 
-_WORDS = ("alpha", "beta")
+_SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=False)}
+"""The ranges of the inputs of which all values are to be the same, whatever the graph says."""
 
 _MOST_VALUES = 2**29
 """Values of a generated input: 4 GiB while they are made."""
 
 
 def dummy_inputs(
-    inputs: Sequence[TensorFacts], spec: ModelSpec, bounds: Mapping[str, int] | None = None
+    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range] | None = None
 ) -> dict[str, Array]:
     """Return an array for each of ``inputs``, of its shape and dtype, as ``spec.inputs`` says.
 
     ``spec.inputs`` is ``"ones"``, ``"zeros"``, ``"random"``, or the path of an ``.npz`` or of a folder
-    with ``input_*.pb``. Random values are the same in every run: floats have a normal distribution,
-    integers are below their bound in ``bounds``, or else 0 or 1 like booleans, and strings are one of
-    two words. An open dimension gets its size in ``spec``, or else 1. Raises ModelError when the file
+    with ``input_*.pb``. Random values are the same in every run, and within their range in ``ranges``:
+    without one, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one
+    of two words. An open dimension gets its size in ``spec``, or else 1. Raises ModelError when the file
     does not fit the model, or a dtype cannot be generated.
     """
-    if spec.inputs in SYNTHETIC:
-        rng = np.random.default_rng(_SEED)
-        limits = bounds or {}
-        return {
-            each.name: _generate(each, rng, limits.get(each.name, 2), spec)
-            for each in sized(inputs, spec)
-        }
+    if spec.inputs == "random":
+        return generated_inputs("random", inputs, spec, ranges or {})
+    if (same := _SAME.get(spec.inputs)) is not None:
+        return generated_inputs("zeros", inputs, spec, {each.name: same for each in inputs})
     path = Path(spec.inputs)
     found = _from_folder(path, "input", inputs, spec) if path.is_dir() else _from_npz(path, spec)
     return {each.name: _checked(found, each, path, spec) for each in inputs}
+
+
+def generated_inputs(
+    name: SampleName,
+    inputs: Sequence[TensorFacts],
+    spec: ModelSpec,
+    ranges: Mapping[str, Range],
+) -> dict[str, Array]:
+    """Return synthetic values of the kind ``name`` for ``inputs``; see `dummy_inputs`."""
+    rng = np.random.default_rng(_SEED)
+    return {
+        each.name: _generate(name, each, rng, ranges.get(each.name), spec)
+        for each in sized(inputs, spec)
+    }
 
 
 def sized(inputs: Sequence[TensorFacts], spec: ModelSpec) -> list[TensorFacts]:
@@ -89,11 +102,23 @@ def _invalid(
     return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint, *settings))
 
 
-def _generate(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: ModelSpec) -> Array:
+def _generate(
+    name: SampleName,
+    tensor: TensorFacts,
+    rng: np.random.Generator,
+    range_: Range | None,
+    spec: ModelSpec,
+) -> Array:
     count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
         if count <= _MOST_VALUES:
-            return _synthetic(tensor, rng, bound, spec)
+            return values(name, tensor, range_ or assumed_range(tensor), rng)
+    except TypeError:
+        raise _invalid(
+            spec,
+            f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
+            "Give an .npz with an array for each input.",
+        ) from None
     except (ValueError, MemoryError):
         # NumPy's errors for a size that it cannot count, and for more memory than there is.
         pass
@@ -104,28 +129,6 @@ def _generate(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: M
         Setting(spec.place("dims")),
         Setting(spec.place("shapes")),
     )
-
-
-def _synthetic(tensor: TensorFacts, rng: np.random.Generator, bound: int, spec: ModelSpec) -> Array:
-    shape = tuple(size if isinstance(size, int) else 1 for size in tensor.shape)
-    try:
-        dtype = numpy_dtype(tensor.dtype)
-    except TypeError:
-        raise _invalid(
-            spec,
-            f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
-            "Give an .npz with an array for each input.",
-        ) from None
-    if tensor.dtype == "string":
-        chosen = rng.integers(0, 2, shape) if spec.inputs == "random" else np.zeros(shape, int)
-        return np.array(_WORDS, dtype=object)[chosen]
-    if spec.inputs == "zeros":
-        return np.zeros(shape, dtype)
-    if spec.inputs == "ones":
-        return np.ones(shape, dtype)
-    if is_float(dtype) or dtype.kind == "c":
-        return np.asarray(rng.standard_normal(shape)).astype(dtype)
-    return np.asarray(rng.integers(0, max(bound, 1), shape)).astype(dtype)
 
 
 _UNREADABLE = (

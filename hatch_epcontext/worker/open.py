@@ -34,7 +34,7 @@ def handle(request: OpenRequest) -> OpenReply:
     from hatch_epcontext.worker.inputs import dummy_inputs
     from hatch_epcontext.worker.tensors import run
 
-    feeds = dummy_inputs(request.inputs, request.model, request.bounds)
+    feeds = dummy_inputs(request.inputs, request.model, request.ranges)
     start = time.perf_counter()
     run(session, feeds)
     return OpenReply(load, time.perf_counter() - start, memory)

@@ -12,20 +12,13 @@ import onnxruntime as ort
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
 from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
-from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import external, graph, reading
-from hatch_epcontext.worker.fix import feeds_for, fix_inputs
+from hatch_epcontext.worker.checking import SIMPLIFIED, check_runs
+from hatch_epcontext.worker.fix import fix_inputs, ranges_for
 from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.reference import (
-    check_outputs,
-    reference,
-    run_model,
-    write_reference,
-)
+from hatch_epcontext.worker.reference import reference
+from hatch_epcontext.worker.runs import Reference, read_reference, write_reference
 from hatch_epcontext.worker.step import step
-
-_SIMPLIFIED = Tolerance(rtol=1e-2, atol=1e-3, cosine=0.999)
-"""A simplifier may change the order of additions, and nothing else."""
 
 
 def handle(request: PrepareRequest) -> PrepareReply:
@@ -39,10 +32,9 @@ def handle(request: PrepareRequest) -> PrepareReply:
     fixed = _write_fixed(spec, folder, request.simplifier)
     model = onnx.load(fixed, load_external_data=False)
     nodes_before = len(graph.compute_nodes(model.graph))
-    bounds = graph.index_bounds(model.graph)
-    feeds = feeds_for(model, spec)
+    ranges = ranges_for(model, spec)
     # Before the simplifier, which is not to blame for a source that cannot be run.
-    expected = reference(spec, feeds) if request.compare else {}
+    expected = _reference(request, model)
     outputs_path = write_reference(expected, folder / "reference.npz") if expected else None
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
@@ -50,15 +42,23 @@ def handle(request: PrepareRequest) -> PrepareReply:
     step(f"simplifying the model ({request.simplifier})")
     if (simplified := _simplify(fixed, result, request.simplifier)) is None:
         result = fixed
-    elif request.compare:
+    elif expected is not None:
         # The session that has written it: opening it once more takes as long as simplifying it.
-        outputs = run_model(simplified, feeds, spec, "the simplified model on the CPU")
-        check_outputs(outputs, expected, _SIMPLIFIED, spec, "the source model's")
+        what = "the simplified model on the CPU"
+        check_runs(simplified, expected, SIMPLIFIED, spec, what, "the source model's")
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
     return PrepareReply(
-        str(result), nodes_before, nodes, graph.control_flow(model.graph), bounds, outputs_path
+        str(result), nodes_before, nodes, graph.control_flow(model.graph), ranges, outputs_path
     )
+
+
+def _reference(request: PrepareRequest, model: onnx.ModelProto) -> Reference | None:
+    if not request.compare:
+        return None
+    if request.reference is not None:
+        return read_reference(request.reference)
+    return reference(request.model, model)
 
 
 def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> ort.InferenceSession | None:

@@ -1,4 +1,4 @@
-"""Arrays of every ONNX dtype: their NumPy dtypes, and how they are fed to a session and compared."""
+"""Arrays of every ONNX dtype: their NumPy dtypes, and how they are fed to a session."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.facts import Agreement
-from hatch_epcontext.providers import Tolerance
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]
 
-_NOISE = 0.01
-"""The part of ``atol`` by which an output may be wrong on average, whatever its direction: with the
-0.05 of an EP that computes in float16, that is the rounding of a value near 1."""
-
-_STRING = np.dtype(object)
+STRING = np.dtype(object)
+"""The dtype of strings."""
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
@@ -33,7 +28,7 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     Raises TypeError when neither has one.
     """
     if name == "string":
-        return _STRING
+        return STRING
     if hasattr(ml_dtypes, name):
         name = getattr(ml_dtypes, name)
     dtype: np.dtype[np.generic] = np.dtype(name)
@@ -138,54 +133,3 @@ def refuse_not_finite(outputs: Arrays, reference: Arrays) -> None:
             problems.append(Problem(Kind.NOT_FINITE, "", message))
     if problems:
         raise BuildError(*problems)
-
-
-def compare(name: str, output: Array, reference: Array, tolerance: Tolerance) -> Agreement:
-    """Compare ``output`` with ``reference``; places where either is not finite are ignored.
-
-    Strings and booleans are equal or not. Raises BuildError when the shapes differ.
-    """
-    if output.shape != reference.shape:
-        raise BuildError(
-            Problem(
-                Kind.OUTPUT_SHAPE,
-                "",
-                f"the output {name!r} has the shape {list(output.shape)}, but "
-                f"{list(reference.shape)} on the CPU.",
-            )
-        )
-    a, b = _numbers(output, reference)
-    if not a.size:
-        return Agreement(name, 0.0, 1.0)
-    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    # All zeros have no direction: they agree with all zeros only.
-    cosine = float(a @ b) / norms if norms else float(np.array_equal(a, b))
-    error = np.abs(a - b)
-    rounding = float(np.sqrt((error**2).mean())) <= _NOISE * _atol(b, tolerance)
-    only_rounding = rounding and cosine < tolerance.cosine
-    return Agreement(name, float(error.max()), None if only_rounding else min(cosine, 1.0))
-
-
-def within(output: Array, reference: Array, agreement: Agreement, tolerance: Tolerance) -> bool:
-    """Whether ``output`` differs from ``reference`` by no more than ``tolerance`` allows."""
-    a, b = _numbers(output, reference)
-    if not a.size:
-        return True
-    if (np.abs(a - b) > _atol(b, tolerance) + tolerance.rtol * np.abs(b)).any():
-        return False
-    return agreement.cosine is None or agreement.cosine >= tolerance.cosine
-
-
-def _atol(reference: NDArray[np.float64], tolerance: Tolerance) -> float:
-    return tolerance.atol * max(1.0, float(np.abs(reference).max()))
-
-
-def _numbers(output: Array, reference: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    if reference.dtype == _STRING:
-        # As numbers, equal strings become 1 and 1, and different ones 0 and 1.
-        ones = np.ones(reference.size)
-        return (output.ravel() == reference.ravel()).astype(np.float64), ones
-    a = np.asarray(output, dtype=np.float64).ravel()
-    b = np.asarray(reference, dtype=np.float64).ravel()
-    finite = np.isfinite(a) & np.isfinite(b)
-    return a[finite], b[finite]

@@ -11,10 +11,12 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.protocol import ValidateReply, ValidateRequest
 from hatch_epcontext.worker import reading
+from hatch_epcontext.worker.checking import check_outputs, check_runs
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
-from hatch_epcontext.worker.reference import check_outputs, read_reference, reference, run_model
+from hatch_epcontext.worker.reference import reference
+from hatch_epcontext.worker.runs import Reference, read_reference, run_model
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
@@ -23,7 +25,7 @@ from hatch_epcontext.worker.session import (
     set_model_path,
 )
 from hatch_epcontext.worker.step import step
-from hatch_epcontext.worker.tensors import Array, Arrays, refuse_not_finite
+from hatch_epcontext.worker.tensors import Arrays, refuse_not_finite
 
 
 def handle(request: ValidateRequest) -> ValidateReply:
@@ -33,8 +35,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     EP has none, or leaves the tolerance; ModelError when the dummy inputs do not fit.
     """
     spec = request.model
-    feeds = _feeds(request)
-    expected = {} if request.tolerance is None else _reference(request, feeds)
+    expected = _reference(request)
     step("opening the compiled model")
     # The sessions of a group that are opened first must outlive the later ones.
     _others = [
@@ -53,24 +54,31 @@ def handle(request: ValidateRequest) -> ValidateReply:
     if unavailable is None:
         _check_assignment(request, from_memory, "memory")
         _check_assignment(request, session, "disk")
-    outputs = run_model(session, feeds, spec, "the compiled model")
-    if request.tolerance is None:
+    if not isinstance(expected, Reference):
+        outputs = run_model(session, expected, spec, "the compiled model")
         refuse_not_finite(outputs, {})
         return ValidateReply((), unavailable, load)
+    assert request.tolerance is not None, "there is a reference to compare with"
+    first = run_model(session, expected.feeds, spec, "the compiled model")
     if recorded := expected_outputs(request.context.outputs, spec):
-        check_outputs(outputs, recorded, request.tolerance, spec, "the recorded output")
-    agreements = check_outputs(outputs, expected, request.tolerance, spec, "the CPU's")
-    return ValidateReply(agreements, unavailable, load)
+        check_outputs(first, recorded, request.tolerance, spec, "the recorded output")
+    checked = check_runs(
+        session, expected, request.tolerance, spec, "the compiled model", "the CPU's", first=first
+    )
+    halves = provider_of(request.target).computes_in_float16(request.target.settings.device)
+    large = expected.facts.large if halves else ()
+    return ValidateReply(
+        checked.agreements, unavailable, load, checked.samples, checked.warnings, large
+    )
 
 
-def _reference(request: ValidateRequest, feeds: Arrays) -> dict[str, Array]:
-    if request.reference is not None:
-        return read_reference(request.reference)
-    return reference(request.model, feeds)
-
-
-def _feeds(request: ValidateRequest) -> dict[str, Array]:
+def _reference(request: ValidateRequest) -> Reference | Arrays:
+    """What to compare with; only inputs where nothing is compared."""
     spec = request.model
+    if request.tolerance is not None and request.reference is not None:
+        found = read_reference(request.reference)
+        _check_inputs(request, found.feeds)
+        return found
     if not request.has_source:
         own = request.context.inputs
         given = {each.name: constant(spec, each) for each in own if each.name in spec.constants}
@@ -78,6 +86,12 @@ def _feeds(request: ValidateRequest) -> dict[str, Array]:
     source = reading.read(Path(spec.path), spec.key)
     fix_inputs(source, spec)
     feeds = feeds_for(source, spec)
+    _check_inputs(request, feeds)
+    return feeds if request.tolerance is None else reference(spec, source)
+
+
+def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
+    spec = request.model
     if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
         inputs = "the inputs" if len(more) > 1 else "the input"
         raise ModelError(
@@ -90,7 +104,6 @@ def _feeds(request: ValidateRequest) -> dict[str, Array]:
                 Setting(spec.key / "constants"),
             )
         )
-    return feeds
 
 
 def _unavailable(request: ValidateRequest) -> str | None:

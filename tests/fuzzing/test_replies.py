@@ -15,6 +15,7 @@ from hatch_epcontext.ipc.facts import (
     ModelFacts,
     ModelSpec,
     NodeFacts,
+    Range,
     TargetSpec,
     TensorFacts,
 )
@@ -48,7 +49,7 @@ def requests(folder: Path) -> list[tuple[Request[Any], Any]]:
         (CheckRequest((SPEC,), {}), CheckReply((ModelFacts((X,), (X,), ("a.data",)),))),
         (
             PrepareRequest(SPEC, "none", str(folder), True),
-            PrepareReply(prepared, 5, 4, ("If",), {"x": 7}, prepared),
+            PrepareReply(prepared, 5, 4, ("If",), {"x": Range(0, 7, known=True)}, prepared),
         ),
         (
             CompileRequest((SPEC,), (prepared,), target, str(folder)),

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.worker import external, graph, reading
@@ -148,40 +147,6 @@ def test_a_link_to_a_file_outside_the_folder(tmp_path: Path) -> None:
 def test_initializers_among_the_inputs_are_not_inputs() -> None:
     made = initializer_among_the_inputs()
     assert [each.name for each in graph.inputs(made.graph)] == ["x"]
-
-
-def test_members_of_a_range_are_bounded() -> None:
-    made = model(
-        [
-            helper.make_node("Equal", ["range", "i"], ["is"]),
-            helper.make_node("Cast", ["is"], ["y"], to=TensorProto.FLOAT),
-            helper.make_node("OneHot", ["j", "depth", "values"], ["z"]),
-        ],
-        [value("i", [2, 1], TensorProto.INT32), value("j", [2], TensorProto.INT64)],
-        [value("y", [2, 5]), value("z", [2, 9])],
-        [
-            numpy_helper.from_array(np.arange(5, dtype=np.int32), "range"),
-            numpy_helper.from_array(np.array(9), "depth"),
-            numpy_helper.from_array(np.array([0, 1], np.float32), "values"),
-        ],
-    )
-    assert graph.index_bounds(made.graph) == {"i": 5, "j": 9}
-
-
-def test_indices_are_bounded_by_the_size_of_the_axis() -> None:
-    made = model(
-        [
-            helper.make_node("Cast", ["i"], ["wide"], to=TensorProto.INT64),
-            helper.make_node("Gather", ["table", "wide"], ["row"]),
-            helper.make_node("Gather", ["row", "j"], ["y"], axis=-1),
-        ],
-        [value("i", [1], TensorProto.INT32), value("j", [1], TensorProto.INT64)],
-        [value("y", ["a", "b"])],
-        [weights("table", 7, 3)],
-    )
-    assert graph.index_bounds(made.graph) == {"i": 7}
-    made.graph.value_info.append(value("row", [1, 3]))
-    assert graph.index_bounds(made.graph) == {"i": 7, "j": 3}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
+from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
 from hatch_epcontext.worker.inputs import dummy_inputs
 
 
@@ -42,7 +42,7 @@ def test_random_inputs_are_the_same_in_every_run_and_differ_by_input() -> None:
     assert not np.array_equal(one["x"], one["z"])
 
 
-def test_random_integers_are_small_enough_to_be_indices() -> None:
+def test_random_integers_without_a_graph_are_indices_of_any_table() -> None:
     array = dummy_inputs([TensorFacts("i", "int64", (100,))], spec("random"))["i"]
     assert set(array.tolist()) == {0, 1}
 
@@ -59,9 +59,10 @@ def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> No
     assert dummy_inputs([X], generated)["x"].shape == (2, 3)
 
 
-def test_random_indices_are_within_their_bounds() -> None:
-    array = dummy_inputs([I], spec("random"), {"i": 1})["i"]
-    assert array.tolist() == [0, 0, 0]
+def test_random_integers_are_all_of_their_range() -> None:
+    ranges = {"i": Range(2, 4, known=True, whole=True)}
+    array = dummy_inputs([I], spec("random"), ranges)["i"]
+    assert sorted(array.tolist()) == [2, 3, 4]
 
 
 def test_random_strings_are_words() -> None:

@@ -133,7 +133,7 @@ class LocalExecutor:
             artifact.record.product,
             context,
             str(moved),
-            model.tolerance_for(job.target.provider),
+            model.tolerance_for(job.target),
             artifact.record.contexts if job.group else (),
             # Other inputs have other outputs.
             reference=self.preparations.reference(job, model)
@@ -143,7 +143,9 @@ class LocalExecutor:
         with self._device(job.target), self._cores(job.target, artifact):
             reply = self.workers.call(request, scratch, location=f"{job.location}: validation")
         shutil.rmtree(moved)
-        return ValidationRun(validation_from_reply(artifact, reply), reply.load)
+        return ValidationRun(
+            validation_from_reply(artifact, reply, model.validate.inputs), reply.load
+        )
 
     def finished(self, job: Job) -> None:
         """Remove prepared models that no other job wants: copies of whole models."""

@@ -16,6 +16,7 @@ from hatch_epcontext.config.tables import (
     NarrowableTable,
     Options,
     Shapes,
+    TargetToleranceTable,
     ToleranceTable,
     ValidateTable,
 )
@@ -48,7 +49,15 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
     if isinstance(validate, ValidateTable):
         yield from check_values(key / "validate", validate)
         if isinstance(validate.tolerance, ToleranceTable):
-            yield from check_values(key / "validate" / "tolerance", validate.tolerance)
+            yield from _check_tolerance(key / "validate" / "tolerance", validate.tolerance)
+
+
+def _check_tolerance(key: Key, table: TargetToleranceTable) -> Iterator[Problem]:
+    yield from check_values(key, table)
+    for name, limits in table.outputs.items():
+        yield from check_values(key / "outputs" / name, limits)
+    for name, own in table.targets.items() if isinstance(table, ToleranceTable) else ():
+        yield from _check_tolerance(key / "targets" / name, own)
 
 
 def _check_cut(key: Key, cut: CutTable) -> Iterator[Problem]:

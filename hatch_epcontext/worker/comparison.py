@@ -1,0 +1,206 @@
+"""How near the outputs of a model are to its reference: as a whole, and in each slice.
+
+The measures are relative: the ratio of signal to noise in decibels, 10 log10(sum ref^2 / sum (out - ref)^2),
+and the cosine similarity. A whole output can be near its reference while a part of it is wrong, such as
+the scores beside the boxes of a detector. So each slice of each axis is compared too.
+
+What is near zero has more noise than signal. So the signal of an output, and of a slice, counts as no
+less than a part of what it is in other samples, and a smaller part of the largest value of the output.
+The numbers were chosen on real models: `docs/validation.md` has the distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.ipc.facts import Agreement, Slice
+from hatch_epcontext.providers import Limits
+from hatch_epcontext.worker.tensors import STRING, Array
+
+Nature = Literal["any", "unit", "shares", "indices"]
+"""What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1
+(behind a Softmax), or indices (of ArgMax), which are equal or not."""
+
+_SLICE = 10.0
+"""Decibels by which the ratio of a slice may be worse than that of the whole output."""
+
+_SMALL_SLICE = 20.0
+"""The same for slices of few values, whose rounding errors do not cancel out."""
+
+_FEW = 8
+
+_OTHER_SAMPLES = 0.1
+"""The part of the signal in other samples that counts as signal in this one."""
+
+_LARGEST = 1e-3
+"""The part of an output's largest value that counts as signal in each place: twice float16's precision."""
+
+_UNIT = 0.05
+"""The same for values between -1 and 1: NPUs take a Sigmoid from a table with steps of 0.004."""
+
+_SHARES = 64
+"""The number of places in a slice that can have that signal when all values are shares of 1."""
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How near an output is to its reference, and what it would need: empty where all limits hold.
+
+    ``needed``: the limits that this output keeps, for those that it does not.
+    """
+
+    agreement: Agreement
+    excesses: tuple[str, ...]
+    needed: Mapping[str, float]
+
+
+def compare(
+    name: str,
+    output: Array,
+    reference: Array,
+    limits: Limits,
+    *,
+    samples: Sequence[Array] = (),
+    nature: Nature = "any",
+) -> Comparison:
+    """Compare ``output`` with ``reference``; places where either is not finite are left out.
+
+    ``samples``: the same output of the reference for other inputs. Strings, booleans and indices are equal
+    or not. Raises BuildError when the shapes differ.
+    """
+    if output.shape != reference.shape:
+        raise BuildError(
+            Problem(
+                Kind.OUTPUT_SHAPE,
+                "",
+                f"the output {name!r} has the shape {list(output.shape)}, but "
+                f"{list(reference.shape)} on the CPU.",
+            )
+        )
+    exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"
+    if exact:
+        # One of ten may be another: near ties, an index changes with the rounding.
+        limits = replace(limits, snr=limits.snr / 2, cosine=0.0)
+        ref: Numbers = np.ones(reference.shape)
+        out: Numbers = (output == reference).astype(np.float64)
+        others: list[Numbers] = []
+    else:
+        out, ref = _finite(output, reference)
+        others = [_numbers(each) for each in samples if each.shape == reference.shape]
+    agreement = _measure(name, out, ref, others, "any" if exact else nature)
+    if exact:
+        # Each place is right or wrong: slices say no more.
+        agreement = replace(agreement, worst=None)
+    return _judge(agreement, out, ref, limits)
+
+
+def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Limits) -> Comparison:
+    excesses = []
+    needed: dict[str, float] = {}
+    if agreement.snr is not None and agreement.snr < limits.snr:
+        excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
+        needed["snr"] = agreement.snr
+    worst = agreement.worst
+    if worst is not None and worst.snr < (least := limits.snr - _less(ref.shape, worst.axis)):
+        excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
+        needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
+    if agreement.cosine is not None and agreement.cosine < limits.cosine:
+        excesses.append(f"a cosine of {agreement.cosine:.5f} (at least {limits.cosine:g})")
+        needed["cosine"] = agreement.cosine
+    if limits.atol is not None or limits.rtol is not None:
+        rtol, atol = limits.rtol or 0.0, limits.atol or 0.0
+        beyond = np.abs(out - ref) - (atol + rtol * np.abs(ref))
+        if beyond.size and beyond.max() > 0:
+            excesses.append(
+                f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"
+            )
+            needed["atol"] = atol + float(beyond.max())
+    return Comparison(agreement, tuple(excesses), needed)
+
+
+def _less(shape: tuple[int, ...], axis: int) -> float:
+    """The decibels by which the ratio of a slice across ``axis`` may be worse."""
+    return _SMALL_SLICE if math.prod(shape) // shape[axis] < _FEW else _SLICE
+
+
+def _measure(
+    name: str, out: Numbers, ref: Numbers, others: Sequence[Numbers], nature: Nature
+) -> Agreement:
+    if not ref.size:
+        return Agreement(name, 0.0, 1.0)
+    error = out - ref
+    largest_error = float(np.abs(error).max())
+    if not largest_error:
+        return Agreement(name, 0.0, 1.0)
+    largest = max(float(np.abs(each).max()) for each in (ref, *others))
+    if nature in ("unit", "shares"):
+        largest = max(largest, 1.0)
+    measure = _Measure(error, ref, others, largest, nature)
+    slices = []
+    for axis, size in enumerate(ref.shape):
+        if size < 2:
+            continue
+        ratios = measure.decibels(tuple(each for each in range(ref.ndim) if each != axis))
+        index = int(np.argmin(ratios))
+        if np.isfinite(ratios[index]):
+            slices.append(Slice(axis, index, ref.ndim, float(ratios[index])))
+    worst = min(slices, key=lambda each: each.snr + _less(ref.shape, each.axis), default=None)
+    return Agreement(
+        name, largest_error, _cosine(out, ref, measure), float(measure.decibels(None)), worst
+    )
+
+
+def _cosine(out: Numbers, ref: Numbers, measure: _Measure) -> float | None:
+    """The cosine similarity; None where the output is so near to zero that its direction is only rounding."""
+    norms = float(np.linalg.norm(out) * np.linalg.norm(ref))
+    if not norms or float(np.mean(ref**2)) < float(measure.signal(None)):
+        return None
+    return min(float(out.ravel() @ ref.ravel()) / norms, 1.0)
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Signal and noise, as means over ``axes``: all for the whole output (None), or all but one."""
+
+    error: Numbers
+    ref: Numbers
+    others: Sequence[Numbers]
+    largest: float
+    nature: Nature
+
+    def signal(self, axes: tuple[int, ...] | None) -> Numbers:
+        own = np.asarray((self.ref**2).mean(axis=axes))
+        floor = self.largest**2 * self._part(self.ref.size // max(own.size, 1))
+        elsewhere = [_OTHER_SAMPLES**2 * (each**2).mean(axis=axes) for each in self.others]
+        return np.asarray(np.maximum.reduce([own, np.full_like(own, floor), *elsewhere]))
+
+    def decibels(self, axes: tuple[int, ...] | None) -> Numbers:
+        noise = np.asarray((self.error**2).mean(axis=axes))
+        with np.errstate(divide="ignore"):
+            return np.asarray(10 * np.log10(self.signal(axes) / noise))
+
+    def _part(self, places: int) -> float:
+        """The part of the largest value, squared, that counts as signal in each of ``places``."""
+        if self.nature == "shares":
+            return _UNIT**2 * min(1.0, _SHARES / places)
+        return (_UNIT if self.nature == "unit" else _LARGEST) ** 2
+
+
+def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
+    """Both as numbers, with zeros where either is not finite."""
+    out, ref = np.asarray(output, np.float64), np.asarray(reference, np.float64)
+    finite = np.isfinite(out) & np.isfinite(ref)
+    return np.where(finite, out, 0.0), np.where(finite, ref, 0.0)
+
+
+def _numbers(array: Array) -> Numbers:
+    return np.nan_to_num(np.asarray(array, np.float64), nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,67 @@
+"""Several dummy inputs of a model, of different kinds, with which its intermediate values differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.inputs import dummy_inputs, generated_inputs
+from hatch_epcontext.worker.synthetic import SampleName, assumed_range
+from hatch_epcontext.worker.tensors import Array, Arrays
+
+_MOST_BYTES = 2**28
+"""Bytes of one sample beyond which there is only the first: all are in memory at once."""
+
+_EXTREMES: tuple[SampleName, ...] = ("largest", "smallest", "scaled")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Dummy inputs, by name.
+
+    ``name``: ``"random"``, ``"zeros"`` and so on, and ``"given"`` for those from a file. ``bounded``: whether
+    all values are in a range that the graph says, or that is usual for such an input; in a sample that is not
+    ``bounded``, floats go as far as nothing forbids, but perhaps farther than an app ever does.
+    """
+
+    name: str
+    feeds: dict[str, Array]
+    bounded: bool
+
+
+def samples(
+    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range]
+) -> tuple[Sample, ...]:
+    """Return up to six different samples, the first of which is what `dummy_inputs` returns.
+
+    There is one alone where ``spec.inputs`` is not ``"random"``, or where a sample is large. ``ranges``:
+    those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
+    """
+    first = dummy_inputs(inputs, spec, ranges)
+    if spec.inputs != "random":
+        name = spec.inputs if spec.inputs in ("zeros", "ones") else "given"
+        return (Sample(name, first, bounded=True),)
+    chosen = [Sample("random", first, bounded=True)]
+    if sum(array.nbytes for array in first.values()) <= _MOST_BYTES:
+        for sample in _further(inputs, spec, ranges):
+            if not any(_are_equal(sample.feeds, other.feeds) for other in chosen):
+                chosen.append(sample)
+    return tuple(chosen)
+
+
+def _further(
+    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range]
+) -> Iterator[Sample]:
+    has_open = any((ranges.get(each.name) or assumed_range(each)).is_open for each in inputs)
+    for name in ("zeros", "ones", *_EXTREMES):
+        # Without open floats it would be one more random sample.
+        if name != "scaled" or has_open:
+            bounded = name not in _EXTREMES or not has_open
+            yield Sample(name, generated_inputs(name, inputs, spec, ranges), bounded)
+
+
+def _are_equal(one: Arrays, other: Arrays) -> bool:
+    return all(np.array_equal(array, other[name]) for name, array in one.items())

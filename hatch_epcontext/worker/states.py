@@ -1,0 +1,147 @@
+"""The states of recurrent models: inputs that the app feeds with an output of the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import onnx
+
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.ipc.facts import TensorFacts
+from hatch_epcontext.text import suggestion
+from hatch_epcontext.worker import graph
+
+_SAME_VALUES = frozenset(
+    {
+        *("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Split"),
+        *("Gather", "Concat", "Expand"),
+    }
+)
+_LAYERS: Mapping[str, Mapping[int, int]] = {
+    "LSTM": {5: 1, 6: 2},
+    "DynamicQuantizeLSTM": {5: 1, 6: 2},
+    "GRU": {5: 1},
+    "RNN": {5: 1},
+}
+"""For each layer the inputs with its first states, and the outputs with its last ones."""
+
+
+def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> dict[str, str]:
+    """The states of ``model``: inputs, each with the output that is its next value.
+
+    ``given`` are those of the configuration, at ``key``; without any, those that are states of LSTM, GRU and
+    RNN layers. Raises ModelError when a given pair is none.
+    """
+    inputs = {value.name: graph.facts(value) for value in graph.inputs(model.graph)}
+    outputs = {value.name: graph.facts(value) for value in model.graph.output}
+    if problems := list(_check(given, inputs, outputs, key)):
+        raise ModelError(*problems)
+    if given:
+        return dict(given)
+    found: dict[str, str] = {}
+    for first, last in _guesses(model.graph):
+        if first in inputs and last in outputs and _fit(inputs[first], outputs[last]):
+            found.setdefault(first, last)
+    # Two inputs with one output are not what an app feeds back.
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _check(
+    given: Mapping[str, str],
+    inputs: Mapping[str, TensorFacts],
+    outputs: Mapping[str, TensorFacts],
+    key: Key,
+) -> Iterator[Problem]:
+    for first, last in given.items():
+        if first not in inputs:
+            message = f"the model has no input {first!r}."
+            yield Problem.at(key / first, Kind.UNKNOWN_INPUT, message, suggestion(first, inputs))
+        elif last not in outputs:
+            message = f"the model has no output {last!r}."
+            yield Problem.at(key / first, Kind.UNKNOWN_INPUT, message, suggestion(last, outputs))
+        elif not _fit(inputs[first], outputs[last]):
+            yield Problem.at(
+                key / first,
+                Kind.VALUE_MISMATCH,
+                f"the output {last!r} ({_describe(outputs[last])}) cannot be fed to the input {first!r} "
+                f"({_describe(inputs[first])}).",
+            )
+
+
+def _describe(tensor: TensorFacts) -> str:
+    return f"{tensor.dtype} {tensor.shape_text}".rstrip()
+
+
+def _fit(first: TensorFacts, last: TensorFacts) -> bool:
+    """Whether the output ``last`` can be the input ``first``, as far as their shapes are known."""
+    return (
+        first.dtype == last.dtype
+        and len(first.shape) == len(last.shape)
+        and all(
+            a == b or not (isinstance(a, int) and isinstance(b, int))
+            for a, b in zip(first.shape, last.shape, strict=True)
+        )
+    )
+
+
+def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
+    """The values that begin and end a layer's state, followed back to inputs and on to outputs."""
+    nodes = [*graph.nodes(main), *_branch_ends(main)]
+    makers: dict[str, list[onnx.NodeProto]] = {}
+    users: dict[str, list[onnx.NodeProto]] = {}
+    for node in nodes:
+        for name in filter(None, node.output):
+            makers.setdefault(name, []).append(node)
+        for name in filter(None, node.input):
+            users.setdefault(name, []).append(node)
+    inputs = [value.name for value in main.input]
+    outputs = [value.name for value in main.output]
+    for node in nodes:
+        for first, last in _LAYERS.get(node.op_type, {}).items():
+            if len(node.input) <= first or len(node.output) <= last:
+                continue
+            begins = _reached_back(node.input[first], makers)
+            # An exporter may take the last of all hidden states instead of the layer's own output.
+            ends = {*_reached(node.output[last], users)}
+            if last == 1 and not ends.intersection(outputs):
+                ends |= {*_reached(node.output[0], users)}
+            for begin in inputs:
+                for end in outputs:
+                    if begin in begins and end in ends:
+                        yield begin, end
+
+
+def _branch_ends(main: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The outputs of the branches of each If, as nodes that pass them on to the If's own outputs."""
+    for node in graph.nodes(main):
+        for attribute in node.attribute if node.op_type == "If" else ():
+            for branch in graph.attribute_graphs(attribute):
+                for end, output in zip(branch.output, node.output, strict=False):
+                    yield onnx.helper.make_node("Identity", [end.name], [output])
+
+
+def _reached_back(name: str, makers: Mapping[str, list[onnx.NodeProto]]) -> set[str]:
+    found = {name}
+    waiting = [name]
+    while waiting:
+        for node in makers.get(waiting.pop(), ()):
+            if node.op_type in _SAME_VALUES:
+                values = node.input if node.op_type == "Concat" else node.input[:1]
+                new = [each for each in values if each not in found]
+                found.update(new)
+                waiting += new
+    return found
+
+
+def _reached(name: str, users: Mapping[str, list[onnx.NodeProto]]) -> set[str]:
+    found = {name}
+    waiting = [name]
+    while waiting:
+        current = waiting.pop()
+        for node in users.get(current, ()):
+            moved = node.op_type in _SAME_VALUES
+            if moved and (node.op_type == "Concat" or node.input[0] == current):
+                new = [each for each in node.output if each and each not in found]
+                found.update(new)
+                waiting += new
+    return found
