@@ -235,6 +235,9 @@ The limits of `validate.tolerance`. An output passes if
 `|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|` for every value, and its cosine similarity with
 the reference is at least `cosine`. The cosine is not checked for an output so near to zero that its
 direction is only rounding: if the root-mean-square error is below a hundredth of the first term.""",
+    "quantize": """\
+How a model of floats is [quantized](quantization.md#quantize-a-model). `quantize = false` in a model's table
+switches off what its target has.""",
     "profiles": """\
 Shapes of one input, such as
 `profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8], max = [8, 3, 8, 8] } }]`.""",
@@ -262,6 +265,7 @@ def configuration() -> str:
         "cut": (tables.CutTable, _names(tables.CutTable)),
         "validate": (tables.ValidateTable, _names(tables.ValidateTable)),
         "tolerance": (tables.ToleranceTable, _names(tables.ToleranceTable)),
+        "quantize": (tables.QuantizeTable, _names(tables.QuantizeTable)),
         "profiles": (tables.ProfileTable, _names(tables.ProfileTable)),
     }
     lines = [CONFIGURATION]

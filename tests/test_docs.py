@@ -60,6 +60,7 @@ def keys_in(heading: str) -> set[str]:
         ("`cut`", tables.CutTable),
         ("`validate`", tables.ValidateTable),
         ("`tolerance`", tables.ToleranceTable),
+        ("`quantize`", tables.QuantizeTable),
         ("`profiles`", tables.ProfileTable),
     ],
 )
@@ -88,6 +89,7 @@ def test_every_variable_is_documented() -> None:
         tables.ValidateTable,
         tables.ToleranceTable,
         tables.ProfileTable,
+        tables.QuantizeTable,
     ],
 )
 def test_every_key_has_documentation(table: Any) -> None:

@@ -27,13 +27,17 @@ GENERATOR = "hatch-epcontext"
 
 @dataclass(frozen=True)
 class Preparation:
-    """How a model was prepared: the simplifier, the nodes before and after, and what failed before."""
+    """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
+
+    ``precision``: how its numbers were changed, in words.
+    """
 
     simplifier: Simplifier
     nodes_before: int
     nodes: int
     control_flow: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    precision: str | None = None
 
 
 @dataclass(frozen=True)

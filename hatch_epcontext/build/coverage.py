@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.ipc.facts import Coverage, NodeFacts
+from hatch_epcontext.ipc.facts import DYNAMIC_QUANTIZATION, Coverage, NodeFacts
 from hatch_epcontext.text import count
 
 _MOST_NODES = 10
@@ -42,6 +42,7 @@ def check_coverage(
             f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
             f"{_hint(coverage, target)} {_choices(coverage, model)}",
             settings=(
+                *_dequantize(coverage, target, model),
                 *_cut(coverage, model),
                 Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
             ),
@@ -66,7 +67,22 @@ def _cut(coverage: Coverage, model: Model | None) -> Iterator[Setting]:
     yield Setting(model.key / "cut", {end: names for end, names in ends.items() if names})
 
 
+def _dequantize(coverage: Coverage, target: Target, model: Model | None) -> Iterator[Setting]:
+    """The setting that undoes dynamic quantization, if nodes of it are left to the CPU."""
+    if _is_dynamic(coverage) and not target.settings.dequantize:
+        yield Setting((model.key if model else target.key) / "dequantize", True)
+
+
+def _is_dynamic(coverage: Coverage) -> bool:
+    return any(node.op in DYNAMIC_QUANTIZATION for node in coverage.uncovered)
+
+
 def _hint(coverage: Coverage, target: Target) -> str:
+    if _is_dynamic(coverage) and not target.settings.dequantize:
+        return (
+            "The model is dynamically quantized: it measures its activations when it runs, which "
+            f"{target.provider.ep} does not do. Undo that with dequantize, or change the model there."
+        )
     if any(node.reason for node in coverage.uncovered):
         return (
             "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "

@@ -240,6 +240,7 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
                 "prepared",
                 f"with {preparation.simplifier}: {preparation.nodes_before} nodes, then {preparation.nodes}",
             ),
+            *((("numbers", preparation.precision),) if preparation.precision else ()),
             *(("failed before", failed) for failed in preparation.failed),
         ]
     )

@@ -119,9 +119,9 @@ class JobRunner:
     @contextlib.contextmanager
     def _unchanged(self, job: Job) -> Iterator[None]:
         """Raise ModelError at the end if a file that the job reads is not what the build has hashed."""
-        inputs = [
-            (m.validate.inputs, inputs_digest(m.validate.inputs, self.index)) for m in job.models
-        ]
+        names = [model.validate.inputs for model in job.models]
+        names += filter(None, [job.target.calibration])
+        inputs = [(name, inputs_digest(name, self.index)) for name in names]
         try:
             yield
         except BuildError:
@@ -134,6 +134,8 @@ class JobRunner:
                 raise changed_error(Path(name))
 
     def _check_files(self, job: Job) -> None:
+        for file in input_files(job.target.calibration) if job.target.calibration else ():
+            self.index.check(file)
         for model in job.models:
             files = self.sources[model.name].files
             for file in (*files, *input_files(model.validate.inputs)):
@@ -198,7 +200,9 @@ class JobRunner:
 
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         sha256 = {name: source.sha256 for name, source in self.sources.items()}
-        return fingerprint(job, sha256, versions)
+        given = job.target.calibration
+        calibration = inputs_digest(given, self.index) if given else ""
+        return fingerprint(job, sha256, versions, calibration)
 
     def _check_embeddable(self, job: Job) -> None:
         for model in job.models if job.target.settings.embed else ():

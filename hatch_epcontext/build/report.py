@@ -154,6 +154,8 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
     if preparation.failed:
         failed = "; ".join(_short(failure) for failure in preparation.failed)
         yield f"prepared with {preparation.simplifier} ({failed})"
+    if preparation.precision:
+        yield preparation.precision
     yield describe_coverage(context.coverage)
     if chip := built.job.target.provider.compiled_for(context.compatibility):
         yield f"for {pairs(chip)}"

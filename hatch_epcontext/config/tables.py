@@ -14,11 +14,13 @@ from packaging.tags import parse_tag
 from hatch_epcontext.config.cache_keys import check_public_keys
 from hatch_epcontext.config.cache_url import check_cache_url
 from hatch_epcontext.config.settings import (
+    Dequantize,
     Editable,
     ExecutorName,
     Fallback,
     Optimization,
     Policy,
+    QuantizedType,
     Trust,
     ValidationMode,
     Verification,
@@ -145,6 +147,20 @@ class ProfileTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizeTable:
+    """``quantize`` of a target or a model."""
+
+    inputs: str = _required(
+        "Typical inputs: a folder with an `.npz` or a folder of `input_*.pb` for each sample, or one `.npz` "
+        "with all samples along the first axis.",
+        "",
+    )
+    activation: QuantizedType = _key("The integers of activations.", "uint16")
+    weight: QuantizedType = _key("The integers of weights.", "uint8")
+    per_channel: bool = _key("Whether each channel of a weight has a scale of its own.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NarrowableTable:
     """Keys of a target that a model may narrow: options are merged, other values replaced."""
 
@@ -205,6 +221,15 @@ class NarrowableTable:
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
         "machine when the context does not fit there any more.",
         otherwise=False,
+    )
+    dequantize: Dequantize | None = _key(
+        "Undo dynamic quantization, which NPUs do not take: operators compute with floats again, with "
+        '`"all"` those of static quantization too. See `docs/quantization.md`.',
+        otherwise=False,
+    )
+    quantize: QuantizeTable | Literal[False] | None = _key(
+        "Quantize a model of floats for inputs that are typical for it: see `docs/quantization.md`.",
+        when_missing="not quantized",
     )
     min_coverage: float | None = _key(
         "Fail when less than this share of a model's nodes is compiled.",

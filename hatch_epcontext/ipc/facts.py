@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import CompileSettings, Cut, Listed
+from hatch_epcontext.config.settings import CompileSettings, Cut, Dequantize, Listed, Quantize
 from hatch_epcontext.errors import Key
-from hatch_epcontext.providers import Plugin
+from hatch_epcontext.providers import Plugin, Tolerance
 
 Size = int | str | None
 
@@ -119,6 +119,33 @@ class ModelFacts:
     external_data: tuple[str, ...]
     own_inputs: tuple[TensorFacts, ...] = ()
     constants: tuple[TensorFacts, ...] = ()
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the numbers of a model are changed: see `CompileSettings`. ``calibration`` is a path.
+
+    ``tolerance``: how far the changed model may differ from its source.
+    """
+
+    dequantize: Dequantize
+    quantize: Quantize | None
+    calibration: str
+    tolerance: Tolerance | None
+
+
+DYNAMIC_QUANTIZATION = frozenset(
+    {
+        "DynamicQuantizeLinear",
+        "ConvInteger",
+        "MatMulInteger",
+        "com.microsoft.DynamicQuantizeLSTM",
+        "com.microsoft.DynamicQuantizeMatMul",
+        "com.microsoft.MatMulIntegerToFloat",
+        "com.microsoft.QAttention",
+    }
+)
+"""The operators of dynamic quantization, which ``dequantize`` undoes."""
 
 
 @dataclass(frozen=True)

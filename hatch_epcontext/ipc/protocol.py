@@ -18,6 +18,7 @@ from hatch_epcontext.ipc.facts import (
     Magnitude,
     ModelFacts,
     ModelSpec,
+    Precision,
     Range,
     Simplifier,
     TargetSpec,
@@ -137,7 +138,8 @@ class PrepareReply:
 
     ``control_flow``: operators of the prepared model that choose or repeat other graphs.
     ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the
-    outputs of the source model on the CPU, if they were compared and fit into a file.
+    outputs of the source model on the CPU, if they were compared and fit into a file. ``precision``: how its
+    numbers were changed, in words.
     """
 
     path: str
@@ -146,6 +148,7 @@ class PrepareReply:
     control_flow: tuple[str, ...]
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
-    ``reference``, if an earlier `PrepareReply` has it.
+    ``reference``, if an earlier `PrepareReply` has it. ``precision``: how its numbers are changed.
     """
 
     model: ModelSpec
@@ -161,6 +164,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     folder: str
     compare: bool
     reference: str | None = None
+    precision: Precision | None = None
 
     def misfit(self, reply: PrepareReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))

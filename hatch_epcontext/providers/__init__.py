@@ -12,6 +12,7 @@ from collections.abc import Mapping
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
+    QUANTIZED,
     Limits,
     Plugin,
     Product,
@@ -33,6 +34,7 @@ from hatch_epcontext.providers.option import (
 __all__ = [
     "DISTRIBUTIONS",
     "PROVIDERS",
+    "QUANTIZED",
     "Device",
     "Limits",
     "Option",

@@ -75,6 +75,10 @@ class Tolerance(Limits):
         return self.outputs.get(output, self)
 
 
+QUANTIZED = SomeLimits(snr=15, cosine=0.98)
+"""How far outputs may differ where the source is quantized, and what was made of it is not, or vice versa."""
+
+
 Profile = Mapping[str, Mapping[str, Sequence[int]]]
 """For each input its smallest, best and largest shape, under ``min``, ``opt`` and ``max``."""
 

@@ -29,7 +29,7 @@ KEY = Key(("models", 0))
 
 
 def branching() -> onnx.ModelProto:
-    """``x``, ``s`` (n x 4) -> ``a`` (of ``x``) -> ``b`` (of both), whose sign chooses ``y``; ``z`` of ``s``."""
+    """``x`` -> ``a``; ``a`` and ``s`` -> ``b``, whose sign chooses ``y``; ``s`` -> ``z``; all n x 4."""
 
     def branch(name: str, factor: str) -> onnx.GraphProto:
         node = helper.make_node("Mul", ["b", factor], [name])
