@@ -187,7 +187,7 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     if provider.profiles:
         yield "`profiles`", "yes"
     limits = provider.tolerance
-    yield "tolerance", f"atol {limits.atol:g}, rtol {limits.rtol:g}, cosine {limits.cosine:g}"
+    yield "tolerance", f"snr {limits.snr:g}, cosine {limits.cosine:g}"
     yield "tested", provider.verified
     yield "on hardware", provider.hardware
 
@@ -231,10 +231,8 @@ The part of a model that is kept: see [Cutting a model](cutting.md). At least on
 How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
     "tolerance": """\
-The limits of `validate.tolerance`. An output passes if
-`|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|` for every value, and its cosine similarity with
-the reference is at least `cosine`. The cosine is not checked for an output so near to zero that its
-direction is only rounding: if the root-mean-square error is below a hundredth of the first term.""",
+The limits of `validate.tolerance`, described in [Validation](validation.md). A limit of an output wins
+over that of all outputs, and one for a target over both.""",
     "quantize": """\
 How a model of floats is [quantized](quantization.md#quantize-a-model). `quantize = false` in a model's table
 switches off what its target has.""",
@@ -264,7 +262,10 @@ def configuration() -> str:
         ),
         "cut": (tables.CutTable, _names(tables.CutTable)),
         "validate": (tables.ValidateTable, _names(tables.ValidateTable)),
-        "tolerance": (tables.ToleranceTable, _names(tables.ToleranceTable)),
+        "tolerance": (
+            tables.ToleranceTable,
+            ["snr", "cosine", "atol", "rtol", "outputs", "targets"],
+        ),
         "quantize": (tables.QuantizeTable, _names(tables.QuantizeTable)),
         "profiles": (tables.ProfileTable, _names(tables.ProfileTable)),
     }

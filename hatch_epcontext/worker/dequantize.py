@@ -22,6 +22,8 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 _MICROSOFT = "com.microsoft"
 
+_QUANTIZATION = {*DYNAMIC_QUANTIZATION, "QuantizeLinear", "DequantizeLinear"}
+
 _MOVING = frozenset(
     {"Gather", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Identity", "Flatten"}
 )
@@ -37,20 +39,19 @@ def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     (QuantizeLinear), which NPUs take as it is; with ``static`` that is undone as well. A node whose
     surroundings are not those of a known quantizer stays as it is. All tensors must have their values.
     """
+    before = _count(model)
     rewriter = _Rewriter.of(model)
     rewriter.undo_dynamic()
-    kinds = {node.op_type for node in graph.nodes(model.graph)}
     if static:
         rewriter.undo_pairs()
-    if static or "QuantizeLinear" not in kinds:
+    if static or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         rewriter.undo_stored()
     rewriter.finish()
-    return rewriter.undone
+    return before - _count(model)
 
 
-def is_dynamic(main: onnx.GraphProto) -> bool:
-    """Whether a graph has operators of dynamic quantization."""
-    return any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(main))
+def _count(model: onnx.ModelProto) -> int:
+    return sum(graph.operator(node) in _QUANTIZATION for node in model.graph.node)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ class _Quantized:
 
 @dataclass(frozen=True)
 class _Scale:
-    """A number that is ``factor`` times the scale ``scale``, which is known only when the model runs."""
+    """A number that is ``factor`` times the scale ``scale``, which is known only when the model runs.
+
+    Without a name it is ``factor`` alone.
+    """
 
     scale: str
     factor: Floats
@@ -134,7 +138,7 @@ class _Rewriter:
     model: onnx.ModelProto
     stored: _Stored
     known: dict[str, _Known] = field(default_factory=dict)
-    undone: int = 0
+    makers: Mapping[str, onnx.NodeProto] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
 
     @staticmethod
@@ -166,12 +170,12 @@ class _Rewriter:
             f"{_MICROSOFT}.DynamicQuantizeLSTM": self._lstm,
             f"{_MICROSOFT}.QAttention": self._attention,
         }
+        self.makers = self._makers()
         nodes: list[onnx.NodeProto] = []
         for node in self.model.graph.node:
             rule = rules.get(graph.operator(node))
             made = rule(node) if rule else None
             nodes += [node] if made is None else made
-            self.undone += made is not None
         self._replace(nodes)
 
     def undo_pairs(self) -> None:
@@ -184,7 +188,6 @@ class _Rewriter:
             if node.op_type == "DequantizeLinear" and node.input[0] in floats:
                 identity = helper.make_node("Identity", [floats[node.input[0]]], node.output)
                 nodes.append(identity)
-                self.undone += 1
                 continue
             if node.op_type in _POOLING and node.input and node.input[0] in floats:
                 # The same with floats, beside the node itself, which goes if nobody reads it any more.
@@ -200,37 +203,38 @@ class _Rewriter:
 
     def undo_stored(self) -> None:
         """Store the floats of weights that are only dequantized, perhaps after they are moved."""
-        nodes = list(self.model.graph.node)
-        makers = {name: index for index, node in enumerate(nodes) for name in node.output}
-        replaced: dict[int, list[onnx.NodeProto]] = {}
-        for index, node in enumerate(nodes):
-            if node.op_type != "DequantizeLinear" or node.domain not in ("", _MICROSOFT):
-                continue
-            path = self._to_stored(node.input[0], nodes, makers)
-            if path is None:
-                continue
-            moves, first = path
-            floats = self._floats(node, first, moved=bool(moves))
-            if floats is None:
-                continue
-            current = self._store(f"{first}_dequantized", floats)
-            made = []
-            for move in reversed(moves):
-                twin = onnx.NodeProto()
-                twin.CopyFrom(nodes[move])
-                twin.input[0], twin.name = current, self._name(f"{twin.name}_dequantized")
-                current = self._name(f"{twin.output[0]}_dequantized")
-                twin.output[0] = current
-                made.append(twin)
+        self.makers = self._makers()
+        nodes: list[onnx.NodeProto] = []
+        for node in self.model.graph.node:
+            made = self._stored_floats(node) if node.op_type == "DequantizeLinear" else None
             # Nodes that only the integers go through are removed at the end.
-            replaced[index] = [
-                *made,
-                helper.make_node("Identity", [current], node.output, node.name),
-            ]
-            self.undone += 1
-        self._replace(
-            new for index, node in enumerate(nodes) for new in replaced.get(index, [node])
-        )
+            nodes += made or [node]
+        self._replace(nodes)
+
+    def _stored_floats(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        """What makes the result of a DequantizeLinear if its integers are stored; None if they are not."""
+        path = self._to_stored(node.input[0])
+        floats = self._floats(node, path[1], moved=bool(path[0])) if path else None
+        if path is None or floats is None:
+            return None
+        made, current = self._moved(path[0], self._store(f"{path[1]}_dequantized", floats))
+        return [*made, helper.make_node("Identity", [current], node.output, node.name)]
+
+    def _moved(
+        self, moves: Sequence[onnx.NodeProto], first: str
+    ) -> tuple[list[onnx.NodeProto], str]:
+        """Copies of the nodes ``moves``, the last one first, which move ``first``; and their result."""
+        made = []
+        for move in reversed(moves):
+            twin = onnx.NodeProto()
+            twin.CopyFrom(move)
+            twin.input[0], twin.name = first, self._name(f"{move.name}_dequantized")
+            first = twin.output[0] = self._name(f"{move.output[0]}_dequantized")
+            made.append(twin)
+        return made, first
+
+    def _makers(self) -> Mapping[str, onnx.NodeProto]:
+        return {name: node for node in self.model.graph.node for name in node.output}
 
     def finish(self) -> None:
         """Remove the nodes and the weights that nobody reads any more."""
@@ -253,17 +257,25 @@ class _Rewriter:
         self.known[quantized] = _Quantized(node.input[0], scale, zero_point)
         self.known[scale] = _Scale(scale, np.ones((), np.float32))
 
-    def _product(self, node: onnx.NodeProto) -> None:
+    def _product(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         left, right, left_zero, right_zero = (*node.input, "", "")[:4]
-        known = self.known.get(left)
-        weight = self.stored.get(right)
-        if not isinstance(known, _Quantized) or left_zero != known.zero_point or weight is None:
-            return
+        if (weight := self.stored.get(right)) is None:
+            return None
         # The zero point of a convolution is that of each output channel.
         channels = weight.ndim if node.op_type == "ConvInteger" else None
         zero = self._zero_point(right_zero, weight, channels)
-        if zero is not None:
+        known = self.known.get(left)
+        made: list[onnx.NodeProto] = []
+        if not isinstance(known, _Quantized) and (path := self._to_stored(left)):
+            # Rows of a table that is stored as integers, which have a stored scale.
+            offset = self.stored.get(left_zero)
+            if offset is not None and offset.size == 1:
+                table = self._store(f"{path[1]}_floats", self.stored[path[1]] - offset.reshape(()))
+                made, real = self._moved(path[0], table)
+                known = _Quantized(real, "", left_zero)
+        if isinstance(known, _Quantized) and left_zero == known.zero_point and zero is not None:
             self.known[node.output[0]] = _Sum(node, known.real, known.scale, weight - zero)
+        return [*made, node]
 
     def _zero_point(self, name: str, weight: Floats, channels: int | None) -> Floats | None:
         if not name:
@@ -289,14 +301,21 @@ class _Rewriter:
 
     def _multiply(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         for one, other in (node.input, reversed(node.input)):
-            scale, factor = self.known.get(one), self.stored.get(other)
-            if isinstance(scale, _Scale) and factor is not None:
-                self.known[node.output[0]] = replace(scale, factor=scale.factor * factor)
-                return None
-            product = self.known.get(other)
-            if isinstance(product, _Sum) and isinstance(scale, _Scale):
+            scale, product = self._scale_of(one), self.known.get(other)
+            if scale is not None and isinstance(product, _Sum):
                 return self._as_floats(product, scale, node)
+            factor = self._scale_of(other)
+            if scale and factor and not (scale.scale and factor.scale):
+                name = scale.scale or factor.scale
+                self.known[node.output[0]] = _Scale(name, scale.factor * factor.factor)
         return None
+
+    def _scale_of(self, name: str) -> _Scale | None:
+        """What is known of a scale: a stored one belongs to stored integers."""
+        known, stored = self.known.get(name), self.stored.get(name)
+        if isinstance(known, _Scale):
+            return known
+        return None if stored is None else _Scale("", stored)
 
     def _divide(self, node: onnx.NodeProto) -> None:
         value, by = self.stored.get(node.input[0]), self.known.get(node.input[1])
@@ -422,21 +441,16 @@ class _Rewriter:
 
     # What the rules have in common.
 
-    def _to_stored(
-        self,
-        name: str,
-        nodes: Sequence[onnx.NodeProto],
-        makers: dict[str, int],
-    ) -> tuple[tuple[int, ...], str] | None:
+    def _to_stored(self, name: str) -> tuple[list[onnx.NodeProto], str] | None:
         """The nodes that move a stored tensor into the value ``name``, the last one first, and its name."""
-        moves: list[int] = []
+        moves: list[onnx.NodeProto] = []
         while name not in self.stored:
-            index = makers.get(name)
-            if index is None or nodes[index].op_type not in _MOVING or nodes[index].domain:
+            node = self.makers.get(name)
+            if node is None or node.op_type not in _MOVING or node.domain:
                 return None
-            moves.append(index)
-            name = nodes[index].input[0]
-        return tuple(moves), name
+            moves.append(node)
+            name = node.input[0]
+        return moves, name
 
     def _floats(self, node: onnx.NodeProto, first: str, *, moved: bool) -> Floats | None:
         """What the DequantizeLinear ``node`` makes of the stored tensor ``first``."""
