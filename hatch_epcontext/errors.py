@@ -312,6 +312,12 @@ class Kind(Enum):
         "`cut` names a tensor that the graph does not have, or the part between the tensors is not a model.",
         "Name tensors of the graph itself, so that the outputs depend only on the inputs.",
     )
+    UNSUPPORTED_OUTPUT = (
+        "EPC219",
+        "Unsupported output",
+        "An output is not a tensor: it is a sequence, a map or an optional value, such as that of `ZipMap`.",
+        "Keep the tensor that it is made of, as the message says.",
+    )
     NOTHING_COMPILED = (
         "EPC301",
         "Nothing was compiled",

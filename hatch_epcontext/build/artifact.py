@@ -29,7 +29,8 @@ GENERATOR = "hatch-epcontext"
 class Preparation:
     """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
 
-    ``precision``: how its numbers were changed, in words.
+    ``precision``: how its numbers were changed, in words. ``rewrites``: what was rewritten, because the EP
+    refuses the original. ``tried``: other ways to compile it, each with what came of it.
     """
 
     simplifier: Simplifier
@@ -38,6 +39,8 @@ class Preparation:
     control_flow: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     precision: str | None = None
+    rewrites: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,8 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
             ),
             *((("numbers", preparation.precision),) if preparation.precision else ()),
             *(("failed before", failed) for failed in preparation.failed),
+            *(("rewritten", name) for name in preparation.rewrites),
+            *(("also tried", text) for text in preparation.tried),
         ]
     )
     if validation.agreements:

@@ -21,7 +21,7 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
-    from hatch_epcontext.ipc.protocol import PrepareReply
+    from hatch_epcontext.ipc.protocol import PrepareReply, RewriteReply, RewriteRequest
 
 
 _CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
@@ -47,6 +47,14 @@ class Prepared:
     preparation: Preparation
     ranges: Mapping[str, Range]
     reference: str | None = None
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A model in another form, None if there is none; ``notes``: the rewrites that changed its results."""
+
+    prepared: Prepared | None
+    notes: tuple[str, ...] = ()
 
 
 class Preparations:
@@ -219,3 +227,70 @@ def _try(
         scratch / "call",
         location=f"{job.location}: preparation",
     )
+
+
+def rewrite(
+    job: Job,
+    model: Model,
+    prepared: Prepared,
+    refused: frozenset[str] | None,
+    scratch: Path,
+    workers: Workers,
+) -> Rewritten:
+    """``prepared``, which is ``model`` as ``job`` wants it, without the operators that its EP refuses.
+
+    ``refused`` is None where that is not known. Raises BuildError when the source model fails.
+    """
+    request = _rewrite_request(job, model, prepared, refused, scratch)
+    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+    return _rewritten(prepared, reply)
+
+
+def unroll(
+    job: Job,
+    model: Model,
+    prepared: Prepared,
+    refused: frozenset[str] | None,
+    scratch: Path,
+    workers: Workers,
+) -> Rewritten:
+    """As `rewrite`, with the loops and recurrent layers unrolled that the EP refuses."""
+    from hatch_epcontext.ipc.protocol import UnrollRequest
+
+    rewrite_request = _rewrite_request(job, model, prepared, refused, scratch)
+    request = UnrollRequest(rewrite_request, job.target.settings.unroll_limit)
+    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+    return _rewritten(prepared, reply)
+
+
+def _rewrite_request(
+    job: Job, model: Model, prepared: Prepared, refused: frozenset[str] | None, scratch: Path
+) -> RewriteRequest:
+    from hatch_epcontext.ipc.protocol import RewriteRequest
+
+    folder = scratch / "result"
+    with writing("a rewritten model", folder, job.location):
+        folder.mkdir(parents=True)
+    return RewriteRequest(
+        model_spec_for(model, job.target),
+        prepared.path,
+        None if refused is None else tuple(sorted(refused)),
+        str(folder),
+        simplify=prepared.preparation.simplifier != "none",
+        compare=_compare(model),
+        reference=prepared.reference,
+    )
+
+
+def _rewritten(prepared: Prepared, reply: RewriteReply) -> Rewritten:
+    notes = tuple(f"{each} (not taken)" for each in reply.dropped)
+    if reply.path is None:
+        return Rewritten(None, notes)
+    before = prepared.preparation
+    preparation = replace(
+        before,
+        nodes=reply.nodes,
+        control_flow=reply.control_flow,
+        rewrites=(*before.rewrites, *reply.rewrites),
+    )
+    return Rewritten(replace(prepared, path=reply.path, preparation=preparation), notes)

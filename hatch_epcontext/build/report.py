@@ -156,6 +156,8 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
         yield f"prepared with {preparation.simplifier} ({failed})"
     if preparation.precision:
         yield preparation.precision
+    if preparation.rewrites:
+        yield f"rewritten ({_short('; '.join(preparation.rewrites))})"
     yield describe_coverage(context.coverage)
     if chip := built.job.target.provider.compiled_for(context.compatibility):
         yield f"for {pairs(chip)}"

@@ -85,6 +85,7 @@ class CompileSettings:
     embed: bool = False
     in_memory: bool = False
     external_initializers: int | None = None
+    unroll_limit: int = 5000
     recompile: bool = False
     dequantize: Dequantize = False
     quantize: Quantize | None = None

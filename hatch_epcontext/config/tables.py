@@ -95,6 +95,10 @@ def _decibels(value: float) -> str | None:
     return None if -200 <= value <= 200 else "from -200 to 200 decibels"
 
 
+def _nodes(value: int) -> str | None:
+    return None if value >= 0 else "at least 0 nodes"
+
+
 def _limit(value: float) -> str | None:
     return None if 0 <= value < math.inf else "at least 0"
 
@@ -216,6 +220,13 @@ class NarrowableTable:
         "Fix the model's dimensions as `dims` and `shapes` say. With `false` they stay open, and "
         "`dims` and `shapes` are only the sizes of the dummy inputs: see `docs/shapes.md`.",
         when_missing="by provider and device",
+    )
+    unroll_limit: int | None = _key(
+        "The number of nodes that a graph may get when Loop, Scan, LSTM, GRU and RNN of a known length are "
+        "unrolled, which is done where the EP refuses them and then takes the whole model. `0` leaves "
+        "them as they are.",
+        otherwise=5000,
+        check=_nodes,
     )
     recompile: bool | None = _key(
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '

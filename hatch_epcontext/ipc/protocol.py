@@ -171,6 +171,53 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
 
 
 @dataclass(frozen=True)
+class RewriteReply:
+    """The absolute path of the rewritten model, and its nodes; the path is None if nothing was rewritten.
+
+    ``rewrites``: the names of the rewrites in it. ``dropped``: those that would have changed its results,
+    each with the reason.
+    """
+
+    path: str | None
+    nodes: int = 0
+    control_flow: tuple[str, ...] = ()
+    rewrites: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RewriteRequest(Request[RewriteReply], action="rewrite"):
+    """Rewrite the file ``prepared``, which was made of ``model``, where an EP refuses it.
+
+    ``refused``: the operators that the EP refuses; None for all. The result is simplified with
+    ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
+    ``reference`` if there is one. ``folder`` exists and is empty.
+    """
+
+    model: ModelSpec
+    prepared: str
+    refused: tuple[str, ...] | None
+    folder: str
+    simplify: bool
+    compare: bool
+    reference: str | None = None
+
+    def misfit(self, reply: RewriteReply) -> str | None:
+        return _misfit_files(self.folder, filter(None, (reply.path,)))
+
+
+@dataclass(frozen=True)
+class UnrollRequest(Request[RewriteReply], action="unroll"):
+    """Unroll the loops and layers of known length that ``rewrite`` names, up to ``limit`` nodes."""
+
+    rewrite: RewriteRequest
+    limit: int
+
+    def misfit(self, reply: RewriteReply) -> str | None:
+        return self.rewrite.misfit(reply)
+
+
+@dataclass(frozen=True)
 class CompileReply:
     product: Product
     contexts: tuple[Context, ...]

@@ -10,6 +10,7 @@ import onnx
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
+from hatch_epcontext.text import listing
 from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.inputs import sized
@@ -44,6 +45,7 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     inputs = _inputs(model)
     problems = [
         *_check_types(inputs, spec),
+        *_check_outputs(model.graph, spec),
         *_check_fixed(inputs, spec, request.static.get(spec.name)),
         *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
     ]
@@ -77,6 +79,62 @@ def _check_types(inputs: tuple[TensorFacts, ...], spec: ModelSpec) -> Iterator[P
                 Kind.UNSUPPORTED_INPUT,
                 f"the input {each.name!r} is not a tensor: {each.dtype}.",
             )
+
+
+def _check_outputs(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+    """The outputs that are no tensors, each with the tensors that it is made of."""
+    tensors: list[str] = []
+    others: list[str] = []
+    for value in main.output:
+        if graph.facts(value).dtype.endswith("_type"):
+            others.append(value.name)
+            tensors += _tensors_of(main, value.name)
+        else:
+            tensors.append(value.name)
+    if not others:
+        return
+    kept = list(dict.fromkeys(tensors))
+    names = listing(map(repr, others))
+    what = "is no tensor" if len(others) == 1 else "are no tensors"
+    yield Problem.at(
+        spec.key,
+        Kind.UNSUPPORTED_OUTPUT,
+        f"the output {names} {what}, but a sequence, a map or an optional value, which no EP compiles.",
+        "Keep these tensors as the outputs instead." if kept else "Change the model there.",
+        *([Setting(spec.key / "cut", {"outputs": kept})] if kept else []),
+    )
+
+
+def _tensors_of(main: onnx.GraphProto, output: str) -> list[str]:
+    """The tensors of which nodes make sequences, maps and optional values, up to ``output``."""
+    made_by = {name: node for node in main.node for name in node.output}
+    # Which values are no tensors, the operators say: files have types of few values.
+    node = made_by.get(output)
+    if node is None or graph.operator(node) not in _MAKERS:
+        return []
+    names = node.input if node.op_type == "SequenceConstruct" else node.input[:1]
+    if node.op_type == "SequenceInsert":
+        names = node.input[:2]
+    result: list[str] = []
+    for name in names:
+        maker = made_by.get(name)
+        inner = maker is not None and graph.operator(maker) in _MAKERS
+        result += _tensors_of(main, name) if inner else [name]
+    return result
+
+
+_MAKERS = frozenset(
+    {
+        "Optional",
+        "SequenceConstruct",
+        "SequenceEmpty",
+        "SequenceErase",
+        "SequenceInsert",
+        "SplitToSequence",
+        "ai.onnx.ml.ZipMap",
+    }
+)
+"""The operators whose outputs are no tensors."""
 
 
 def _check_fixed(

@@ -32,6 +32,7 @@ CHANGED: dict[str, Any] = {
     "embed": True,
     "in_memory": True,
     "external_initializers": 1,
+    "unroll_limit": 1,
     "recompile": True,
 }
 """Another value for each field of `CompileSettings`."""

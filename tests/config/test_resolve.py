@@ -180,6 +180,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "embed": ('provider = "qnn"\nembed = true', True),
     "in_memory": ('provider = "qnn"\nin-memory = true', True),
     "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
+    "unroll_limit": ('provider = "qnn"\nunroll-limit = 0', 0),
     "recompile": ('provider = "qnn"\nrecompile = true', True),
     "registration_name": (f'provider = "plugin"\n{LIBRARY}registration-name = "y"', "y"),
 }

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from hatch_epcontext.config.settings import Listed
@@ -11,7 +12,7 @@ from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
 from hatch_epcontext.worker.check import handle
-from tests.models import network, save, save_with_data
+from tests.models import network, save, save_with_data, value
 
 MODEL = Key(("models", 0))
 PROFILES = Key(("targets", "t", "profiles"))
@@ -180,3 +181,46 @@ def test_profiles_of_a_target_that_leaves_shapes_open_fit_the_open_inputs(tmp_pa
 
 def test_inputs_of_fixed_shapes_need_no_profile(tmp_path: Path) -> None:
     assert not profile_problems(save(network(1), tmp_path / "a.onnx"), {})
+
+
+SEQUENCE = onnx.helper.make_sequence_type_proto(
+    onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None)
+)
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept"),
+    [
+        ([("ZipMap", "ai.onnx.ml", ["p"])], ["p", "l"]),
+        ([("SplitToSequence", "", ["p"])], ["p", "l"]),
+        ([("SequenceConstruct", "", ["p", "x", "p"])], ["p", "x", "l"]),
+        ([("SequenceConstruct", "", ["p"]), ("SequenceInsert", "", ["s0", "x"])], ["p", "x", "l"]),
+        ([("Loop", "", ["p"])], ["l"]),
+    ],
+    ids=lambda value: value[0][0] if isinstance(value[0], tuple) else None,
+)
+def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
+    tmp_path: Path, tail: list[tuple[str, str, list[str]]], kept: list[str]
+) -> None:
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "x"], ["l"]),
+        onnx.helper.make_node("Softmax", ["l"], ["p"]),
+        *(
+            onnx.helper.make_node(operator, inputs, [f"s{index}"], domain=domain)
+            for index, (operator, domain, inputs) in enumerate(tail)
+        ),
+    ]
+    outputs = [
+        onnx.helper.make_value_info(f"s{len(tail) - 1}", SEQUENCE),
+        value("l", [2, 2]),
+    ]
+    made = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "graph", [value("x", [2, 2])], outputs)
+    )
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(save(made, tmp_path / "a.onnx")))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.UNSUPPORTED_OUTPUT
+    (setting,) = problem.settings
+    assert setting.key == MODEL / "cut"
+    assert setting.value == {"outputs": kept}

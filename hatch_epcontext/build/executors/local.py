@@ -7,10 +7,11 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hatch_epcontext.build.artifact import (
     Artifact,
@@ -19,8 +20,9 @@ from hatch_epcontext.build.artifact import (
     Times,
     ValidationRun,
 )
+from hatch_epcontext.build.attempts import Ways, compile_best
 from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
-from hatch_epcontext.build.preparation import Preparations
+from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import reason_not_to_run, validation_from_reply
 from hatch_epcontext.config.settings import Model, Target
@@ -29,6 +31,9 @@ from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.system import writing
+
+if TYPE_CHECKING:
+    from hatch_epcontext.ipc.protocol import CompileReply
 
 _SMALL = 1 << 20
 """Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
@@ -87,23 +92,11 @@ class LocalExecutor:
 
     def compile(self, job: Job, key: str, folder: Path) -> Record:
         """Prepare and compile ``job`` into ``folder``, which it makes."""
-        # Only now: a build that finds everything in the cache needs no requests.
-        from hatch_epcontext.ipc.protocol import CompileRequest
-
         start = time.monotonic()
-        prepared = [self.preparations.get(job, model) for model in job.models]
+        prepared = tuple(self.preparations.get(job, model) for model in job.models)
         prepare_seconds = time.monotonic() - start
-        with writing("an artifact", folder, job.location):
-            folder.mkdir(parents=True)
-        request = CompileRequest(
-            models=tuple(model_spec_for(model, job.target) for model in job.models),
-            prepared=tuple(each.path for each in prepared),
-            target=target_spec(job.target),
-            folder=str(folder),
-        )
         try:
-            with self._device(job.target):
-                reply = self.workers.call(request, self._scratch("compile"), location=job.location)
+            prepared, reply = self._compile_best(job, prepared, folder)
         except BuildError as error:
             raise _with_preparations(error, [each.preparation for each in prepared]) from None
         return Record(
@@ -115,6 +108,42 @@ class LocalExecutor:
             self.versions(job),
             Times(prepare_seconds, reply.seconds),
         )
+
+    def _compile_best(
+        self, job: Job, prepared: tuple[Prepared, ...], folder: Path
+    ) -> tuple[tuple[Prepared, ...], CompileReply]:
+        """Compile ``job`` into ``folder``; returns the models as they were compiled best, and the reply."""
+        if job.target.provider.product != "context":
+            return prepared, self._compile(job, prepared, folder)
+
+        def unrolled(index: int, model: Prepared, refused: frozenset[str] | None) -> Rewritten:
+            scratch = self._scratch("unroll")
+            return unroll(job, job.models[index], model, refused, scratch, self.workers)
+
+        ways = Ways(
+            lambda models, into: self._compile(job, models, into),
+            lambda index, model, refused: rewrite(
+                job, job.models[index], model, refused, self._scratch("rewrite"), self.workers
+            ),
+            unrolled if job.target.settings.unroll_limit else None,
+        )
+        return compile_best(prepared, folder, lambda: self._scratch("artifact"), ways)
+
+    def _compile(self, job: Job, prepared: Sequence[Prepared], folder: Path) -> CompileReply:
+        """Compile the models of ``job`` as they are ``prepared`` into ``folder``, which it makes."""
+        # Only now: a build that finds everything in the cache needs no requests.
+        from hatch_epcontext.ipc.protocol import CompileRequest
+
+        with writing("an artifact", folder, job.location):
+            folder.mkdir(parents=True)
+        request = CompileRequest(
+            models=tuple(model_spec_for(model, job.target) for model in job.models),
+            prepared=tuple(each.path for each in prepared),
+            target=target_spec(job.target),
+            folder=str(folder),
+        )
+        with self._device(job.target):
+            return self.workers.call(request, self._scratch("compile"), location=job.location)
 
     def validate(
         self, job: Job, model: Model, key: str, artifact: Artifact, context: Context

@@ -1,0 +1,195 @@
+"""Compiling a job again, rewritten, where an EP refuses it as it is; the best result is kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hatch_epcontext.build.preparation import Prepared, Rewritten
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.ipc.facts import Coverage
+from hatch_epcontext.text import count
+
+if TYPE_CHECKING:
+    from hatch_epcontext.ipc.protocol import CompileReply
+
+_REFUSALS = frozenset(
+    {
+        Kind.NOTHING_COMPILED,
+        Kind.COMPILE_FAILED,
+        Kind.WORKER_CRASHED,
+        Kind.WRONG_RESULT,
+        Kind.NOT_EMBEDDABLE,
+    }
+)
+"""The problems that another form of the model can solve."""
+
+_MOST_ROUNDS = 3
+"""How often a model is rewritten: what one rewrite leaves, an EP can refuse too."""
+
+Refused = frozenset[str] | None
+"""The operators that an EP refuses in a model; None for all, where the EP does not say which."""
+
+Compile = Callable[[Sequence[Prepared], Path], "CompileReply"]
+"""Compiles the prepared models of a job into a folder, which it makes; raises BuildError."""
+
+Rewrite = Callable[[int, Prepared, Refused], Rewritten]
+"""Prepares the model with that index again, in a form without what is refused; raises BuildError."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way in which a job was compiled, and its result: the reply, or else the error."""
+
+    prepared: tuple[Prepared, ...]
+    folder: Path
+    reply: CompileReply | None = None
+    error: BuildError | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left to the CPU."""
+        return self.reply is not None and not self.uncovered
+
+    @property
+    def can_be_helped(self) -> bool:
+        """Whether another form of the models can give a better result."""
+        if self.error is not None:
+            return all(problem.kind in _REFUSALS for problem in self.error.problems)
+        return not self.is_whole
+
+    @property
+    def uncovered(self) -> int:
+        """The number of nodes that are left to the CPU."""
+        return sum(len(each.uncovered) for each in self._coverages)
+
+    @property
+    def quality(self) -> tuple[bool, float, int]:
+        """The larger the better: how much was compiled, then in how few parts."""
+        share = min((each.share for each in self._coverages), default=0.0)
+        return self.reply is not None, share, -sum(each.partitions for each in self._coverages)
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        """The operators that the EP refuses in each of the models."""
+        if self.reply is None:
+            return (None,) * len(self.prepared)
+        return tuple(frozenset(node.op for node in each.uncovered) for each in self._coverages)
+
+    @property
+    def _coverages(self) -> tuple[Coverage, ...]:
+        contexts = () if self.reply is None else self.reply.contexts
+        return tuple(each.coverage for each in contexts if each.coverage is not None)
+
+    def describe(self) -> str:
+        """The way and what came of it."""
+        names = dict.fromkeys(name for each in self.prepared for name in each.preparation.rewrites)
+        if self.error is not None:
+            result = self.error.problems[0].message.split("\n", 1)[0].rstrip(".")
+        else:
+            result = f"{count(self.uncovered, 'node')} left to the CPU"
+        return f"{'; '.join(names) or 'as it is'}: {result}"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How to compile a job, and the forms in which it is tried, the gentlest first.
+
+    The result of ``unroll`` counts only if it leaves nothing to the CPU.
+    """
+
+    compile: Compile
+    rewrite: Rewrite
+    unroll: Rewrite | None = None
+
+
+def compile_best(
+    prepared: Sequence[Prepared], folder: Path, scratch: Callable[[], Path], ways: Ways
+) -> tuple[tuple[Prepared, ...], CompileReply]:
+    """Compile the models ``prepared`` into ``folder``, in another form if the EP refuses them as they are.
+
+    Returns the prepared models of the best result, with what else was tried, and the reply. ``scratch()``
+    is a new path for a folder. Raises the BuildError of the first way, with what else was tried, if no
+    other one works.
+    """
+    first = _attempt(tuple(prepared), folder, ways.compile)
+    if not first.can_be_helped:
+        return _result(first, ())
+    attempts, notes = [first], list[str]()
+    for _ in range(_MOST_ROUNDS):
+        attempt = _again(attempts[-1], ways.rewrite, scratch, ways.compile, notes)
+        if attempt is None:
+            break
+        attempts.append(attempt)
+        if not attempt.can_be_helped:
+            break
+    # The first of equals is the gentlest.
+    best = max(attempts, key=lambda each: each.quality)
+    if best.can_be_helped and ways.unroll is not None:
+        attempt = _again(best, ways.unroll, scratch, ways.compile, notes)
+        if attempt is not None:
+            attempts.append(attempt)
+            best = attempt if attempt.is_whole else best
+    # The first way is described by what it raised.
+    failed = attempts if best.reply is not None else attempts[1:]
+    notes += [each.describe() for each in failed if each is not best]
+    for each in attempts:
+        if each is not best:
+            shutil.rmtree(each.folder, ignore_errors=True)
+    if best is not first and best.reply is not None:
+        best.folder.rename(folder)
+    return _result(best, tuple(notes))
+
+
+def _attempt(prepared: tuple[Prepared, ...], folder: Path, compile_: Compile) -> Attempt:
+    try:
+        return Attempt(prepared, folder, reply=compile_(prepared, folder))
+    except BuildError as error:
+        return Attempt(prepared, folder, error=error)
+
+
+def _again(
+    before: Attempt,
+    rewrite: Rewrite,
+    scratch: Callable[[], Path],
+    compile_: Compile,
+    notes: list[str],
+) -> Attempt | None:
+    """The models of ``before`` compiled in another form; None if there is no other one."""
+    prepared = list(before.prepared)
+    changed = False
+    for index, (each, refused) in enumerate(zip(before.prepared, before.refused, strict=True)):
+        if refused is not None and not refused:
+            continue
+        try:
+            rewritten = rewrite(index, each, refused)
+        except BuildError as error:
+            notes.append(error.problems[0].message)
+            continue
+        notes += rewritten.notes
+        if rewritten.prepared is not None:
+            prepared[index] = rewritten.prepared
+            changed = True
+    return _attempt(tuple(prepared), scratch(), compile_) if changed else None
+
+
+def _result(best: Attempt, notes: tuple[str, ...]) -> tuple[tuple[Prepared, ...], CompileReply]:
+    if best.reply is None:
+        assert best.error is not None, "it failed"
+        raise _with_notes(best.error, notes)
+    prepared = tuple(
+        replace(each, preparation=replace(each.preparation, tried=notes)) for each in best.prepared
+    )
+    return prepared, best.reply
+
+
+def _with_notes(error: BuildError, notes: tuple[str, ...]) -> BuildError:
+    """``error`` with what else was tried."""
+    if not notes:
+        return error
+    tried = "".join(f"\nAlso tried: {note}" for note in notes)
+    first, *others = error.problems
+    return type(error)(replace(first, message=first.message + tried), *others)
