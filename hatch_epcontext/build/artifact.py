@@ -30,7 +30,8 @@ class Preparation:
     """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
 
     ``precision``: how its numbers were changed, in words. ``rewrites``: what was rewritten, because the EP
-    refuses the original. ``tried``: other ways to compile it, each with what came of it.
+    refuses the original; ``options``: those with which it took more. ``tried``: other ways to compile it,
+    each with what came of it.
     """
 
     simplifier: Simplifier
@@ -40,6 +41,7 @@ class Preparation:
     failed: tuple[str, ...] = ()
     precision: str | None = None
     rewrites: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
 
 

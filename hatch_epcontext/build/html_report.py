@@ -242,6 +242,7 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
             ),
             *((("numbers", preparation.precision),) if preparation.precision else ()),
             *(("failed before", failed) for failed in preparation.failed),
+            *(("compiled with", option) for option in preparation.options),
             *(("rewritten", name) for name in preparation.rewrites),
             *(("also tried", text) for text in preparation.tried),
         ]

@@ -279,6 +279,7 @@ def _rewrite_request(
         simplify=prepared.preparation.simplifier != "none",
         compare=_compare(model),
         reference=prepared.reference,
+        tolerance=model.tolerance_for(job.target) if prepared.preparation.precision else None,
     )
 
 

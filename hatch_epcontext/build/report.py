@@ -158,6 +158,9 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
         yield preparation.precision
     if preparation.rewrites:
         yield f"rewritten ({_short('; '.join(preparation.rewrites))})"
+    if preparation.options:
+        options = ", ".join(preparation.options)
+        yield f"compiled with {options}, because without it nodes are left to the CPU"
     yield describe_coverage(context.coverage)
     if chip := built.job.target.provider.compiled_for(context.compatibility):
         yield f"for {pairs(chip)}"

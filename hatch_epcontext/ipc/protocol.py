@@ -191,7 +191,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
-    ``reference`` if there is one. ``folder`` exists and is empty.
+    ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
+    the source if its numbers were changed.
     """
 
     model: ModelSpec
@@ -201,6 +202,7 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     simplify: bool
     compare: bool
     reference: str | None = None
+    tolerance: Tolerance | None = None
 
     def misfit(self, reply: RewriteReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path,)))

@@ -14,6 +14,7 @@ from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
     QUANTIZED,
     Limits,
+    MoreCoverage,
     Plugin,
     Product,
     Profile,
@@ -37,6 +38,7 @@ __all__ = [
     "QUANTIZED",
     "Device",
     "Limits",
+    "MoreCoverage",
     "Option",
     "OptionValue",
     "Plugin",

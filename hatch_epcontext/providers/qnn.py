@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
 from hatch_epcontext.text import count, listing
 
@@ -231,6 +231,18 @@ PROVIDER = Provider(
     # cosine of 0.9999.
     tolerance=Tolerance(snr=20, cosine=0.99),
     float16_on=("npu",),
+    # Statically quantized models: their inputs and outputs are quantized on the CPU by default.
+    more_coverage=MoreCoverage(
+        frozenset(
+            {
+                "QuantizeLinear",
+                "DequantizeLinear",
+                "com.microsoft.QuantizeLinear",
+                "com.microsoft.DequantizeLinear",
+            }
+        ),
+        {"offload_graph_io_quantization": "0"},
+    ),
     several_chips="is_multi_soc_ep_context",
     implied=_implied,
     contradictions=_contradictions,
