@@ -54,6 +54,15 @@ def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
     assert "Or keep the largest part that is covered" in str(raised.value)
 
 
+def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
+    uncovered = (NodeFacts("conv", "ConvInteger"),)
+    text = failure(Coverage(2, 1, 1, uncovered), project)
+    assert "The model is dynamically quantized" in text
+    assert "Set tool.epcontext.dequantize = true" in text
+    text = failure(Coverage(2, 1, 1, uncovered), project, "dequantize = true\n")
+    assert "dynamically quantized" not in text
+
+
 def test_of_many_nodes_the_first_are_named(project: Path) -> None:
     uncovered = tuple(NodeFacts(f"n{index}", "Op") for index in range(25))
     text = failure(Coverage(25, 0, 1, uncovered), project)
