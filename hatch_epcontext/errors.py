@@ -306,6 +306,12 @@ class Kind(Enum):
         "A file of a model or of its dummy inputs was written or replaced while the build was running.",
         "Build again when nothing writes to it. Nothing of it was stored or shipped.",
     )
+    INVALID_CUT = (
+        "EPC212",
+        "Model cannot be cut there",
+        "`cut` names a tensor that the graph does not have, or the part between the tensors is not a model.",
+        "Name tensors of the graph itself, so that the outputs depend only on the inputs.",
+    )
     UNSUPPORTED_OUTPUT = (
         "EPC219",
         "Unsupported output",

@@ -81,8 +81,8 @@ class JobRunner:
             key = self._key(job)
             artifact, cached = self._artifact(job, key, folder)
             self._cache(job).set_latest(settings_key, key)
-        for context in artifact.record.contexts:
-            check_coverage(context.coverage, job.target, job.location)
+        for model, context in zip(job.models, artifact.record.contexts, strict=True):
+            check_coverage(context.coverage, job.target, job.location, model)
         alone = [self.run(each) for each in job.alone]
         if job.can_be_unrolled and not job.target.from_cache:
             artifact, runs = self._agreeing(job, key, artifact, cached=cached)
@@ -179,9 +179,9 @@ class JobRunner:
     @contextlib.contextmanager
     def _unchanged(self, job: Job) -> Iterator[None]:
         """Raise ModelError at the end if a file that the job reads is not what the build has hashed."""
-        inputs = [
-            (m.validate.inputs, inputs_digest(m.validate.inputs, self.index)) for m in job.models
-        ]
+        names = [model.validate.inputs for model in job.models]
+        names += filter(None, [job.target.calibration])
+        inputs = [(name, inputs_digest(name, self.index)) for name in names]
         try:
             yield
         except BuildError:
@@ -194,6 +194,8 @@ class JobRunner:
                 raise changed_error(Path(name))
 
     def _check_files(self, job: Job) -> None:
+        for file in input_files(job.target.calibration) if job.target.calibration else ():
+            self.index.check(file)
         for model in job.models:
             files = self.sources[model.name].files
             for file in (*files, *input_files(model.validate.inputs)):
@@ -258,7 +260,9 @@ class JobRunner:
 
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         sha256 = {name: source.sha256 for name, source in self.sources.items()}
-        return fingerprint(job, sha256, versions)
+        given = job.target.calibration
+        calibration = inputs_digest(given, self.index) if given else ""
+        return fingerprint(job, sha256, versions, calibration)
 
     def _check_embeddable(self, job: Job) -> None:
         for model in job.models if job.target.settings.embed else ():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Key, Problem
 from hatch_epcontext.ipc.facts import (
     Agreement,
@@ -17,6 +18,7 @@ from hatch_epcontext.ipc.facts import (
     Magnitude,
     ModelFacts,
     ModelSpec,
+    Precision,
     Range,
     Simplifier,
     TargetSpec,
@@ -58,6 +60,46 @@ class CheckReply:
 
 
 @dataclass(frozen=True)
+class CutForm:
+    """What the configuration of one form of a model fixes in the cut model.
+
+    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
+    """
+
+    dims: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutReply:
+    """``files``: the cut model and its external data, by name in the folder; ``data``: the files of the
+    external data of the whole model, by name in its own; ``forms``: one for each model of the request.
+    """
+
+    files: tuple[str, ...]
+    data: tuple[str, ...]
+    forms: tuple[CutForm, ...]
+
+
+@dataclass(frozen=True)
+class CutRequest(Request[CutReply], action="cut"):
+    """Write the part ``cut`` of a model into ``folder``, which exists and is empty.
+
+    ``forms``: the model in all its forms, which differ only in what their configuration fixes.
+    """
+
+    forms: tuple[ModelSpec, ...]
+    cut: Cut
+    folder: str
+
+    def misfit(self, reply: CutReply) -> str | None:
+        if len(reply.forms) != len(self.forms):
+            return "it is about other forms of the model"
+        return _misfit_files(self.folder, (str(Path(self.folder, name)) for name in reply.files))
+
+
+@dataclass(frozen=True)
 class ModelProfiles:
     """Optimization profiles for ``model``; ``key`` is their place in the configuration.
 
@@ -96,7 +138,8 @@ class PrepareReply:
 
     ``control_flow``: operators of the prepared model that choose or repeat other graphs.
     ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the
-    outputs of the source model on the CPU, if they were compared and fit into a file.
+    outputs of the source model on the CPU, if they were compared and fit into a file. ``precision``: how its
+    numbers were changed, in words.
     """
 
     path: str
@@ -105,6 +148,7 @@ class PrepareReply:
     control_flow: tuple[str, ...]
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +156,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
-    ``reference``, if an earlier `PrepareReply` has it.
+    ``reference``, if an earlier `PrepareReply` has it. ``precision``: how its numbers are changed.
     """
 
     model: ModelSpec
@@ -120,6 +164,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     folder: str
     compare: bool
     reference: str | None = None
+    precision: Precision | None = None
 
     def misfit(self, reply: PrepareReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))
@@ -146,7 +191,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
-    ``reference`` if there is one. ``folder`` exists and is empty.
+    ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
+    the source if its numbers were changed.
     """
 
     model: ModelSpec
@@ -156,6 +202,7 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     simplify: bool
     compare: bool
     reference: str | None = None
+    tolerance: Tolerance | None = None
 
     def misfit(self, reply: RewriteReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path,)))

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
+    QUANTIZED,
     Limits,
+    MoreCoverage,
     Plugin,
     Product,
     Profile,
@@ -33,8 +35,10 @@ from hatch_epcontext.providers.option import (
 __all__ = [
     "DISTRIBUTIONS",
     "PROVIDERS",
+    "QUANTIZED",
     "Device",
     "Limits",
+    "MoreCoverage",
     "Option",
     "OptionValue",
     "Plugin",

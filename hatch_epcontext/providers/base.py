@@ -78,6 +78,10 @@ class Tolerance(Limits):
         return self.outputs.get(output, self)
 
 
+QUANTIZED = SomeLimits(snr=15, cosine=0.98)
+"""How far outputs may differ where the source is quantized, and what was made of it is not, or vice versa."""
+
+
 Profile = Mapping[str, Mapping[str, Sequence[int]]]
 """For each input its smallest, best and largest shape, under ``min``, ``opt`` and ``max``."""
 
@@ -136,6 +140,14 @@ def _runs_anywhere(system: str, machine: str) -> bool:
 
 
 @dataclass(frozen=True)
+class MoreCoverage:
+    """Provider ``options`` with which an EP takes ``operators`` that it leaves to the CPU by default."""
+
+    operators: frozenset[str]
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Provider:
     """What the package knows about one execution provider.
 
@@ -170,6 +182,9 @@ class Provider:
 
     hardware: str = "not verified on hardware"
     """How far it was tested on the hardware itself; for the documentation."""
+
+    more_coverage: MoreCoverage | None = None
+    """Options that are tried where the EP leaves nodes to the CPU, unless the configuration sets them."""
 
     float16_on: tuple[Device, ...] = ()
     """The devices on which it computes floats in float16 by default, whose largest number is 65504."""

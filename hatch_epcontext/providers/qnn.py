@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
 from hatch_epcontext.text import count, listing
 
@@ -231,6 +231,18 @@ PROVIDER = Provider(
     # have 25 dB and more, wrong ones less than 20.
     tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
     float16_on=("npu",),
+    # Statically quantized models: their inputs and outputs are quantized on the CPU by default.
+    more_coverage=MoreCoverage(
+        frozenset(
+            {
+                "QuantizeLinear",
+                "DequantizeLinear",
+                "com.microsoft.QuantizeLinear",
+                "com.microsoft.DequantizeLinear",
+            }
+        ),
+        {"offload_graph_io_quantization": "0"},
+    ),
     several_chips="is_multi_soc_ep_context",
     implied=_implied,
     contradictions=_contradictions,
@@ -245,6 +257,9 @@ PROVIDER = Provider(
     ),
     notes=(
         "Shapes must be fixed.",
+        "It leaves the quantization of inputs and outputs to the CPU. Where a model would not be whole for "
+        "that, the build compiles it with `offload_graph_io_quantization = 0`, and says so, unless the "
+        "option is set.",
         "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have.",
         (
             "A list compiles one context for several chips: `soc_model = [60, 57]`. `htp_arch` follows "

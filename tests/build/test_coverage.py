@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.build.coverage import check_coverage
+from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.ipc.facts import Coverage, NodeFacts
 from tests.results import configured
@@ -39,6 +40,27 @@ def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -
     text = failure(Coverage(2, 1, 1, uncovered), project)
     assert "NonZero (the shape of its output 'y' depends on the data)" in text
     assert "cut the model before them" in text
+
+
+def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
+    toml = 'models = [{ path = "models/a.onnx", cut = { outputs = ["y"] } }]'
+    (model,) = configured(project, f'provider = "cpu"\n{toml}').models
+    coverage = Coverage(3, 2, 1, (NodeFacts("n", "Op"),), Cut(inputs=("hidden",)))
+    with pytest.raises(BuildError) as raised:
+        check_coverage(coverage, model.targets[0], "a -> cpu", model)
+    settings = raised.value.problems[0].settings
+    # The model is cut already, and its part ends where the model does.
+    assert settings[0].value == {"inputs": ["hidden"], "outputs": ["y"]}
+    assert "Or keep the largest part that is covered" in str(raised.value)
+
+
+def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
+    uncovered = (NodeFacts("conv", "ConvInteger"),)
+    text = failure(Coverage(2, 1, 1, uncovered), project)
+    assert "The model is dynamically quantized" in text
+    assert "Set tool.epcontext.dequantize = true" in text
+    text = failure(Coverage(2, 1, 1, uncovered), project, "dequantize = true\n")
+    assert "dynamically quantized" not in text
 
 
 def test_of_many_nodes_the_first_are_named(project: Path) -> None:
