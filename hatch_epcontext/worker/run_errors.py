@@ -77,7 +77,7 @@ def _inputs_of(
     deciding = _DECIDING.get(node.op_type)
     waiting = deque(node.input if deciding is None else node.input[deciding : deciding + 1])
     seen = set(waiting)
-    found = []
+    found: list[TensorFacts] = []
     while waiting and len(found) < _MOST_NAMED:
         name = waiting.popleft()
         if name in by_name:
