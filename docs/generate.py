@@ -187,7 +187,7 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
     if provider.profiles:
         yield "`profiles`", "yes"
     limits = provider.tolerance
-    yield "tolerance", f"atol {limits.atol:g}, rtol {limits.rtol:g}, cosine {limits.cosine:g}"
+    yield "tolerance", f"snr {limits.snr:g}, cosine {limits.cosine:g}"
     yield "tested", provider.verified
     yield "on hardware", provider.hardware
 
@@ -229,10 +229,8 @@ and other values replaced. Each counts for those targets that can use it.""",
 How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
     "tolerance": """\
-The limits of `validate.tolerance`. An output passes if
-`|out - ref| <= atol * max(1, max|ref|) + rtol * |ref|` for every value, and its cosine similarity with
-the reference is at least `cosine`. The cosine is not checked for an output so near to zero that its
-direction is only rounding: if the root-mean-square error is below a hundredth of the first term.""",
+The limits of `validate.tolerance`, described in [Validation](validation.md). A limit of an output wins
+over that of all outputs, and one for a target over both.""",
     "profiles": """\
 Shapes of one input, such as
 `profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8], max = [8, 3, 8, 8] } }]`.""",
@@ -258,7 +256,10 @@ def configuration() -> str:
             [name for name in _names(tables.ModelTable) if name not in narrowable],
         ),
         "validate": (tables.ValidateTable, _names(tables.ValidateTable)),
-        "tolerance": (tables.ToleranceTable, _names(tables.ToleranceTable)),
+        "tolerance": (
+            tables.ToleranceTable,
+            ["snr", "cosine", "atol", "rtol", "outputs", "targets"],
+        ),
         "profiles": (tables.ProfileTable, _names(tables.ProfileTable)),
     }
     lines = [CONFIGURATION]

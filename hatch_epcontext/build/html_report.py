@@ -268,7 +268,16 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
     if validation.samples:
         kind = "synthetic inputs" if validation.synthetic else "the given inputs"
         yield _facts([("compared on", f"{kind}: {', '.join(validation.samples)}")])
-    yield _facts([("warning", text) for text in validation_warnings(model.model, validation)])
+    large = (
+        f"{each.value!r} reaches {each.largest:.3g} before the output {each.output!r}"
+        for each in validation.large
+    )
+    yield _facts(
+        [
+            *(("warning", text) for text in validation_warnings(model.model, validation)),
+            *(("near float16's limit of 65504", text) for text in large),
+        ]
+    )
 
 
 def _section(heading: str, *children: ET.Element, note: str = "") -> ET.Element:

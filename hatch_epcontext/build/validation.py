@@ -60,13 +60,7 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
             f"{name}: the comparison of the output {each.output!r} proves nothing, because {each.reason}; "
             "give real inputs with validate.inputs"
         )
-    for warning in validation.warnings:
-        yield f"{name}: for inputs that nothing says the app has, {warning}"
-    for large in validation.large:
-        yield (
-            f"{name}: before the output {large.output!r} the value {large.value!r} reaches "
-            f"{large.largest:.3g}, near the end of float16 (65504)"
-        )
+    yield from (f"{name}: {warning}" for warning in validation.warnings)
 
 
 def inconclusive_error(job: Job, model: Model, validation: Validation) -> BuildError:

@@ -11,6 +11,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, ModelSpec, worst_agreement
 from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison import Comparison, compare
 from hatch_epcontext.worker.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.step import step
@@ -59,7 +60,7 @@ def check_runs(
             if each.bounded:
                 raise
             # Nothing says that the app's inputs are ever so large.
-            warnings += (problem.message for problem in error.problems)
+            warnings.append(_warning(each, error))
     worst: dict[str, Agreement] = {}
     for agreement in found:
         known = worst.get(agreement.output)
@@ -76,6 +77,12 @@ class Checked:
     agreements: tuple[Agreement, ...]
     warnings: tuple[str, ...]
     samples: tuple[str, ...]
+
+
+def _warning(each: Run, error: BuildError) -> str:
+    first, *others = (problem.message.splitlines()[0] for problem in error.problems)
+    more = f" So do {count(len(others), 'other output')}." if others else ""
+    return f"nothing says that inputs are as large as in the sample {each.name!r}, and there {first}{more}"
 
 
 def _place(each: Run, number: int) -> str:
@@ -152,6 +159,9 @@ def _differs(
             f"Nothing in the graph bounds {names}, which got values up to 255. Feed real inputs:",
             settings=(Setting(key / "inputs"),),
         )
+    if min(compared.needed.values()) <= 0:
+        hint = "The compiled model is wrong there. If the app never has such inputs, give its real ones:"
+        return Problem(Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "inputs"),))
     allowed = {name: math.floor(limit * 1000) / 1000 for name, limit in compared.needed.items()}
     return Problem(
         Kind.OUTPUT_DIFFERS,

@@ -42,7 +42,7 @@ _OTHER_SAMPLES = 0.1
 _LARGEST = 1e-3
 """The part of an output's largest value that counts as signal in each place: twice float16's precision."""
 
-_UNIT = 0.05
+_UNIT = 0.1
 """The same for values between -1 and 1: NPUs take a Sigmoid from a table with steps of 0.004."""
 
 _SHARES = 64

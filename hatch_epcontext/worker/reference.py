@@ -35,12 +35,20 @@ _STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""
 
 _MUCH_LARGER = 2.0
-_HARMLESS = 1024.0
 """A sample is run on the target too if values inside the model become this much larger in it than in those
-that are run, and larger than what no float type has trouble with."""
+that are run, unless they are harmless."""
+
+_HARMLESS = 8.0
+"""The exponential function of larger values begins to leave the range of float16."""
+
+_HARMLESS_IF_OPEN = 1024.0
+"""The same for samples with inputs that are perhaps larger than the app's ever are."""
 
 _NEAR_LIMIT = 65504 / 4
 """The magnitude from which a value is near the largest one of float16, which is 65504."""
+
+_LARGER = 1.1
+"""The same as `_MUCH_LARGER` for values near the limit."""
 
 
 def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
@@ -164,8 +172,10 @@ def _choose(measured: Sequence[tuple[Run, Mapping[str, float]]]) -> list[Run]:
     for each, largest in sorted(
         others, key=lambda pair: max(pair[1].values(), default=0), reverse=True
     ):
+        harmless = _HARMLESS if each.bounded else _HARMLESS_IF_OPEN
         if any(
-            magnitude > _HARMLESS and magnitude > _MUCH_LARGER * covered.get(name, 0.0)
+            (magnitude > harmless and magnitude > _MUCH_LARGER * covered.get(name, 0.0))
+            or (magnitude > _NEAR_LIMIT and magnitude > _LARGER * covered.get(name, 0.0))
             for name, magnitude in largest.items()
         ):
             chosen.add(each.name)

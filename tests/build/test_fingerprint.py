@@ -8,7 +8,8 @@ import pytest
 
 from hatch_epcontext.build.fingerprint import fingerprint
 from hatch_epcontext.build.plan import Job, plan
-from hatch_epcontext.config.settings import CompileSettings, ValidateSettings
+from hatch_epcontext.config.settings import CompileSettings, ToleranceSettings, ValidateSettings
+from hatch_epcontext.providers import SomeLimits
 from tests.results import configured
 
 SHA256 = {"a": "00"}
@@ -90,7 +91,7 @@ def test_a_new_compile_setting_changes_the_fingerprint(job: Job) -> None:
         {"shapes": {"x": (1, 2)}},
         {"constants": {"sr": 16000}},
         # Without a comparison, preparation may accept the result of another simplifier.
-        {"validate": ValidateSettings(tolerance=False)},
+        {"validate": ValidateSettings(tolerance=None)},
     ],
 )
 def test_a_models_settings_change_the_fingerprint(job: Job, changes: dict[str, Any]) -> None:
@@ -110,7 +111,8 @@ def test_contents_members_and_versions_change_the_fingerprint(job: Job) -> None:
     "changes",
     [
         {"path": Path("/elsewhere/a.onnx")},
-        {"validate": ValidateSettings("require", "ones", {"rtol": 0.5})},
+        {"validate": ValidateSettings(states={"h": "hn"})},
+        {"validate": ValidateSettings("require", "ones", ToleranceSettings(SomeLimits(rtol=0.5)))},
     ],
 )
 def test_paths_and_validation_do_not_change_the_fingerprint(

@@ -41,7 +41,7 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
     )
     assert summarize(cached) == (
         "a -> cpu (cpu): 10/12 nodes in 2 contexts, "
-        "ran and agrees with the CPU (cosine 0.99876, largest difference 0.013), "
+        "ran and agrees with the CPU on synthetic inputs (cosine 0.99876, largest difference 0.013), "
         "407 bytes, opens in 0.200 s, from the cache"
     )
 

@@ -20,18 +20,20 @@ from hatch_epcontext.build.validation import (
     validation_of_alone,
     validation_without_run,
 )
-from hatch_epcontext.config.settings import ValidateSettings
+from hatch_epcontext.config.settings import ToleranceSettings, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.facts import Agreement
+from hatch_epcontext.ipc.facts import Agreement, AgreementStatus
 from hatch_epcontext.ipc.protocol import ValidateReply
-from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.providers import PROVIDERS, SomeLimits
 from tests.results import configured
 
-AGREEMENTS = (Agreement("y", 0.0125, 0.9987), Agreement("z", 0.5, None))
+AGREEMENTS = (Agreement("y", 0.0125, 0.9987, 31.4), Agreement("z", 0.5, None))
 
 
-AGREES = "agrees with the CPU (cosine 0.99870, largest difference 0.5)"
+NOTHING = Agreement("n", 0.0, None, status=AgreementStatus.INCONCLUSIVE, reason="it is NaN")
+CHANCE = Agreement("c", 0.0, None, status=AgreementStatus.RANDOM)
+AGREES = "agrees with the CPU on synthetic inputs (31 dB, cosine 0.99870, largest difference 0.5)"
 
 
 @pytest.fixture
@@ -60,7 +62,19 @@ def elsewhere(job: Job) -> Job:
         ),
         (
             Validation(ValidationStatus.RAN, AGREEMENTS[1:]),
-            "ran and agrees with the CPU (largest difference 0.5)",
+            "ran and agrees with the CPU on synthetic inputs (largest difference 0.5)",
+        ),
+        (
+            Validation(ValidationStatus.RAN, AGREEMENTS, synthetic=False),
+            "ran and agrees with the CPU (31 dB, cosine 0.99870, largest difference 0.5)",
+        ),
+        (
+            Validation(ValidationStatus.RAN, (*AGREEMENTS, NOTHING, CHANCE)),
+            f"ran and {AGREES}; 'n' is inconclusive; 'c' is random",
+        ),
+        (
+            Validation(ValidationStatus.RAN, (NOTHING,)),
+            "ran on synthetic inputs, NOT compared; 'n' is inconclusive",
         ),
         (Validation(ValidationStatus.RAN), "ran, outputs finite, not compared"),
         (
@@ -138,13 +152,13 @@ def test_the_hint_keeps_the_other_settings_of_validate(
 
 
 def test_the_status_follows_the_reply_and_the_product(artifact: Artifact) -> None:
-    ran = validation_from_reply(artifact, ValidateReply(AGREEMENTS))
+    ran = validation_from_reply(artifact, ValidateReply(AGREEMENTS), "random")
     assert ran == Validation(ValidationStatus.RAN, AGREEMENTS)
     reply = ValidateReply(AGREEMENTS, "no GPU")
-    assert validation_from_reply(artifact, reply).status is ValidationStatus.STRUCTURE
+    assert validation_from_reply(artifact, reply, "random").status is ValidationStatus.STRUCTURE
     record = dataclasses.replace(artifact.record, product="optimized")
     optimized = dataclasses.replace(artifact, record=record)
-    assert validation_from_reply(optimized, reply) == Validation(
+    assert validation_from_reply(optimized, reply, "random") == Validation(
         ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"
     )
 
@@ -179,9 +193,9 @@ def for_several_chips(job: Job) -> Job:
 def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: Job) -> None:
     (model,) = job.models
     job = for_several_chips(job)
-    worse = (Agreement("y", 0.02, 0.9991), Agreement("z", 0.25, 0.9))
+    worse = (Agreement("y", 0.02, 0.9991, 40.0), Agreement("z", 0.25, 0.9))
     found = validation_of_alone(job, model, [RAN, Validation(ValidationStatus.RAN, worse)])
-    assert found.agreements == (Agreement("y", 0.02, 0.9987), Agreement("z", 0.5, 0.9))
+    assert found.agreements == (Agreement("y", 0.02, 0.9987, 31.4), Agreement("z", 0.5, 0.9))
     assert found.status is ValidationStatus.RAN_ALONE
     assert found.reason == (
         "QNNExecutionProvider cannot open contexts for several chips on this machine"
@@ -217,7 +231,7 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
         with_validate(job, inputs="ones"),
         with_validate(job, inputs=str(file)),
         with_validate(job, inputs=str(folder)),
-        with_validate(job, tolerance={"atol": 0.5}),
+        with_validate(job, tolerance=ToleranceSettings(SomeLimits(atol=0.5))),
         with_validate(job, tolerance=False),
         dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
     ]

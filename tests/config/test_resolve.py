@@ -11,10 +11,14 @@ import pytest
 from hatch_epcontext.build import requirements
 from hatch_epcontext.build.plan import plan
 from hatch_epcontext.config import resolve
-from hatch_epcontext.config.settings import CompileSettings, ValidateSettings
+from hatch_epcontext.config.settings import (
+    CompileSettings,
+    ToleranceSettings,
+    ValidateSettings,
+)
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind
-from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.providers import PROVIDERS, Provider, SomeLimits
 from tests.config.examples import LONG, PROFILE, problems, read, target
 
 
@@ -132,16 +136,16 @@ def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None
 @pytest.mark.parametrize(
     ("validate", "settings"),
     [
-        ('"require"', ValidateSettings("require", "random", {})),
-        ("false", ValidateSettings(False, "random", {})),
-        ("{}", ValidateSettings("auto", "random", {})),
-        ('{ mode = "structure" }', ValidateSettings("structure", "random", {})),
-        ('{ inputs = "zeros" }', ValidateSettings("auto", "zeros", {})),
-        ("{ timeout = 5 }", ValidateSettings("auto", "random", {}, 5.0)),
-        ("{ tolerance = false }", ValidateSettings("auto", "random", False)),
+        ('"require"', ValidateSettings("require", "random")),
+        ("false", ValidateSettings(False, "random")),
+        ("{}", ValidateSettings("auto", "random")),
+        ('{ mode = "structure" }', ValidateSettings("structure", "random")),
+        ('{ inputs = "zeros" }', ValidateSettings("auto", "zeros")),
+        ("{ timeout = 5 }", ValidateSettings("auto", "random", timeout=5.0)),
+        ("{ tolerance = false }", ValidateSettings("auto", "random", None)),
         (
             '{ mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }',
-            ValidateSettings("require", "ones", {"rtol": 0.1}),
+            ValidateSettings("require", "ones", ToleranceSettings(SomeLimits(rtol=0.1))),
         ),
     ],
 )

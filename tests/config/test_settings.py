@@ -4,21 +4,36 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.providers import Limits, Tolerance
 from tests.config.examples import LONG, read, target
 
 
 def test_a_partial_tolerance_leaves_the_rest_to_the_provider(project: Path) -> None:
     model = read(project, LONG).models[0]
     cpu, x_elite = model.targets
-    assert model.tolerance_for(x_elite.provider) == Tolerance(0.1, 5e-2, 0.99)
-    assert model.tolerance_for(cpu.provider) == Tolerance(0.1, 1e-4, 0.9999)
+    assert model.tolerance_for(x_elite) == Tolerance(20, 0.99, rtol=0.1)
+    assert model.tolerance_for(cpu) == Tolerance(50, 0.9999, rtol=0.1)
 
 
 def test_a_tolerance_of_zero_is_not_the_default(project: Path) -> None:
     model = read(project, LONG.replace("{ rtol = 0.1 }", "{ rtol = 0, cosine = 0 }")).models[0]
     cpu, _ = model.targets
-    assert model.tolerance_for(cpu.provider) == Tolerance(0.0, 1e-4, 0.0)
+    assert model.tolerance_for(cpu) == Tolerance(50, 0.0, rtol=0.0)
+
+
+def test_limits_of_outputs_and_targets_win(project: Path) -> None:
+    tolerance = (
+        "{ snr = 30, outputs = { y = { atol = 1 } }, targets = { x-elite = { snr = 10, cosine = 0.9, "
+        "outputs = { y = { snr = 5 }, z = { rtol = 2 } } } } }"
+    )
+    model = read(project, LONG.replace("{ rtol = 0.1 }", tolerance)).models[0]
+    cpu, x_elite = model.targets
+    on_cpu, on_npu = model.tolerance_for(cpu), model.tolerance_for(x_elite)
+    assert on_cpu is not None
+    assert on_npu is not None
+    assert (on_cpu.of("y"), on_cpu.of("z")) == (Limits(30, 0.9999, 1), on_cpu)
+    assert on_npu.of("y") == Limits(5, 0.9, 1)
+    assert on_npu.of("z") == Limits(10, 0.9, rtol=2)
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.tensors import (
     Array,
-    compare,
     is_float,
     numpy_dtype,
     refuse_not_finite,
     run,
-    within,
 )
 from tests.models import value
-
-HALF = Tolerance(1e-2, 5e-2, 0.99)
 
 
 @pytest.mark.parametrize(
@@ -59,51 +54,6 @@ def test_every_dtype_can_be_fed_and_returned(dtype: int, array: Array) -> None:
 def test_dtypes_by_name(name: str) -> None:
     assert numpy_dtype(name).name == ("object" if name == "string" else name)
     assert is_float(numpy_dtype(name)) == ("float" in name)
-
-
-def agrees(output: list[float], reference: list[float]) -> bool:
-    a, b = np.array(output), np.array(reference)
-    return within(a, b, compare("y", a, b, HALF), HALF)
-
-
-def test_outputs_agree_in_value_and_in_direction() -> None:
-    assert agrees([1.0, 2.0], [1.02, 2.0])
-    assert not agrees([1.0, 2.5], [1.0, 2.0])
-    assert not agrees([0.04, 0.0], [0.0, 0.04]), "small, but at a right angle"
-
-
-def test_an_output_near_zero_has_no_direction() -> None:
-    a, b = np.array([0.0003, 0.0]), np.array([0.0, 0.0003])
-    assert compare("y", a, b, HALF).cosine is None
-    assert agrees([0.0003, 0.0], [0.0, 0.0003])
-    assert not agrees([0.0, 0.0], [0.002, 0.001]), "zeros where the reference has none"
-
-
-def test_the_absolute_tolerance_grows_with_the_output() -> None:
-    assert agrees([100.0, 2.0], [100.0, 0.0])
-    assert not agrees([1.0, 0.5], [1.0, 0.0])
-
-
-def test_all_zeros_agree_with_all_zeros() -> None:
-    assert agrees([0.0, 0.0], [0.0, 0.0])
-    assert agrees([], [])
-
-
-def test_places_where_neither_is_finite_are_ignored() -> None:
-    assert agrees([np.nan, 1.0], [np.nan, 1.0])
-    assert agrees([np.inf], [np.inf])
-
-
-def test_strings_are_equal_or_not() -> None:
-    a, b = np.array(["x", "y"], object), np.array(["x", "z"], object)
-    assert within(a, a, compare("y", a, a, HALF), HALF)
-    assert not within(a, b, compare("y", a, b, HALF), HALF)
-
-
-def test_another_shape_is_an_error() -> None:
-    with pytest.raises(BuildError, match=r"has the shape \[2\], but \[1, 2\] on the CPU") as raised:
-        compare("y", np.zeros(2), np.zeros((1, 2)), HALF)
-    assert raised.value.problems[0].kind is Kind.OUTPUT_SHAPE
 
 
 def test_nan_is_found_in_every_float_dtype() -> None:
