@@ -24,7 +24,7 @@ def number(sample: Sample) -> int:
 def test_inputs_that_the_model_takes_are_left_as_they_are() -> None:
     found, ranges = run_samples(number, [X, N], SPEC, RANGES)
     assert (found[0][0].name, found[0][1]) == ("random", 12)
-    assert len(found) == 6
+    assert len(found) == 7
     assert ranges == RANGES
 
 
@@ -69,4 +69,4 @@ def test_extremes_that_fail_are_left_out() -> None:
         return sample.name
 
     found, _ = run_samples(run, [X, N], SPEC, RANGES)
-    assert [result for _, result in found] == ["random", "zeros", "ones", "smallest"]
+    assert [result for _, result in found] == ["random", "sorted", "zeros", "ones", "smallest"]
