@@ -233,10 +233,10 @@ def _written(node: onnx.NodeProto, known: Known) -> _Found:
 def _group_query_attention(node: onnx.NodeProto, known: Known) -> _Found:
     """The lengths of what is in the cache with the new part: minus one, and of the whole batch."""
     past, new = known.size(_operand(node, 3), 2), known.size(_operand(node, 0), 1)
-    if new:
-        total = (past or 0) + new
-        yield Limit(5, 0, total - 1, usual=total - 1)
-        yield Limit(6, 1, total, usual=total)
+    # Shapes behind operators of ONNX Runtime are not known: one new token is what there always is.
+    total = (past or 0) + (new or 1)
+    yield Limit(5, 0, total - 1, usual=total - 1)
+    yield Limit(6, 1, total, usual=total)
 
 
 def _embedding(node: onnx.NodeProto, known: Known) -> _Found:

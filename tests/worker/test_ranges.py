@@ -319,7 +319,7 @@ def test_positions_boxes_and_caches_of_fused_operators_are_bounded() -> None:
             ),
             helper.make_node(
                 "GroupQueryAttention",
-                ["r", "k", "v", "past", "past", "lengths", "total"],
+                ["x", "k", "v", "past", "past", "lengths", "total"],
                 ["a"],
                 domain=microsoft,
             ),
