@@ -377,6 +377,44 @@ class InspectRequest(Request[InspectReply], action="inspect"):
 
 
 @dataclass(frozen=True)
+class OpenSize:
+    """An open dimension of an input. ``size`` is None where that is for the user to choose; ``note`` says
+    where it comes from, or what to ask.
+    """
+
+    input: str
+    axis: int
+    size: int | None
+    note: str
+
+
+@dataclass(frozen=True)
+class SuggestedConstant:
+    """An input that can be a constant; ``needed``: whether it chooses between graphs inside the model."""
+
+    input: str
+    value: int | None
+    note: str
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class SuggestReply:
+    """All open dimensions of a model, and the inputs that can be constants."""
+
+    sizes: tuple[OpenSize, ...] = ()
+    constants: tuple[SuggestedConstant, ...] = ()
+
+
+@dataclass(frozen=True)
+class SuggestRequest(Request[SuggestReply], action="suggest"):
+    """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU."""
+
+    path: str
+    run: bool
+
+
+@dataclass(frozen=True)
 class DevicesReply:
     """The ``devices`` of an EP on this machine in words, or the ``reason`` why there are none."""
 
