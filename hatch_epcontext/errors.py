@@ -306,6 +306,12 @@ class Kind(Enum):
         "A file of a model or of its dummy inputs was written or replaced while the build was running.",
         "Build again when nothing writes to it. Nothing of it was stored or shipped.",
     )
+    NOT_COMPILABLE = (
+        "EPC218",
+        "Model cannot be compiled for the target",
+        "The model has nodes that the EP compiles in no form, such as trees or strings.",
+        "Keep the part before or after them with `cut`, or compile the model for the `cpu` provider.",
+    )
     NOTHING_COMPILED = (
         "EPC301",
         "Nothing was compiled",

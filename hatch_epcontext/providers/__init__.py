@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Plugin, Product, Profile, Provider, Tolerance
 from hatch_epcontext.providers.libraries import missing
+from hatch_epcontext.providers.limits import TREES, Limits
 from hatch_epcontext.providers.option import (
     Option,
     OptionValue,
@@ -25,7 +26,9 @@ from hatch_epcontext.providers.option import (
 __all__ = [
     "DISTRIBUTIONS",
     "PROVIDERS",
+    "TREES",
     "Device",
+    "Limits",
     "Option",
     "OptionValue",
     "Plugin",

@@ -9,6 +9,7 @@ from typing import Literal
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
 from hatch_epcontext.loader import Device
+from hatch_epcontext.providers.limits import Limits
 from hatch_epcontext.providers.option import Option
 
 Product = Literal["context", "optimized"]
@@ -187,6 +188,9 @@ class Provider:
 
     reserved: Mapping[str, str] = field(default_factory=dict)
     """Options that the build or the loader sets, each with the reason or with what to use instead."""
+
+    limits: Limits | None = None
+    """What the EP compiles in no form; None where that is not known."""
 
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Provider options that are set by default, unless the user sets an option that excludes them."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, switch, text
 
 _CONFIG = "load_config = {{ {} }}"
@@ -59,6 +60,7 @@ PROVIDER = Provider(
     ep="OpenVINOExecutionProvider",
     title="Intel CPUs, GPUs and NPUs through OpenVINO",
     product="context",
+    limits=NUMBERS_ONLY,
     distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("cpu", "gpu", "npu"),
     open_shapes_on=("cpu", "gpu"),

@@ -7,9 +7,11 @@ error, so this module lists every option.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.limits import FIXED_SHAPES
 from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
 from hatch_epcontext.text import count, listing
 
@@ -210,6 +212,7 @@ PROVIDER = Provider(
     ep="QNNExecutionProvider",
     title="Qualcomm's NPU (HTP)",
     product="context",
+    limits=dataclasses.replace(FIXED_SHAPES, known=frozenset({"ai.onnx.ml.ArrayFeatureExtractor"})),
     distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("npu", "gpu", "cpu"),
     requirements=("onnxruntime-qnn>=2.7",),

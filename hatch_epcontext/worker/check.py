@@ -10,7 +10,7 @@ import onnx
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
-from hatch_epcontext.worker import external, graph, reading
+from hatch_epcontext.worker import external, graph, reading, refusals
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.inputs import sized
 from hatch_epcontext.worker.step import step
@@ -50,6 +50,8 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     for given in request.profiles:
         if given.model == spec.name:
             problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
+    targets = [each for each in request.contexts if each.model == spec.name]
+    problems += refusals.problems(model, spec, targets)
     if problems:
         raise ModelError(*problems)
     # Dummy inputs that do not fit are an error before anything is compiled.
