@@ -76,8 +76,8 @@ class JobRunner:
             key = self._key(job)
             artifact, cached = self._artifact(job, key, folder)
             self._cache(job).set_latest(settings_key, key)
-        for context in artifact.record.contexts:
-            check_coverage(context.coverage, job.target, job.location)
+        for model, context in zip(job.models, artifact.record.contexts, strict=True):
+            check_coverage(context.coverage, job.target, model.key, job.location)
         alone = [self.run(each) for each in job.alone]
         runs = {
             context.model: ValidationRun(

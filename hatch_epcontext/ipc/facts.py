@@ -111,11 +111,17 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A node that no context covers, and the reason, if it is known."""
+    """A node that no context covers, and the reason, if it is known.
+
+    ``dynamic``: whether a shape of it depends on the data. ``freeze``: the inputs that decide whatever
+    the EP must know of it, each with a value to freeze it to, None where none is known.
+    """
 
     name: str
     op: str
     reason: str | None = None
+    dynamic: bool = False
+    freeze: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CoverageStatus(Enum):

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Plugin, Product, Profile, Provider, Tolerance
 from hatch_epcontext.providers.libraries import missing
-from hatch_epcontext.providers.limits import TREES, Limits
+from hatch_epcontext.providers.limits import DYNAMIC_QUANTIZATION, TREES, Limits
+from hatch_epcontext.providers.log import is_standing
 from hatch_epcontext.providers.option import (
     Option,
     OptionValue,
@@ -25,6 +26,7 @@ from hatch_epcontext.providers.option import (
 
 __all__ = [
     "DISTRIBUTIONS",
+    "DYNAMIC_QUANTIZATION",
     "PROVIDERS",
     "TREES",
     "Device",
@@ -38,6 +40,7 @@ __all__ = [
     "Scalar",
     "Tolerance",
     "find",
+    "is_standing",
     "missing",
     "render",
     "variable_of",

@@ -96,6 +96,10 @@ def _no_disagreement(
     return None
 
 
+def _no_words(message: str) -> str | None:
+    return None
+
+
 def _runs_anywhere(system: str, machine: str) -> bool:
     return True
 
@@ -191,6 +195,13 @@ class Provider:
 
     limits: Limits | None = None
     """What the EP compiles in no form; None where that is not known."""
+
+    reasons: Callable[[str], Mapping[str, str]] | None = None
+    """The EP's log, with all its messages -> by the name of each node that the EP leaves to the CPU the
+    reason, empty where the log has none; None for an EP that logs no reasons."""
+
+    error_in_words: Callable[[str], str | None] = _no_words
+    """A compiler's error -> what it means for the model: a sentence; None for an unknown error."""
 
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Provider options that are set by default, unless the user sets an option that excludes them."""

@@ -9,6 +9,19 @@ from typing import Literal
 TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 """The operators of ``ai.onnx.ml`` that are ensembles of trees."""
 
+DYNAMIC_QUANTIZATION = frozenset(
+    {
+        "ConvInteger",
+        "DynamicQuantizeLinear",
+        "MatMulInteger",
+        "com.microsoft.DynamicQuantizeLSTM",
+        "com.microsoft.DynamicQuantizeMatMul",
+        "com.microsoft.MatMulIntegerToFloat",
+    }
+)
+"""Operators of models whose activations are quantized while they run, as they are written with their
+domain. NPUs take none."""
+
 ValueKind = Literal["string", "sequence", "map", "optional"]
 """The kinds of values that are no tensors of numbers."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx
 
-from hatch_epcontext.errors import Setting
-from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
+from hatch_epcontext.errors import Key, Setting
+from hatch_epcontext.ipc.facts import TensorFacts
 from hatch_epcontext.text import listing, show
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.flow import Flow
@@ -31,12 +31,12 @@ class Decided:
     def __str__(self) -> str:
         return listing(_described(name, values) for name, values in self.inputs.items())
 
-    def setting(self, spec: ModelSpec) -> Setting:
-        """The constants to set, with a value for each input where one is known."""
+    def setting(self, model: Key) -> Setting:
+        """The constants to set in the table at ``model``, with values if all are known."""
         if not all(self.inputs.values()):
-            return Setting(spec.key / "constants")
+            return Setting(model / "constants")
         return Setting(
-            spec.key / "constants", {name: values[0] for name, values in self.inputs.items()}
+            model / "constants", {name: values[0] for name, values in self.inputs.items()}
         )
 
 
@@ -49,7 +49,9 @@ def decided(main: onnx.GraphProto, flow: Flow, name: str) -> Decided | None:
     """What decides the value ``name`` of the graph ``main``; None if data does, or if nothing is known."""
     nodes, inputs = flow.behind(name)
     facts = {value.name: graph.facts(value) for value in graph.inputs(main)}
-    if not inputs or not all(_is_setting(facts[each]) for each in inputs):
+    indices = graph.index_bounds(main)
+    # An index is data: a token, for example.
+    if not inputs or not all(_is_setting(facts[each]) and each not in indices for each in inputs):
         return None
     compared = tuple(dict.fromkeys(_compared(nodes, flow)))
     only = len(inputs) == 1
@@ -83,10 +85,9 @@ def undecided(main: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Decided |
             yield node, decided(main, flow, node.input[0])
 
 
-def advice(main: onnx.GraphProto, spec: ModelSpec) -> tuple[str, Setting] | None:
-    """What to freeze so that the conditions of ``main`` are known: a sentence, and the setting.
-
-    None where no input decides them, or only data.
+def advice(main: onnx.GraphProto, model: Key | None) -> tuple[str, tuple[Setting, ...]] | None:
+    """What to freeze so that the conditions of ``main`` are known: a sentence, and the setting in the
+    table at ``model``, if the model has one. None where no input decides them, or only data.
     """
     found: dict[str, tuple[Any, ...]] = {}
     names = []
@@ -99,7 +100,5 @@ def advice(main: onnx.GraphProto, spec: ModelSpec) -> tuple[str, Setting] | None
         return None
     whole = Decided(found)
     which = listing(map(repr, dict.fromkeys(names[:_MOST_VALUES])))
-    return (
-        f"The input {whole} decides which branch of the If {which} runs: freeze it.",
-        whole.setting(spec),
-    )
+    hint = f"The input {whole} decides which branch of the If {which} runs: freeze it."
+    return hint, () if model is None else (whole.setting(model),)

@@ -13,6 +13,7 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.ipc.facts import Agreement, ModelSpec
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.conditions import advice
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
@@ -47,12 +48,14 @@ def reference(spec: ModelSpec, feeds: Arrays) -> dict[str, Array]:
     except ModelError:
         raise
     except Exception as error:
+        hint, settings = (not spec.constants and advice(source.graph, spec.key)) or ("", ())
         raise ModelError(
             Problem.at(
                 spec.key,
                 Kind.SOURCE_FAILED,
                 f"the source model itself cannot be run on the CPU: {error}",
-                "Give inputs that the model takes, or switch off the comparison.",
+                f"{hint}\nGive inputs that the model takes, or switch off the comparison.".strip(),
+                *settings,
                 Setting(spec.key / "validate" / "inputs"),
                 Setting(spec.key / "validate" / "tolerance", False),
             )

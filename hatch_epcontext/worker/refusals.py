@@ -207,7 +207,7 @@ def _frozen(
             return None
         found |= by.inputs
     whole = Decided(found)
-    return f"Freeze {whole}, which decides it.", (whole.setting(spec),)
+    return f"Freeze {whole}, which decides it.", (whole.setting(spec.key),)
 
 
 def _reached(findings: Findings, names: set[str], *, backward: bool = False) -> set[str]:

@@ -153,15 +153,15 @@ def test_the_input_that_decides_a_condition_is_named_with_what_it_is_compared_wi
     rate = node("Constant", "", "rate", value_int=16000)
     del rate.input[:]
     given = _choosing([rate, node("Equal", "sr rate", "c")], [value("sr", INT64, [])])
-    found = advice(given.graph, SPEC)
+    found = advice(given.graph, SPEC.key)
     assert found is not None
     assert "'sr' (compared with 16000)" in found[0]
-    assert str(found[1]) == "tool.epcontext.models[0].constants = { sr = 16000 }"
+    assert str(found[1][0]) == "tool.epcontext.models[0].constants = { sr = 16000 }"
 
 
 def test_a_condition_on_data_gives_no_advice() -> None:
     nodes = [node("ReduceMax", "x", "top", keepdims=0), node("Greater", "top limit", "c")]
-    assert advice(_choosing(nodes, [value("limit", FLOAT, [])]).graph, SPEC) is None
+    assert advice(_choosing(nodes, [value("limit", FLOAT, [])]).graph, SPEC.key) is None
 
 
 def test_a_loop_with_a_computed_count_is_refused_and_one_with_a_fixed_count_is_not() -> None:
