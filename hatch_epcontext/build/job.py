@@ -82,7 +82,7 @@ class JobRunner:
             artifact, cached = self._artifact(job, key, folder)
             self._cache(job).set_latest(settings_key, key)
         for model, context in zip(job.models, artifact.record.contexts, strict=True):
-            check_coverage(context.coverage, job.target, job.location, model)
+            check_coverage(context.coverage, job.target, model, job.location)
         alone = [self.run(each) for each in job.alone]
         if job.can_be_unrolled and not job.target.from_cache:
             artifact, runs = self._agreeing(job, key, artifact, cached=cached)

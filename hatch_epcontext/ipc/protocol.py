@@ -113,18 +113,34 @@ class ModelProfiles:
 
 
 @dataclass(frozen=True)
+class ContextTarget:
+    """A target that compiles ``model`` into contexts, by its name, its ``provider`` and its place.
+
+    ``min_coverage``: the part of the nodes that must be inside contexts, from 0 to 1.
+    """
+
+    model: str
+    target: str
+    provider: str
+    key: Key
+    min_coverage: float
+
+
+@dataclass(frozen=True)
 class CheckRequest(Request[CheckReply], action="check"):
     """Read the models, and check that they fit their configuration.
 
     ``static``: the names of models whose shapes must be fixed, each with the EP that needs it; ``left_open``:
     those that get such an EP, although their target leaves shapes open. ``profiles``: the optimization
-    profiles that must fit the models' inputs.
+    profiles that must fit the models' inputs. ``contexts``: the targets whose EP must be able to compile
+    the models.
     """
 
     models: tuple[ModelSpec, ...]
     static: Mapping[str, str]
     profiles: tuple[ModelProfiles, ...] = ()
     left_open: Mapping[str, str] = field(default_factory=dict)
+    contexts: tuple[ContextTarget, ...] = ()
 
     def misfit(self, reply: CheckReply) -> str | None:
         if len(reply.models) == len(self.models):

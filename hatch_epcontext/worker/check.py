@@ -11,7 +11,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker import external, graph, reading
+from hatch_epcontext.worker import external, graph, reading, refusals
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.inputs import sized
 from hatch_epcontext.worker.kinds import dimension_kind
@@ -54,6 +54,8 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     for given in request.profiles:
         if given.model == spec.name:
             problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
+    targets = [each for each in request.contexts if each.model == spec.name]
+    problems += refusals.problems(model, spec, targets)
     if problems:
         raise ModelError(*problems)
     state_pairs(model, spec.states, spec.key / "validate" / "states")

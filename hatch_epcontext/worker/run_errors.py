@@ -12,6 +12,7 @@ from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.conditions import advice
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 
@@ -48,11 +49,13 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
             message += (
                 f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
             )
+    hint, settings = (not spec.constants and advice(fixed.graph, spec.key)) or ("", ())
     return Problem.at(
         spec.key,
         Kind.SOURCE_FAILED,
         message,
-        _hint(named, spec),
+        f"{hint}\n{_hint(named, spec)}".strip(),
+        *settings,
         *_settings(named, spec),
         Setting(spec.key / "validate" / "tolerance", False),
     )
