@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,25 +122,19 @@ def compile_best(
     first = _attempt(tuple(prepared), folder, ways.compile)
     if not first.can_be_helped:
         return _result(first, ())
-    attempts, notes = [first], list[str]()
-    compile_, current = ways.compile, first
+    notes: list[str] = []
+    attempts = [first]
+    current = first
     other = _with_options(first, ways, scratch)
     if other is not None and ways.options is not None:
         attempts.append(other)
         if other.quality > first.quality:
-            compile_, current = ways.options[1], other
-    for _ in range(_MOST_ROUNDS):
-        attempt = None
-        if current.can_be_helped:
-            attempt = _again(current, ways.rewrite, scratch, compile_, notes)
-        if attempt is None:
-            break
-        attempts.append(attempt)
-        current = attempt
+            ways, current = replace(ways, compile=ways.options[1]), other
+    attempts += _rewritten(current, ways, scratch, notes)
     # The first of equals is the gentlest.
     best = max(attempts, key=lambda each: each.quality)
     if best.can_be_helped and ways.unroll is not None:
-        unrolled = _unrolled(best, replace(ways, compile=compile_), scratch, notes)
+        unrolled = _unrolled(best, ways, scratch, notes)
         attempts += unrolled
         best = next((each for each in unrolled if each.is_whole), best)
     # The first way is described by what it raised.
@@ -152,6 +146,21 @@ def compile_best(
     if best is not first and best.reply is not None:
         best.folder.rename(folder)
     return _result(best, tuple(dict.fromkeys(notes)))
+
+
+def _rewritten(
+    first: Attempt, ways: Ways, scratch: Callable[[], Path], notes: list[str]
+) -> Iterator[Attempt]:
+    """Compile the models of ``first`` rewritten, as long as that can help."""
+    last = first
+    for _ in range(_MOST_ROUNDS):
+        if not last.can_be_helped:
+            return
+        again = _again(last, ways.rewrite, scratch, ways.compile, notes)
+        if again is None:
+            return
+        yield again
+        last = again
 
 
 def _unrolled(

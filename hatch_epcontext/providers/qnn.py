@@ -307,8 +307,8 @@ PROVIDER = Provider(
         "Shapes must be fixed.",
         (
             "It leaves the quantization of inputs and outputs to the CPU. Where a model would not be whole "
-            "for that, the build compiles it with `offload_graph_io_quantization = 0` and says so, unless the "
-            "option is set."
+            "for that, the build compiles it with `offload_graph_io_quantization = 0` and says so, unless "
+            "the option is set."
         ),
         "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have.",
         (
