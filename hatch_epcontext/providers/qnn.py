@@ -257,9 +257,11 @@ PROVIDER = Provider(
     ),
     notes=(
         "Shapes must be fixed.",
-        "It leaves the quantization of inputs and outputs to the CPU. Where a model would not be whole for "
-        "that, the build compiles it with `offload_graph_io_quantization = 0`, and says so, unless the "
-        "option is set.",
+        (
+            "It leaves the quantization of inputs and outputs to the CPU. Where a model would not be whole for "
+            "that, the build compiles it with `offload_graph_io_quantization = 0`, and says so, unless the "
+            "option is set."
+        ),
         "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have.",
         (
             "A list compiles one context for several chips: `soc_model = [60, 57]`. `htp_arch` follows "
