@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.build.preparation import Prepared, Rewritten
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import Coverage
 from hatch_epcontext.providers import MoreCoverage
 from hatch_epcontext.text import count
@@ -123,16 +123,15 @@ def compile_best(
     if not first.can_be_helped:
         return _result(first, ())
     attempts, notes = [first], list[str]()
-    compile_, current = ways.compile, first
-    other = _with_options(first, ways, scratch)
+    current, other = first, _with_options(first, ways, scratch)
     if other is not None and ways.options is not None:
         attempts.append(other)
         if other.quality > first.quality:
-            compile_, current = ways.options[1], other
+            ways, current = replace(ways, compile=ways.options[1]), other
     for _ in range(_MOST_ROUNDS):
         attempt = None
         if current.can_be_helped:
-            attempt = _again(current, ways.rewrite, scratch, compile_, notes)
+            attempt = _again(current, ways.rewrite, scratch, ways.compile, notes)
         if attempt is None:
             break
         attempts.append(attempt)
@@ -140,10 +139,9 @@ def compile_best(
     # The first of equals is the gentlest.
     best = max(attempts, key=lambda each: each.quality)
     if best.can_be_helped and ways.unroll is not None:
-        attempt = _again(best, ways.unroll, scratch, compile_, notes)
-        if attempt is not None:
-            attempts.append(attempt)
-            best = attempt if attempt.is_whole else best
+        unrolled = _unrolled(best, ways, ways.unroll, scratch, notes)
+        attempts += unrolled
+        best = next((each for each in unrolled if each.is_whole), best)
     # The first way is described by what it raised.
     failed = attempts if best.reply is not None else attempts[1:]
     notes += [each.describe() for each in failed if each is not best]
@@ -152,7 +150,41 @@ def compile_best(
             shutil.rmtree(each.folder, ignore_errors=True)
     if best is not first and best.reply is not None:
         best.folder.rename(folder)
-    return _result(best, tuple(notes))
+    return _result(best, tuple(dict.fromkeys(notes)))
+
+
+def _unrolled(
+    best: Attempt, ways: Ways, unroll: Rewrite, scratch: Callable[[], Path], notes: list[str]
+) -> list[Attempt]:
+    """The models of ``best`` unrolled; what was inside a loop, an EP can refuse too."""
+    found: list[Attempt] = []
+    attempt = _again(best, unroll, scratch, ways.compile, notes)
+    while attempt is not None:
+        found.append(attempt)
+        if not attempt.can_be_helped or len(found) == _MOST_ROUNDS:
+            break
+        rewritten = _again(attempt, ways.rewrite, scratch, ways.compile, notes)
+        attempt = rewritten or _again(attempt, unroll, scratch, ways.compile, notes)
+    return found
+
+
+def compile_unrolled(
+    prepared: Sequence[Prepared], folder: Path, compile_: Compile, unroll: Rewrite
+) -> tuple[tuple[Prepared, ...], CompileReply]:
+    """Compile the models ``prepared`` into ``folder`` with everything unrolled that can be.
+
+    Returns the unrolled models, and the reply. Raises BuildError if there is nothing to unroll, or if the
+    EP leaves some of it to the CPU.
+    """
+    unrolled = [unroll(index, each, None).prepared for index, each in enumerate(prepared)]
+    if not any(unrolled):
+        message = "there is no loop and no layer to unroll."
+        raise BuildError(Problem(Kind.COMPILE_FAILED, "", message))
+    models = tuple(new or old for new, old in zip(unrolled, prepared, strict=True))
+    attempt = Attempt(models, folder, reply=compile_(models, folder))
+    if not attempt.is_whole:
+        raise BuildError(Problem(Kind.COMPILE_FAILED, "", f"{attempt.describe()}."))
+    return _result(attempt, ("as it is: the results differ from the CPU's",))
 
 
 def _attempt(prepared: tuple[Prepared, ...], folder: Path, compile_: Compile) -> Attempt:
@@ -205,14 +237,14 @@ def _again(
 def _result(best: Attempt, notes: tuple[str, ...]) -> tuple[tuple[Prepared, ...], CompileReply]:
     if best.reply is None:
         assert best.error is not None, "it failed"
-        raise _with_notes(best.error, notes)
+        raise with_notes(best.error, notes)
     prepared = tuple(
         replace(each, preparation=replace(each.preparation, tried=notes)) for each in best.prepared
     )
     return prepared, best.reply
 
 
-def _with_notes(error: BuildError, notes: tuple[str, ...]) -> BuildError:
+def with_notes(error: BuildError, notes: tuple[str, ...]) -> BuildError:
     """``error`` with what else was tried."""
     if not notes:
         return error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hatch_epcontext.build.artifact import (
@@ -14,11 +14,12 @@ from hatch_epcontext.build.artifact import (
     ValidationRun,
     ValidationStatus,
 )
+from hatch_epcontext.build.attempts import with_notes
 from hatch_epcontext.build.cache import Cache
 from hatch_epcontext.build.coverage import check_coverage
 from hatch_epcontext.build.entry import Check, check_for
 from hatch_epcontext.build.executors.executor import Executor
-from hatch_epcontext.build.fingerprint import fingerprint
+from hatch_epcontext.build.fingerprint import fingerprint, value_sha256
 from hatch_epcontext.build.index import Index, changed_error
 from hatch_epcontext.build.plan import Job
 from hatch_epcontext.build.validation import (
@@ -34,6 +35,9 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, Context
 from hatch_epcontext.ipc.process import Heartbeat
+
+_DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
+"""What an EP can compute rightly in another form of the model."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,20 @@ class JobRunner:
         for model, context in zip(job.models, artifact.record.contexts, strict=True):
             check_coverage(context.coverage, job.target, job.location, model)
         alone = [self.run(each) for each in job.alone]
-        runs = {
+        if job.can_be_unrolled and not job.target.from_cache:
+            artifact, runs = self._agreeing(job, key, artifact, cached=cached)
+        else:
+            runs = self._validations(job, key, artifact, alone)
+        saved = sum(built.artifact.size for built in alone) - artifact.size if alone else 0
+        validations = {name: run.validation for name, run in runs.items()}
+        loads = {name: run.load for name, run in runs.items() if run.load is not None}
+        return Built(job, artifact, validations, cached, saved, loads)
+
+    def _validations(
+        self, job: Job, key: str, artifact: Artifact, alone: Sequence[Built] = ()
+    ) -> dict[str, ValidationRun]:
+        """The validations of the job's models; ``alone`` are the results of its jobs of that name."""
+        return {
             context.model: ValidationRun(
                 validation_of_alone(
                     job,
@@ -96,10 +113,53 @@ class JobRunner:
             else self._validate(job, model, key, artifact, context)
             for model, context in zip(job.models, artifact.record.contexts, strict=True)
         }
-        saved = sum(built.artifact.size for built in alone) - artifact.size if alone else 0
-        validations = {name: run.validation for name, run in runs.items()}
-        loads = {name: run.load for name, run in runs.items() if run.load is not None}
-        return Built(job, artifact, validations, cached, saved, loads)
+
+    def _agreeing(
+        self, job: Job, key: str, artifact: Artifact, *, cached: bool
+    ) -> tuple[Artifact, dict[str, ValidationRun]]:
+        """The job's artifact and its validations; unrolled if it disagrees with the CPU as it is."""
+        unrolled = replace(job, unrolled=True)
+        other, folder = (
+            value_sha256([key, "unrolled"]),
+            self.staging / "artifacts" / unrolled.folder,
+        )
+        if cached and not self._is_validated(job, key, artifact):
+            # Perhaps because it disagreed in an earlier build.
+            taken = self._cache(job).take(other, folder, self._check(job))
+            if taken is not None:
+                self._cache(job).set_latest(self._fingerprint(job, {}), other)
+                return taken, self._validations(unrolled, other, taken)
+        try:
+            return artifact, self._validations(job, key, artifact)
+        except BuildError as error:
+            if not all(problem.kind in _DISAGREEMENTS for problem in error.problems):
+                raise
+            disagreement = error
+        try:
+            artifact, _ = self._artifact(unrolled, other, folder)
+        except BuildError:
+            self.executor.finished(unrolled)
+            raise disagreement from None
+        try:
+            runs = self._validations(unrolled, other, artifact)
+        except BuildError as error:
+            rewrites = "; ".join(artifact.record.preparations[0].rewrites)
+            note = f"{rewrites}: {error.problems[0].message}"
+            raise with_notes(disagreement, (note,)) from None
+        finally:
+            self.executor.finished(unrolled)
+        self._cache(job).set_latest(self._fingerprint(job, {}), other)
+        return artifact, runs
+
+    def _is_validated(self, job: Job, key: str, artifact: Artifact) -> bool:
+        """Whether the cache has a validation of all models of the job."""
+        return all(
+            validation_without_run(job, model, self.executor.reason_not_to_run(job))
+            or self._cache(job).validation(
+                key, validation_key(job, model, artifact.record, self.index)
+            )
+            for model in job.models
+        )
 
     def _artifact(self, job: Job, key: str, folder: Path) -> tuple[Artifact, bool]:
         """The job's artifact with its files in ``folder``, and whether it is from the cache."""

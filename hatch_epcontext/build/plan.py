@@ -18,13 +18,15 @@ class Job:
     """Models that are compiled together for one target; several only when they share weights.
 
     ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that
-    name its chip, if its target is one of several chips.
+    name its chip, if its target is one of several chips. ``unrolled``: compiled with all loops and layers
+    unrolled that can be, because as they are the EP computes something else.
     """
 
     models: tuple[Model, ...]
     target: Target
     group: str | None = None
     chip: str = ""
+    unrolled: bool = False
 
     @property
     def name(self) -> str:
@@ -55,6 +57,13 @@ class Job:
         return shared or self.has_several_chips
 
     @property
+    def can_be_unrolled(self) -> bool:
+        """Whether it can be compiled with loops and layers unrolled, if it disagrees with the CPU."""
+        product = self.target.provider.product
+        single = not (self.group or self.has_several_chips or self.unrolled)
+        return product == "context" and single and self.target.settings.unroll_limit > 0
+
+    @property
     def alone(self) -> tuple[Job, ...]:
         """A job for each of the models on each of the chips; empty for one model on one chip."""
         if not self.group and not self.has_several_chips:
@@ -68,7 +77,7 @@ class Job:
     @property
     def folder(self) -> str:
         """The artifact's folder below the output folder; a job for one of several chips is not shipped."""
-        folder = f"{self.name}/{self.target.name}"
+        folder = f"{self.name}/{self.target.name}{'-unrolled' if self.unrolled else ''}"
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:

@@ -67,14 +67,15 @@ class Preparations:
         self._busy: dict[str, threading.Lock] = {}
         self._prepared: dict[str, Prepared] = {}
         self._failed: dict[str, tuple[Job, BuildError]] = {}
-        self._wanted = Counter(
-            _key(each, model) for job in jobs for each in (job, *job.alone) for model in each.models
-        )
+        self._wanted = Counter[tuple[str, str]]()
+        for job in jobs:
+            for each in (job, *job.alone):
+                self.want(each)
 
     def want(self, job: Job) -> None:
         """Keep what is prepared for ``job``, which is not one of those known from the beginning."""
         with self._lock:
-            self._wanted.update(_key(job, model) for model in job.models)
+            self._wanted.update((_key(job, model), job.folder) for model in job.models)
 
     def get(self, job: Job, model: Model) -> Prepared:
         """``model`` as ``job`` wants it prepared; raises BuildError when no simplifier works."""
@@ -104,8 +105,13 @@ class Preparations:
         for model in job.models:
             key = _key(job, model)
             with self._lock:
-                self._wanted[key] -= 1
-                unwanted = self._wanted[key] <= 0
+                if not self._wanted[key, job.folder]:
+                    # Nothing is kept for a job that was not known, such as one that is unrolled.
+                    continue
+                self._wanted[key, job.folder] -= 1
+                unwanted = not any(
+                    number for (other, _), number in self._wanted.items() if other == key
+                )
             if unwanted:
                 self._prepared.pop(key, None)
                 shutil.rmtree(self._folder / key[:16], ignore_errors=True)

@@ -222,9 +222,9 @@ class NarrowableTable:
         when_missing="by provider and device",
     )
     unroll_limit: int | None = _key(
-        "The number of nodes that a graph may get when Loop, Scan, LSTM, GRU and RNN of a known length are "
-        "unrolled, which is done where the EP refuses them and then takes the whole model. `0` leaves "
-        "them as they are.",
+        "The number of nodes that a graph may get when loops and recurrent layers of a known length are "
+        "unrolled, because the EP refuses them or computes something else: see `docs/rewrites.md`. `0` "
+        "leaves them as they are.",
         otherwise=5000,
         check=_nodes,
     )

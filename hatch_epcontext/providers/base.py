@@ -50,18 +50,21 @@ class Limits:
 
     ``snr``: the least ratio of signal to noise in decibels; slices of the output may be 10 dB worse, and
     those of fewer than 8 values 20 dB. ``cosine``: the least cosine similarity. If ``atol`` or ``rtol`` is
-    given, ``|out - ref| <= atol + rtol * |ref|`` must hold everywhere.
+    given, ``|out - ref| <= atol + rtol * |ref|`` must hold everywhere. ``unit``: the signal that each value
+    of an output between -1 and 1 counts to have, which is much for EPs that compute a Sigmoid from a table.
     """
 
     snr: float
     cosine: float
     atol: float | None = None
     rtol: float | None = None
+    unit: float = 1e-3
 
     @property
     def given(self) -> dict[str, Any]:
         """The limits by name, without those that are None."""
-        return SomeLimits(self.snr, self.cosine, self.atol, self.rtol).given
+        some = SomeLimits(self.snr, self.cosine, self.atol, self.rtol)
+        return {**some.given, "unit": self.unit}
 
 
 @dataclass(frozen=True)

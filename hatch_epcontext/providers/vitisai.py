@@ -36,7 +36,7 @@ PROVIDER = Provider(
     distributions=("onnxruntime-vitisai", "onnxruntime-windowsml"),
     devices=("npu",),
     # Models for it are quantized.
-    tolerance=Tolerance(snr=15, cosine=0.98),
+    tolerance=Tolerance(snr=15, cosine=0.98, unit=0.1),
     needs="an AMD Ryzen AI processor and its driver",
     verified="Only the options: its packages are not on PyPI.",
     systems=("linux", "win32"),

@@ -14,6 +14,7 @@ from hatch_epcontext.text import listing
 from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.inputs import sized
+from hatch_epcontext.worker.states import state_pairs
 from hatch_epcontext.worker.step import step
 
 
@@ -54,6 +55,7 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
             problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
     if problems:
         raise ModelError(*problems)
+    state_pairs(model, spec.states, spec.key / "validate" / "states")
     # Dummy inputs that do not fit are an error before anything is compiled.
     feeds_for(model, spec)
     outputs = tuple(map(graph.facts, model.graph.output))

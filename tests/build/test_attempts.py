@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.build.artifact import Preparation
-from hatch_epcontext.build.attempts import Compile, Refused, Ways, compile_best
+from hatch_epcontext.build.attempts import Compile, Refused, Ways, compile_best, compile_unrolled
 from hatch_epcontext.build.preparation import Prepared, Rewritten
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import Context, Coverage, NodeFacts
@@ -60,6 +60,8 @@ class Compiler:
         return Rewritten(self._form(prepared, path))
 
     def unroll(self, index: int, prepared: Prepared, refused: Refused) -> Rewritten:
+        if "unrolled" not in self.results or prepared.path in ("unrolled", "after"):
+            return Rewritten(None)
         return Rewritten(self._form(prepared, "unrolled"))
 
     def _form(self, prepared: Prepared, path: str) -> Prepared:
@@ -141,6 +143,32 @@ def test_unrolling_does_not_count_if_something_is_left(tmp_path: Path) -> None:
         "Clip: it differs (not taken)",
         "unrolled: 1 node left to the CPU",
     )
+
+
+def test_what_was_inside_a_loop_is_rewritten_too(tmp_path: Path) -> None:
+    compiler = Compiler(
+        tmp_path, {"source": reply("Loop"), "unrolled": reply("Clip"), "after": reply()}
+    )
+    assert compiler.best(unroll=True)[0].rewrites == ("unrolled", "after")
+
+
+def test_what_disagrees_is_compiled_unrolled(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path, {"unrolled": reply()})
+    (prepared,), found = compile_unrolled([SOURCE], tmp_path / "out", compiler, compiler.unroll)
+    assert found == reply()
+    assert prepared.preparation.rewrites == ("unrolled",)
+    assert prepared.preparation.tried == ("as it is: the results differ from the CPU's",)
+
+
+@pytest.mark.parametrize(
+    "results", [{}, {"unrolled": reply("Softsign")}], ids=["no loop", "partial"]
+)
+def test_what_cannot_be_unrolled_whole_is_an_error(
+    tmp_path: Path, results: dict[str, CompileReply | BuildError]
+) -> None:
+    compiler = Compiler(tmp_path, results)
+    with pytest.raises(BuildError):
+        compile_unrolled([SOURCE], tmp_path / "out", compiler, compiler.unroll)
 
 
 def test_the_first_error_stands_if_nothing_helps(tmp_path: Path) -> None:

@@ -8,7 +8,12 @@ import pytest
 
 from hatch_epcontext.build.fingerprint import fingerprint
 from hatch_epcontext.build.plan import Job, plan
-from hatch_epcontext.config.settings import CompileSettings, Quantize, ValidateSettings
+from hatch_epcontext.config.settings import (
+    CompileSettings,
+    Quantize,
+    ToleranceSettings,
+    ValidateSettings,
+)
 from hatch_epcontext.providers import SomeLimits
 from tests.results import configured
 

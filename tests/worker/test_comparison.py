@@ -9,7 +9,7 @@ from hatch_epcontext.providers import Limits
 from hatch_epcontext.worker.comparison import Comparison, Nature, compare
 from hatch_epcontext.worker.tensors import Array
 
-HALF = Limits(20, 0.99)
+HALF = Limits(20, 0.99, unit=0.1)
 RNG = np.random.default_rng(1)
 LOGITS = RNG.standard_normal((4, 50)) * 5
 SHARES = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
@@ -86,6 +86,8 @@ def test_small_differences_of_values_up_to_one_are_rounding() -> None:
     assert agrees([[0.0]], [[0.0026]], "unit")
     assert not agrees([[0.0]], [[0.0026]])
     assert not agrees([[0.2]], [[0.0026]], "unit")
+    exact = Limits(20, 0.99)
+    assert compared([[0.0]], [[0.0026]], exact, "unit").excesses, "on a CPU it is not"
 
 
 def test_what_is_near_zero_is_compared_with_other_samples() -> None:
@@ -128,7 +130,7 @@ def test_needed_limits_are_those_that_let_it_pass() -> None:
     reference = RNG.standard_normal((20, 50))
     output = noise(reference, 0.1)
     found = compared(output, reference)
-    needed = Limits(**{"snr": 20, "cosine": 0.99, **found.needed})
+    needed = Limits(**{"snr": 20, "cosine": 0.99, "unit": 0.1, **found.needed})
     assert found.excesses
     assert not compared(output, reference, needed).excesses
 

@@ -20,7 +20,7 @@ from hatch_epcontext.build.artifact import (
     Times,
     ValidationRun,
 )
-from hatch_epcontext.build.attempts import Compile, Ways, compile_best
+from hatch_epcontext.build.attempts import Compile, Ways, compile_best, compile_unrolled
 from hatch_epcontext.build.plan import (
     Job,
     model_spec_for,
@@ -127,6 +127,10 @@ class LocalExecutor:
             scratch = self._scratch("unroll")
             return unroll(job, job.models[index], model, refused, scratch, self.workers)
 
+        if job.unrolled:
+            return compile_unrolled(
+                prepared, folder, lambda models, into: self._compile(job, models, into), unrolled
+            )
         ways = Ways(
             lambda models, into: self._compile(job, models, into),
             lambda index, model, refused: rewrite(

@@ -8,20 +8,26 @@ from __future__ import annotations
 import onnx
 
 from hatch_epcontext.worker.rewrites.base import Rewrite
+from hatch_epcontext.worker.rewrites.basics import SIMPLER
 from hatch_epcontext.worker.rewrites.branches import BRANCHES
 from hatch_epcontext.worker.rewrites.casts import INTEGER_CASTS
 from hatch_epcontext.worker.rewrites.clip import COMPUTED_BOUNDS
 from hatch_epcontext.worker.rewrites.einsum import EINSUM
+from hatch_epcontext.worker.rewrites.functions import DEFINITIONS
 from hatch_epcontext.worker.rewrites.fused import FUNCTIONS, FUSED
 from hatch_epcontext.worker.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.worker.rewrites.recurrent import DEFAULT_ACTIVATIONS
+from hatch_epcontext.worker.rewrites.sequences import SEQUENCES
 from hatch_epcontext.worker.rewrites.shapes import SHAPES
 
 REWRITES: tuple[Rewrite, ...] = (
     BRANCHES,
+    SEQUENCES,
     DEFAULT_ACTIVATIONS,
     FUSED,
     FUNCTIONS,
+    DEFINITIONS,
+    SIMPLER,
     COMPUTED_BOUNDS,
     INTEGER_CASTS,
     EINSUM,

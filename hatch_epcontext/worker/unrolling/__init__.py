@@ -30,10 +30,11 @@ def unroll(model: onnx.ModelProto, refused: frozenset[str], limit: int) -> tuple
     wanted = refused & UNROLLED
     if not any(_is_wanted(node, wanted) for node in graph.nodes(model.graph)):
         return ()
-    unrolling = _Unrolling(_with_shapes(model), wanted)
+    known = _with_shapes(model)
+    unrolling = _Unrolling(model, wanted)
     builder = Builder(Names.of(model), _opset(model), limit)
     try:
-        nodes = unrolling.expand(model.graph, Scope(), builder)
+        nodes = unrolling.expand(known.graph, Scope(), builder)
     except TooManyNodesError:
         return ()
     if unrolling.done:

@@ -12,7 +12,7 @@ from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.tensors import Array
 from hatch_epcontext.worker.unrolling.builder import Builder
 
-_PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softsign", "Softplus")}
+_PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softplus")}
 
 _ALPHA: dict[str, float | None] = {
     "leakyrelu": 0.01,
@@ -25,6 +25,7 @@ _ALPHA: dict[str, float | None] = {
 """The functions that take alpha, with its value where the node has none; None where runtimes differ."""
 
 _BETA: dict[str, float | None] = {"hardsigmoid": 0.5, "affine": None, "scaledtanh": None}
+_OTHERS = frozenset({"softsign"})
 _WITH_ALPHA = {"leakyrelu": "LeakyRelu", "thresholdedrelu": "ThresholdedRelu", "elu": "Elu"}
 
 
@@ -35,6 +36,11 @@ class Activation:
     name: str
     alpha: float
     beta: float
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the function hardly changes for values far from 0."""
+        return self.name in ("sigmoid", "tanh")
 
     def apply(self, value: str, dtype: np.dtype[np.generic], builder: Builder, hint: str) -> str:
         """Add the function of ``value``, which has elements of ``dtype``."""
@@ -53,6 +59,10 @@ class Activation:
             return builder.add(_WITH_ALPHA[self.name], [value], hint, alpha=self.alpha)
         if self.name == "hardsigmoid":
             return builder.add("HardSigmoid", [value], hint, alpha=self.alpha, beta=self.beta)
+        if self.name == "softsign":
+            # Few EPs have Softsign itself.
+            size = builder.add("Add", [builder.add("Abs", [value], hint), number(1.0)], hint)
+            return builder.add("Div", [value, size], hint)
         if self.name == "affine":
             return affine(value, self.alpha, self.beta)
         scaled = builder.add("Mul", [value, number(self.beta)], hint)
@@ -71,8 +81,11 @@ def activations(
         for name in graph.attribute(node, "activations", [])
     ]
     names = named or [name.casefold() for name in defaults] * directions
+    if node.op_type == "RNN":
+        # Its default names those of two directions, and the second is unused for one.
+        names = names[:directions]
     if len(names) != directions * len(defaults) or not all(
-        name in _PLAIN or name in _ALPHA for name in names
+        name in {*_PLAIN, *_ALPHA, *_OTHERS} for name in names
     ):
         return None
     alphas = iter(graph.attribute(node, "activation_alpha", []))

@@ -20,6 +20,10 @@ RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
+_FLAT = 20.0
+"""Where sigmoid and tanh are flat in float32. QNN's HTP joins a sum with the function that follows into one
+that is 0.007 apart, and wrong where Split follows; it does not with this between them."""
+
 Step = Callable[[str, Sequence[str]], list[str]]
 """From what the input adds to the gates (batch x gates * hidden) and the states to the new states."""
 
@@ -61,12 +65,9 @@ class _Layer:
         axis = 1 if self.batch_first else 0
         return self.builder.item(self.input(index), axis, direction, f"{self.hint}/state")
 
-    def clipped(self, value: str) -> str:
-        """``value`` within the node's ``clip``, if it has one."""
-        limit = graph.attribute(self.node, "clip", 0.0)
+    def clipped(self, value: str, limit: float) -> str:
+        """``value`` within -``limit`` and ``limit``."""
         hint = f"{self.hint}/clipped"
-        if not limit:
-            return value
         if self.builder.opset < 11:
             return self.builder.add("Clip", [value], hint, min=-limit, max=limit)
         low, high = (
@@ -74,9 +75,13 @@ class _Layer:
         )
         return self.builder.add("Clip", [value, low, high], hint)
 
-    def active(self, function: Activation, value: str) -> str:
-        """``function`` of ``value``, which is clipped first."""
-        return function.apply(self.clipped(value), self.dtype, self.builder, f"{self.hint}/gate")
+    def active(self, function: Activation, value: str, *, is_sum: bool = True) -> str:
+        """``function`` of ``value``, which is clipped first as the node says."""
+        if limit := graph.attribute(self.node, "clip", 0.0):
+            value = self.clipped(value, limit)
+        elif is_sum and function.is_flat:
+            value = self.clipped(value, _FLAT)
+        return function.apply(value, self.dtype, self.builder, f"{self.hint}/gate")
 
     def add(self, op: Literal["Add", "Sub", "Mul", "MatMul"], first: str, second: str) -> str:
         """A node of two inputs."""
@@ -178,23 +183,23 @@ def _lstm(
     coupled = graph.number(layer.node, "input_forget", 0) != 0
     one = layer.builder.constant(np.ones((), layer.dtype), f"{layer.hint}/one") if coupled else ""
 
-    def looking(gate: str, cell: str, peephole: str) -> str:
-        return layer.add("Add", gate, layer.add("Mul", peephole, cell)) if peephole else gate
+    def gate(value: str, cell: str, peephole: str) -> str:
+        if not peephole:
+            return layer.active(f, value, is_sum=False)
+        return layer.active(f, layer.add("Add", value, layer.add("Mul", peephole, cell)))
 
     def step(given: str, states: Sequence[str]) -> list[str]:
         hidden, cell = states
         gates = layer.add("Add", given, layer.add("MatMul", hidden, weight))
         i, o, forget, c = layer.parts(gates, 1, 4)
-        i = layer.active(f, looking(i, cell, inner[0]))
-        forget = (
-            layer.add("Sub", one, i)
-            if coupled
-            else layer.active(f, looking(forget, cell, inner[2]))
-        )
-        new = layer.add("Mul", i, layer.active(g, c))
+        i = gate(i, cell, inner[0])
+        forget = layer.add("Sub", one, i) if coupled else gate(forget, cell, inner[2])
+        new = layer.add("Mul", i, layer.active(g, c, is_sum=False))
         cell = layer.add("Add", layer.add("Mul", forget, cell), new)
-        o = layer.active(f, looking(o, cell, inner[1]))
-        curved = h.apply(cell, layer.dtype, layer.builder, f"{layer.hint}/cell")
+        o = gate(o, cell, inner[1])
+        # The node's clip does not hold for what comes out.
+        bounded = layer.clipped(cell, _FLAT) if h.is_flat else cell
+        curved = h.apply(bounded, layer.dtype, layer.builder, f"{layer.hint}/cell")
         return [layer.add("Mul", o, curved), cell]
 
     states = [layer.state(5, direction), layer.state(6, direction)]
@@ -233,7 +238,7 @@ def _gru(
         gates = layer.add("Add", given_outer, layer.add("MatMul", hidden, outer))
         if outer_bias:
             gates = layer.add("Add", gates, outer_bias)
-        update, reset = layer.parts(layer.active(f, gates), 1, 2)
+        update, reset = (layer.active(f, each, is_sum=False) for each in layer.parts(gates, 1, 2))
         new = layer.active(g, layer.add("Add", given_inner, reset_product(reset, hidden)))
         kept = layer.add("Mul", update, hidden)
         return [layer.add("Add", layer.add("Mul", layer.add("Sub", one, update), new), kept)]

@@ -1,0 +1,60 @@
+"""Loops and layers that QNN refuses, unrolled, compiled and run on its simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.api import BuildError, ValidationStatus, compile_models
+from tests.conftest import needs_qnn
+from tests.models import save
+from tests.worker.unrolling.models import parsed, recurrent
+
+pytestmark = needs_qnn
+
+OPTIONS = {"soc_model": 60}
+
+LOOP = """
+main (float[1, 8] x) => (float[1, 8] y)
+<int64 trips = {3}, bool true = {1}>
+{
+    sum = Add (x, x)
+    y = Loop (trips, true, sum) <body = body (int64 i, bool go, float[1, 8] state)
+        => (bool go, float[1, 8] next) { rate = Sigmoid (state) next = Mul (rate, x) }>
+}
+"""
+
+
+def test_a_loop_of_known_length_becomes_one_context(tmp_path: Path) -> None:
+    source = save(parsed(LOOP), tmp_path / "a.onnx")
+    result = compile_models(source, tmp_path / "out", "qnn", provider_options=OPTIONS)
+    (model,) = result.report.jobs[0].models
+    assert model.coverage is not None
+    assert (model.coverage.partitions, model.coverage.uncovered) == (1, ())
+    assert model.preparation is not None
+    assert model.preparation.rewrites == ("Loop unrolled 3 times",)
+
+
+def test_the_limit_0_leaves_it_as_it_is(tmp_path: Path) -> None:
+    source = save(parsed(LOOP), tmp_path / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        compile_models(
+            source, tmp_path / "out", "qnn", provider_options=OPTIONS, settings={"unroll-limit": 0}
+        )
+    assert "Loop" in raised.value.problems[0].message
+
+
+def test_a_layer_that_qnn_computes_wrong_is_unrolled(tmp_path: Path) -> None:
+    # QNN takes the node, and ignores the attribute.
+    source = save(recurrent("LSTM", input_forget=1), tmp_path / "a.onnx")
+    for folder in ("first", "second"):
+        result = compile_models(
+            source, tmp_path / folder, "qnn", provider_options=OPTIONS, cache_dir=tmp_path / "cache"
+        )
+        (model,) = result.report.jobs[0].models
+        assert model.preparation is not None
+        assert model.preparation.rewrites == ("LSTM unrolled 3 times",)
+        assert "differ from the CPU's" in model.preparation.tried[0]
+        assert model.validation.status is ValidationStatus.RAN
+    assert result.report.jobs[0].cached

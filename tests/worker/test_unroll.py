@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from hatch_epcontext.errors import Key
+from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.ipc.protocol import RewriteReply, RewriteRequest, UnrollRequest
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.unroll import handle
+from tests.models import save, save_with_data
+from tests.worker.unrolling.models import parsed, recurrent
+
+FOLLOWING = """
+main (float[2] x) => (float[2] y)
+<int64 trips = {3}, bool true = {1}, int64 zero = {0}>
+{
+    end, rows = Loop (trips, true, x) <body = first (int64 i, bool go, float[2] state)
+        => (bool go, float[2] next, float[2] row) { next = Sin (state) row = Exp (next) }>
+    shape = Shape (rows)
+    length = Gather (shape, zero)
+    y = Loop (length, true, end) <body = second (int64 j, bool on, float[2] s)
+        => (bool on, float[2] t) { row = Gather (rows, j) t = Sub (s, row) }>
+}
+"""
+"""The second loop is as long as what the first one makes."""
+
+
+def unroll(
+    path: Path, folder: Path, refused: tuple[str, ...] | None = None, limit: int = 100
+) -> RewriteReply:
+    spec = ModelSpec(name="model", key=Key(("models", 0)), path=str(path))
+    folder.mkdir()
+    request = RewriteRequest(spec, str(path), refused, str(folder), simplify=True, compare=True)
+    return handle(UnrollRequest(request, limit))
+
+
+def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) -> None:
+    reply = unroll(save(parsed(FOLLOWING), tmp_path / "a.onnx"), tmp_path / "out")
+    assert reply.path is not None
+    assert (reply.rewrites, reply.control_flow) == (("Loop unrolled 3 times",), ())
+    assert reply.nodes == len(graph.compute_nodes(onnx.load(reply.path).graph))
+
+
+def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
+    path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
+    assert unroll(path, tmp_path / "out", ("Add", "Scan")) == RewriteReply(None)
+
+
+def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
+    path = save_with_data(recurrent("GRU"), tmp_path / "a.onnx")
+    reply = unroll(path, tmp_path / "out", ("GRU",))
+    assert reply.rewrites == ("GRU unrolled 3 times",)
+
+
+def test_what_changes_the_results_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(model: onnx.ModelProto, refused: frozenset[str], limit: int) -> tuple[str, ...]:
+        nodes = [node for node in model.graph.node if node.op_type == "Sub"]
+        for node in nodes:
+            node.op_type = "Add"
+        return ("Sub as Add",) if nodes else ()
+
+    monkeypatch.setattr("hatch_epcontext.worker.unroll.unroll", faulty)
+    text = "main (float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
+    reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
+    assert reply.path is None
+    assert "Sub as Add" in reply.dropped[0]
