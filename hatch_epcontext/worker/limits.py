@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.forms import STANDARD, clip_bounds
+from hatch_epcontext.worker.forms import INVALID, STANDARD, clip_bounds
 from hatch_epcontext.worker.known import Known
 
 _LARGEST_CLIP = 1e4
@@ -41,16 +41,17 @@ class Limit:
 _Found = Iterator[Limit]
 
 
-def limits(node: onnx.NodeProto, known: Known) -> _Found:
-    """Yield the limits of the operands of ``node``; none for one that is not as its operator wants it."""
+def limits(node: onnx.NodeProto, known: Known) -> list[Limit]:
+    """Return the limits of the operands of ``node``; none for one that is not as its operator wants it."""
     if node.domain in STANDARD:
         rule = _RULES.get(node.op_type)
     else:
         rule = _RULES_OF_ONNX_RUNTIME.get(node.op_type) if node.domain == "com.microsoft" else None
-    if rule is not None:
-        for each in rule(node, known):
-            if each.operand < len(node.input) and each.low <= each.high:
-                yield each
+    try:
+        found = [] if rule is None else list(rule(node, known))
+    except INVALID:
+        return []
+    return [each for each in found if each.operand < len(node.input) and each.low <= each.high]
 
 
 def _operand(node: onnx.NodeProto, number: int) -> str:

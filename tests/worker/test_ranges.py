@@ -307,6 +307,8 @@ def test_an_invalid_graph_bounds_nothing() -> None:
     )
     del made.graph.node[0].input[0]
     made.graph.node.append(helper.make_node("Mul", ["loop", "i"], ["loop"]))
+    made.graph.node.append(helper.make_node("Add", ["i"], ["sum"]))
+    made.graph.node.append(helper.make_node("Cast", ["i"], ["c"], to=[1.0]))
     assert input_ranges(made)["i"] == Range(0, 255, known=False, whole=True)
 
 
