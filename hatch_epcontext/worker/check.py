@@ -44,7 +44,7 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     inputs = _inputs(model)
     problems = [
         *_check_types(inputs, spec),
-        *_check_fixed(inputs, spec, request.static.get(spec.name)),
+        *check_fixed(inputs, spec, request.static.get(spec.name)),
         *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
     ]
     for given in request.profiles:
@@ -81,7 +81,7 @@ def _check_types(inputs: tuple[TensorFacts, ...], spec: ModelSpec) -> Iterator[P
             )
 
 
-def _check_fixed(
+def check_fixed(
     inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
 ) -> Iterator[Problem]:
     """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
