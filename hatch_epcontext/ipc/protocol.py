@@ -18,8 +18,12 @@ from hatch_epcontext.ipc.facts import (
     Magnitude,
     ModelFacts,
     ModelSpec,
+<<<<<<< HEAD
     Precision,
     Range,
+=======
+    NodeFacts,
+>>>>>>> E
     Simplifier,
     TargetSpec,
     TensorFacts,
@@ -393,6 +397,7 @@ class InspectRequest(Request[InspectReply], action="inspect"):
 
 
 @dataclass(frozen=True)
+<<<<<<< HEAD
 class OpenSize:
     """An open dimension of an input. ``size`` is None where that is for the user to choose; ``note`` says
     where it comes from, or what to ask.
@@ -428,6 +433,47 @@ class SuggestRequest(Request[SuggestReply], action="suggest"):
 
     path: str
     run: bool
+=======
+class PreviewReply:
+    """What is known of a model and a target before anything is compiled.
+
+    ``nodes``: the number of nodes that depend on the values of inputs; ``refused``: those of them that the
+    EP leaves to the CPU, as far as the package knows. ``problems``: why a build would refuse the model, and
+    what to set.
+    """
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class PreviewRequest(Request[PreviewReply], action="preview"):
+    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone."""
+
+    model: ModelSpec
+    target: ContextTarget
+
+
+@dataclass(frozen=True)
+class AskReply:
+    """The number of ``nodes`` of the optimized graph, and those that the EP itself refuses."""
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+
+
+@dataclass(frozen=True)
+class AskRequest(Request[AskReply], action="ask"):
+    """Ask the EP of ``target`` which nodes of ``model`` it refuses, and compile nothing.
+
+    ``folder`` exists and is empty.
+    """
+
+    model: ModelSpec
+    target: TargetSpec
+    folder: str
+>>>>>>> E
 
 
 @dataclass(frozen=True)

@@ -250,6 +250,10 @@ class Provider:
     limits: Limits | None = None
     """What the EP compiles in no form; None where that is not known."""
 
+    lacks: frozenset[str] = frozenset()
+    """Operators that the EP does not have, as far as that was tried. It may take a model with them all the
+    same: preparation folds and replaces operators."""
+
     reasons: Callable[[str], Mapping[str, str]] | None = None
     """The EP's log, with all its messages -> by the name of each node that the EP leaves to the CPU the
     reason, empty where the log has none; None for an EP that logs no reasons."""

@@ -72,6 +72,16 @@ def _error_in_words(message: str) -> str | None:
     return f"OpenVINO cannot convert the node {found['op']} that makes {found['name']!r}{reason}."
 
 
+_LACKS = frozenset(
+    {
+        "AffineGrid", "BitCast", "Col2Im", "CumProd", "DeformConv", "Det", "LpPool", "MaxUnpool",
+        "QLinearConv", "QLinearMatMul", "TensorScatter", "TfIdfVectorizer",
+        "com.microsoft.DynamicQuantizeLSTM", "com.microsoft.FusedConv",
+    }
+)  # fmt: skip
+"""The operators of ONNX's own test models of which the CPU device took none."""
+
+
 PROVIDER = Provider(
     name="openvino",
     ep="OpenVINOExecutionProvider",
@@ -112,6 +122,7 @@ PROVIDER = Provider(
         "layout": "a model that is exported with this layout",
     },
     error_in_words=_error_in_words,
+    lacks=_LACKS,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     sources=("the options that the library of onnxruntime-ep-openvino 1.8.1 reads",),

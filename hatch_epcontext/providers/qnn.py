@@ -251,6 +251,19 @@ def _runs_on(system: str, machine: str) -> bool:
     return system in ("linux", "win32") and machine.lower() in ("x86_64", "amd64")
 
 
+_LACKS = frozenset(
+    {
+        "Acos", "Acosh", "AffineGrid", "Asinh", "Atanh", "BitCast", "BitwiseAnd", "BitwiseNot",
+        "BitwiseOr", "BitwiseXor", "BlackmanWindow", "Col2Im", "ConvInteger", "Cosh", "CumProd",
+        "DFT", "DeformConv", "Det", "DynamicQuantizeLinear", "EyeLike", "HammingWindow",
+        "HannWindow", "Hardmax", "Loop", "MatMulInteger", "MaxUnpool", "MelWeightMatrix", "RNN",
+        "ReduceL1", "ReduceSumSquare", "Scan", "Scatter", "Sinh", "Softsign", "TensorScatter",
+        "TfIdfVectorizer", "Trilu", "com.microsoft.DynamicQuantizeLSTM", "com.microsoft.FusedConv",
+    }
+)  # fmt: skip
+"""The operators that the EP's log names as not supported, tried with ONNX's own test models."""
+
+
 PROVIDER = Provider(
     name="qnn",
     ep="QNNExecutionProvider",
@@ -297,6 +310,7 @@ PROVIDER = Provider(
     disagreement=_disagreement,
     runs_on=_runs_on,
     reasons=_reasons,
+    lacks=_LACKS,
     needs="an x86-64 processor, or an Arm processor from Qualcomm",
     verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73).",
     sources=(

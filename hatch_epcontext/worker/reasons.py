@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -37,14 +37,25 @@ def with_reasons(context: Context, prepared: Path, result: Path, target: TargetS
     coverage = context.coverage
     if coverage is None or not coverage.uncovered:
         return context
-    logged = ask(prepared, target)
-    source = onnx.load(prepared, load_external_data=False)
-    deciders = _deciders(source.graph, {node.name for node in coverage.uncovered if node.name})
-    types = _types(onnx.load(result, load_external_data=False).graph)
-    uncovered = tuple(
-        _with_reason(node, logged, deciders.get(node.name), types) for node in coverage.uncovered
-    )
+    source = onnx.load(prepared, load_external_data=False).graph
+    made = onnx.load(result, load_external_data=False).graph
+    uncovered = explained(coverage.uncovered, ask(prepared, target), source, made)
     return replace(context, coverage=replace(coverage, uncovered=uncovered))
+
+
+def explained(
+    nodes: Collection[NodeFacts],
+    logged: Mapping[str, str],
+    source: onnx.GraphProto,
+    optimized: onnx.GraphProto,
+) -> tuple[NodeFacts, ...]:
+    """``nodes`` with the reasons that the EP has ``logged``, and with the inputs that decide about them.
+
+    ``source`` is the graph that the EP got; ``optimized`` has the types of the values of ``nodes``.
+    """
+    deciders = _deciders(source, {node.name for node in nodes if node.name})
+    types = _types(optimized)
+    return tuple(_with_reason(node, logged, deciders.get(node.name), types) for node in nodes)
 
 
 def nothing_compiled(error: BuildError, prepared: Path, target: TargetSpec) -> BuildError:
