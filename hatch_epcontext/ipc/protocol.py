@@ -18,12 +18,9 @@ from hatch_epcontext.ipc.facts import (
     Magnitude,
     ModelFacts,
     ModelSpec,
-<<<<<<< HEAD
+    NodeFacts,
     Precision,
     Range,
-=======
-    NodeFacts,
->>>>>>> E
     Simplifier,
     TargetSpec,
     TensorFacts,
@@ -397,7 +394,6 @@ class InspectRequest(Request[InspectReply], action="inspect"):
 
 
 @dataclass(frozen=True)
-<<<<<<< HEAD
 class OpenSize:
     """An open dimension of an input. ``size`` is None where that is for the user to choose; ``note`` says
     where it comes from, or what to ask.
@@ -433,7 +429,9 @@ class SuggestRequest(Request[SuggestReply], action="suggest"):
 
     path: str
     run: bool
-=======
+
+
+@dataclass(frozen=True)
 class PreviewReply:
     """What is known of a model and a target before anything is compiled.
 
@@ -473,7 +471,6 @@ class AskRequest(Request[AskReply], action="ask"):
     model: ModelSpec
     target: TargetSpec
     folder: str
->>>>>>> E
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,8 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     inputs = _inputs(model)
     problems = [
         *_check_types(inputs, spec),
-<<<<<<< HEAD
         *_check_outputs(model.graph, spec),
-        *_check_fixed(inputs, spec, request.static.get(spec.name)),
-=======
         *check_fixed(inputs, spec, request.static.get(spec.name)),
->>>>>>> E
         *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
     ]
     for given in request.profiles:
@@ -90,7 +86,6 @@ def _check_types(inputs: tuple[TensorFacts, ...], spec: ModelSpec) -> Iterator[P
             )
 
 
-<<<<<<< HEAD
 def _check_outputs(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
     """The outputs that are no tensors, each with the tensors that it is made of."""
     tensors: list[str] = []
@@ -147,10 +142,7 @@ _MAKERS = frozenset(
 """The operators whose outputs are no tensors."""
 
 
-def _check_fixed(
-=======
 def check_fixed(
->>>>>>> E
     inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
 ) -> Iterator[Problem]:
     """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
