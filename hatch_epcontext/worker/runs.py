@@ -114,11 +114,11 @@ def for_other_numbers(expected: Reference) -> Reference:
     """Return ``expected`` for a model that computes with other numbers than the source, quantized or not.
 
     A quantizer measures the values that there are: it cannot be near on constants, where there is nothing to
-    measure. So only the first sample, and the steps of a recurrent model, decide. What is large inside the
-    source is not inside the model.
+    measure. So only the first sample is compared, and the steps of a recurrent model. What is large inside
+    the source is not inside the model.
     """
     runs = tuple(
-        replace(each, bounded=each.bounded and (index == 0 or len(each.feeds) > 1))
+        replace(each, on_target=each.on_target and (index == 0 or len(each.feeds) > 1))
         for index, each in enumerate(expected.runs)
     )
     return Reference(runs, replace(expected.facts, large=()))
