@@ -20,8 +20,20 @@ from hatch_epcontext.build.artifact import (
     Times,
     ValidationRun,
 )
-from hatch_epcontext.build.attempts import REFUSALS, Ways, compile_best, compile_unrolled
-from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
+from hatch_epcontext.build.attempts import (
+    REFUSALS,
+    Compile,
+    Ways,
+    compile_best,
+    compile_unrolled,
+)
+from hatch_epcontext.build.plan import (
+    Job,
+    model_spec_for,
+    model_spec_to_run,
+    target_spec,
+    with_options,
+)
 from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import reason_not_to_run, validation_from_reply
@@ -30,6 +42,7 @@ from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.providers import MoreCoverage
 from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
@@ -131,8 +144,17 @@ class LocalExecutor:
                 job, job.models[index], model, refused, self._scratch("rewrite"), self.workers
             ),
             unrolled if job.target.settings.unroll_limit else None,
+            self._options(job),
         )
         return compile_best(prepared, folder, lambda: self._scratch("artifact"), ways)
+
+    def _options(self, job: Job) -> tuple[MoreCoverage, Compile] | None:
+        """The options that are tried where the EP leaves nodes, unless the target has them."""
+        more = job.target.provider.more_coverage
+        if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
+            return None
+        other = replace(job, target=with_options(job.target, more.options))
+        return more, lambda models, into: self._compile(other, models, into)
 
     def _compile(self, job: Job, prepared: Sequence[Prepared], folder: Path) -> CompileReply:
         """Compile the models of ``job`` as they are ``prepared`` into ``folder``, which it makes."""
