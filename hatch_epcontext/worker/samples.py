@@ -23,8 +23,8 @@ class Sample:
     """Dummy inputs, by name.
 
     ``name``: ``"random"``, ``"zeros"`` and so on, and ``"given"`` for those from a file. ``bounded``: whether
-    an app can have such values: the random ones, and others of inputs that the graph bounds. Floats that nothing
-    bounds may never be all zero, rising, or as large as in the others.
+    an app can have such values: the random ones, and others of inputs that the graph bounds. Floats that
+    nothing bounds may never be all zero, rising, or as large as in the others.
     """
 
     name: str
