@@ -45,17 +45,20 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     if spec.static_shapes:
         fix_shapes(model, spec)
     inputs = _inputs(model)
+    outputs_problems = list(_check_outputs(model.graph, spec))
     problems = [
         *_check_types(inputs, spec),
-        *_check_outputs(model.graph, spec),
+        *outputs_problems,
         *check_fixed(inputs, spec, request.static.get(spec.name)),
         *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
     ]
     for given in request.profiles:
         if given.model == spec.name:
             problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
-    targets = [each for each in request.contexts if each.model == spec.name]
-    problems += refusals.problems(model, spec, targets)
+    # What makes such an output is refused with it.
+    if not outputs_problems:
+        targets = [each for each in request.contexts if each.model == spec.name]
+        problems += refusals.problems(model, spec, targets)
     if problems:
         raise ModelError(*problems)
     state_pairs(model, spec.states, spec.key / "validate" / "states")
