@@ -225,12 +225,17 @@ A named place that models are compiled for.""",
     "[[tool.epcontext.models]]": """\
 A model. It can also have these keys of its targets, and narrows them: <narrowable>. Tables are merged,
 and other values replaced. Each counts for those targets that can use it.""",
+    "cut": """\
+The part of a model that is kept: see [Cutting a model](cutting.md). At least one of the keys is needed.""",
     "validate": """\
 How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
     "tolerance": """\
 The limits of `validate.tolerance`, described in [Validation](validation.md). A limit of an output wins
 over that of all outputs, and one for a target over both.""",
+    "quantize": """\
+How a model of floats is [quantized](quantization.md#quantize-a-model). `quantize = false` in a model's table
+switches off what its target has.""",
     "profiles": """\
 Shapes of one input, such as
 `profiles = [{ image = { min = [1, 3, 8, 8], opt = [4, 3, 8, 8], max = [8, 3, 8, 8] } }]`.""",
@@ -255,11 +260,13 @@ def configuration() -> str:
             tables.ModelTable,
             [name for name in _names(tables.ModelTable) if name not in narrowable],
         ),
+        "cut": (tables.CutTable, _names(tables.CutTable)),
         "validate": (tables.ValidateTable, _names(tables.ValidateTable)),
         "tolerance": (
             tables.ToleranceTable,
             ["snr", "cosine", "atol", "rtol", "outputs", "targets"],
         ),
+        "quantize": (tables.QuantizeTable, _names(tables.QuantizeTable)),
         "profiles": (tables.ProfileTable, _names(tables.ProfileTable)),
     }
     lines = [CONFIGURATION]

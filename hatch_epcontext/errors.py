@@ -306,11 +306,23 @@ class Kind(Enum):
         "A file of a model or of its dummy inputs was written or replaced while the build was running.",
         "Build again when nothing writes to it. Nothing of it was stored or shipped.",
     )
+    INVALID_CUT = (
+        "EPC212",
+        "Model cannot be cut there",
+        "`cut` names a tensor that the graph does not have, or the part between the tensors is not a model.",
+        "Name tensors of the graph itself, so that the outputs depend only on the inputs.",
+    )
     UNSUPPORTED_OUTPUT = (
         "EPC219",
         "Unsupported output",
         "An output is not a tensor: it is a sequence, a map or an optional value, such as that of `ZipMap`.",
         "Keep the tensor that it is made of, as the message says.",
+    )
+    NOT_COMPILABLE = (
+        "EPC218",
+        "Model cannot be compiled for the target",
+        "The model has nodes that the EP compiles in no form, such as trees or strings.",
+        "Keep the part before or after them with `cut`, or compile the model for the `cpu` provider.",
     )
     NOTHING_COMPILED = (
         "EPC301",

@@ -78,6 +78,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.build.artifact import Result
+        from hatch_epcontext.build.cutting import cut_models
         from hatch_epcontext.build.requirements import INSPECTION, check_environment
         from hatch_epcontext.build.run import open_cache
         from hatch_epcontext.build.sources import read_sources
@@ -98,6 +99,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             check_environment((), () if config.only_from_cache else INSPECTION)
             index = open_cache(config, self._warning).index()
             workers = Workers(config.build.timeout)
+            config = cut_models(config, index, workers, staging)
             result = Result(read_sources(config, index, workers, staging / "check"), ())
         with writing("the package of the editable install", folder, str(folder)):
             editable.write(result, folder)

@@ -57,8 +57,10 @@ def keys_in(heading: str) -> set[str]:
         ("`[tool.epcontext.wheel]`", tables.WheelTable),
         ("`[tool.epcontext.targets.<name>]`", tables.TargetTable),
         ("`[[tool.epcontext.models]]`", tables.ModelTable),
+        ("`cut`", tables.CutTable),
         ("`validate`", tables.ValidateTable),
         ("`tolerance`", tables.ToleranceTable),
+        ("`quantize`", tables.QuantizeTable),
         ("`profiles`", tables.ProfileTable),
     ],
 )
@@ -83,9 +85,11 @@ def test_every_variable_is_documented() -> None:
         tables.WheelTable,
         tables.TargetTable,
         tables.ModelTable,
+        tables.CutTable,
         tables.ValidateTable,
         tables.ToleranceTable,
         tables.ProfileTable,
+        tables.QuantizeTable,
     ],
 )
 def test_every_key_has_documentation(table: Any) -> None:
@@ -170,7 +174,9 @@ def test_every_example_is_a_valid_configuration(block: str, tmp_path: Path) -> N
         given = {"path": model} if isinstance(model, str) else model
         validate = given.get("validate")
         inputs = validate.get("inputs") if isinstance(validate, dict) else None
-        for name in filter(None, (given["path"], inputs)):
+        quantize = given.get("quantize")
+        samples = quantize.get("inputs") if isinstance(quantize, dict) else None
+        for name in filter(None, (given["path"], inputs, samples)):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
     assert load(tmp_path, table, {}, {}).targets

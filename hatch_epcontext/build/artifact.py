@@ -29,8 +29,9 @@ GENERATOR = "hatch-epcontext"
 class Preparation:
     """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
 
-    ``rewrites``: what was rewritten, because the EP refuses the original. ``tried``: other ways to compile
-    it, each with what came of it.
+    ``precision``: how its numbers were changed, in words. ``rewrites``: what was rewritten, because the EP
+    refuses the original; ``options``: those with which it took more. ``tried``: other ways to compile it,
+    each with what came of it.
     """
 
     simplifier: Simplifier
@@ -38,7 +39,9 @@ class Preparation:
     nodes: int
     control_flow: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    precision: str | None = None
     rewrites: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
 
 

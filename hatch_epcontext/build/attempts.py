@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from hatch_epcontext.build.preparation import Prepared, Rewritten
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import Coverage
+from hatch_epcontext.providers import MoreCoverage
 from hatch_epcontext.text import count
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import CompileReply
 
-_REFUSALS = frozenset(
+REFUSALS = frozenset(
     {
         Kind.NOTHING_COMPILED,
         Kind.COMPILE_FAILED,
@@ -58,7 +59,7 @@ class Attempt:
     def can_be_helped(self) -> bool:
         """Whether another form of the models can give a better result."""
         if self.error is not None:
-            return all(problem.kind in _REFUSALS for problem in self.error.problems)
+            return all(problem.kind in REFUSALS for problem in self.error.problems)
         return not self.is_whole
 
     @property
@@ -86,7 +87,8 @@ class Attempt:
 
     def describe(self) -> str:
         """The way and what came of it."""
-        names = dict.fromkeys(name for each in self.prepared for name in each.preparation.rewrites)
+        done = (each.preparation for each in self.prepared)
+        names = dict.fromkeys(name for each in done for name in (*each.options, *each.rewrites))
         if self.error is not None:
             result = self.error.problems[0].message.split("\n", 1)[0].rstrip(".")
         else:
@@ -98,12 +100,14 @@ class Attempt:
 class Ways:
     """How to compile a job, and the forms in which it is tried, the gentlest first.
 
-    The result of ``unroll`` counts only if it leaves nothing to the CPU.
+    The result of ``unroll`` counts only if it leaves nothing to the CPU. ``options``: those that are tried
+    where an EP leaves nodes, the operators for which they are tried, and how to compile with them.
     """
 
     compile: Compile
     rewrite: Rewrite
     unroll: Rewrite | None = None
+    options: tuple[MoreCoverage, Compile] | None = None
 
 
 def compile_best(
@@ -119,11 +123,18 @@ def compile_best(
     if not first.can_be_helped:
         return _result(first, ())
     notes: list[str] = []
-    attempts = [first, *_rewritten(first, ways, scratch, notes)]
+    attempts = [first]
+    current = first
+    other = _with_options(first, ways, scratch)
+    if other is not None and ways.options is not None:
+        attempts.append(other)
+        if other.quality > first.quality:
+            ways, current = replace(ways, compile=ways.options[1]), other
+    attempts += _rewritten(current, ways, scratch, notes)
     # The first of equals is the gentlest.
     best = max(attempts, key=lambda each: each.quality)
     if best.can_be_helped and ways.unroll is not None:
-        unrolled = _unrolled(best, ways, ways.unroll, scratch, notes)
+        unrolled = _unrolled(best, ways, scratch, notes)
         attempts += unrolled
         best = next((each for each in unrolled if each.is_whole), best)
     # The first way is described by what it raised.
@@ -153,9 +164,11 @@ def _rewritten(
 
 
 def _unrolled(
-    best: Attempt, ways: Ways, unroll: Rewrite, scratch: Callable[[], Path], notes: list[str]
+    best: Attempt, ways: Ways, scratch: Callable[[], Path], notes: list[str]
 ) -> list[Attempt]:
     """The models of ``best`` unrolled; what was inside a loop, an EP can refuse too."""
+    unroll = ways.unroll
+    assert unroll is not None, "only then it is asked for"
     found: list[Attempt] = []
     attempt = _again(best, unroll, scratch, ways.compile, notes)
     while attempt is not None:
@@ -191,6 +204,21 @@ def _attempt(prepared: tuple[Prepared, ...], folder: Path, compile_: Compile) ->
         return Attempt(prepared, folder, reply=compile_(prepared, folder))
     except BuildError as error:
         return Attempt(prepared, folder, error=error)
+
+
+def _with_options(first: Attempt, ways: Ways, scratch: Callable[[], Path]) -> Attempt | None:
+    """The models of ``first`` compiled with other options; None if they are not for what it leaves."""
+    if ways.options is None or first.reply is None:
+        return None
+    more, compile_ = ways.options
+    if not any(refused and refused & more.operators for refused in first.refused):
+        return None
+    options = tuple(f"{name} = {value}" for name, value in more.options.items())
+    prepared = (
+        replace(each, preparation=replace(each.preparation, options=options))
+        for each in first.prepared
+    )
+    return _attempt(tuple(prepared), scratch(), compile_)
 
 
 def _again(

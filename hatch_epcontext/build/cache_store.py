@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from hatch_epcontext.build.cache_folder import (
     is_intact_entry,
     stored_record,
 )
+from hatch_epcontext.build.cutting import FOLDER as CUT_MODELS
 from hatch_epcontext.build.entry import LAYOUT
 from hatch_epcontext.build.envelope import DamagedError
 from hatch_epcontext.files import is_sha256, sweep
@@ -82,12 +84,14 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 if oldest is not None and _changed(file.lstat()) < oldest:
                     file.unlink()
+        self._remove_cut_models(oldest)
         self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
         return self._remove(removed)
 
     def clear(self) -> list[Entry]:
         """Remove all artifacts, and everything else that builds wrote into the folder."""
         removed = self._remove(self.entries())
+        self._remove_cut_models(datetime.datetime.max.replace(tzinfo=datetime.timezone.utc))
         self._remove_leftovers()
         for file in self._small_files(*_SMALL_FILES):
             file.unlink(missing_ok=True)
@@ -108,6 +112,13 @@ class Store:
         for folder in folders:
             found = _inside(self.root / LAYOUT / folder)
             yield from (file for file in found if is_sha256(file.name))
+
+    def _remove_cut_models(self, oldest: datetime.datetime | None) -> None:
+        """Remove the cut models that were made before ``oldest``: a build makes them again."""
+        for folder in _inside(self.root / LAYOUT / CUT_MODELS):
+            with contextlib.suppress(OSError):
+                if is_sha256(folder.name) and oldest and _changed(folder.lstat()) < oldest:
+                    shutil.rmtree(folder)
 
     def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
         """Remove what killed builds left: folders that nobody uses, and files unchanged since ``before``."""

@@ -101,7 +101,12 @@ def check_for(sources: Sequence[Source], target: Target, versions: Mapping[str, 
 def _check_signature(source: Source, context: Context) -> None:
     """Another model has other inputs and outputs, and so would an app that feeds it."""
     inputs, outputs = _by_name(source.facts.inputs), _by_name(source.facts.outputs)
-    fits = _fit(context.inputs, inputs) and _fit(context.outputs, outputs)
+    # Outputs that a model declares without all sizes are often declared wrong, also in their rank.
+    declared = {name: each for name, each in outputs.items() if each.is_fixed}
+    known = tuple(each for each in context.outputs if each.name in declared)
+    types = {each.name: each.dtype for each in outputs.values()}
+    fits = _fit(context.inputs, inputs) and _fit(known, declared)
+    fits = fits and all(types.get(each.name) == each.dtype for each in context.outputs)
     if not fits or {each.name for each in context.outputs} != outputs.keys():
         raise DamagedError(f"its record does not have the inputs and outputs of {context.model}")
 

@@ -15,11 +15,14 @@ FORMAT = 7
 """Raised when workers compile or validate the same request in another way."""
 
 
-def fingerprint(job: Job, sha256: Mapping[str, str], versions: Mapping[str, str]) -> str:
+def fingerprint(
+    job: Job, sha256: Mapping[str, str], versions: Mapping[str, str], calibration: str = ""
+) -> str:
     """The hex sha256 that identifies the result of ``job``.
 
     ``sha256``: of each model's contents, by its name; ``versions``: of ONNX Runtime and the EP's
-    package. Without versions it identifies the settings: what they compile with any versions.
+    package; ``calibration``: what identifies the inputs for which models are quantized. Without versions
+    it identifies the settings: what they compile with any versions.
     """
     return value_sha256(
         {
@@ -28,6 +31,7 @@ def fingerprint(job: Job, sha256: Mapping[str, str], versions: Mapping[str, str]
                 (sha256[model.name], _model_settings(model, job.target)) for model in job.models
             ],
             "target": dataclasses.asdict(job.target.settings),
+            "calibration": calibration,
             "versions": versions,
         }
     )

@@ -240,7 +240,9 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
                 "prepared",
                 f"with {preparation.simplifier}: {preparation.nodes_before} nodes, then {preparation.nodes}",
             ),
+            *((("numbers", preparation.precision),) if preparation.precision else ()),
             *(("failed before", failed) for failed in preparation.failed),
+            *(("compiled with", option) for option in preparation.options),
             *(("rewritten", name) for name in preparation.rewrites),
             *(("also tried", text) for text in preparation.tried),
         ]

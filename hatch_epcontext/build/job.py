@@ -82,9 +82,11 @@ class JobRunner:
             artifact, cached = self._artifact(job, key, folder)
             self._cache(job).set_latest(settings_key, key)
         record = artifact.record
-        for preparation, context in zip(record.preparations, record.contexts, strict=True):
+        for model, preparation, context in zip(
+            job.models, record.preparations, record.contexts, strict=True
+        ):
             try:
-                check_coverage(context.coverage, job.target, job.location)
+                check_coverage(context.coverage, job.target, model, job.location)
             except BuildError as error:
                 raise with_notes(error, preparation.tried) from None
         alone = [self.run(each) for each in job.alone]
@@ -183,9 +185,9 @@ class JobRunner:
     @contextlib.contextmanager
     def _unchanged(self, job: Job) -> Iterator[None]:
         """Raise ModelError at the end if a file that the job reads is not what the build has hashed."""
-        inputs = [
-            (m.validate.inputs, inputs_digest(m.validate.inputs, self.index)) for m in job.models
-        ]
+        names = [model.validate.inputs for model in job.models]
+        names += filter(None, [job.target.calibration])
+        inputs = [(name, inputs_digest(name, self.index)) for name in names]
         try:
             yield
         except BuildError:
@@ -198,6 +200,8 @@ class JobRunner:
                 raise changed_error(Path(name))
 
     def _check_files(self, job: Job) -> None:
+        for file in input_files(job.target.calibration) if job.target.calibration else ():
+            self.index.check(file)
         for model in job.models:
             files = self.sources[model.name].files
             for file in (*files, *input_files(model.validate.inputs)):
@@ -262,7 +266,9 @@ class JobRunner:
 
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         sha256 = {name: source.sha256 for name, source in self.sources.items()}
-        return fingerprint(job, sha256, versions)
+        given = job.target.calibration
+        calibration = inputs_digest(given, self.index) if given else ""
+        return fingerprint(job, sha256, versions, calibration)
 
     def _check_embeddable(self, job: Job) -> None:
         for model in job.models if job.target.settings.embed else ():

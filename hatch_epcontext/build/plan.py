@@ -69,7 +69,7 @@ class Job:
         if not self.group and not self.has_several_chips:
             return ()
         return tuple(
-            Job((model,), _with_options(self.target, options), chip=chip)
+            Job((model,), with_options(self.target, options), chip=chip)
             for model in self.models
             for chip, options in self._chips().items()
         )
@@ -174,7 +174,7 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
             )
 
 
-def _with_options(target: Target, options: Mapping[str, str]) -> Target:
+def with_options(target: Target, options: Mapping[str, str]) -> Target:
     """``target`` with ``options`` instead of those with the same names, which count for compiling only."""
     options = {**target.settings.provider_options, **options}
     settings = dataclasses.replace(target.settings, provider_options=options)

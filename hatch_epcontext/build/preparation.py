@@ -15,7 +15,7 @@ from hatch_epcontext.build.fingerprint import value_sha256
 from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError
-from hatch_epcontext.ipc.facts import SIMPLIFIERS, Range, Simplifier
+from hatch_epcontext.ipc.facts import SIMPLIFIERS, Precision, Range, Simplifier
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
@@ -130,7 +130,24 @@ def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
 def _key(job: Job, model: Model) -> str:
     """What identifies how ``job`` wants ``model`` prepared."""
     spec = to_plain(model_spec_for(model, job.target))
-    return value_sha256([spec, _simplifiers(job), _compare(model), _avoids_control_flow(job)])
+    return value_sha256(
+        [
+            spec,
+            _simplifiers(job),
+            _compare(model),
+            _avoids_control_flow(job),
+            to_plain(_precision(job, model)),
+        ]
+    )
+
+
+def _precision(job: Job, model: Model) -> Precision | None:
+    """How ``job`` wants the numbers of ``model`` changed."""
+    settings = job.target.settings
+    if not settings.changes_precision:
+        return None
+    tolerance = model.tolerance_for(job.target)
+    return Precision(settings.dequantize, settings.quantize, job.target.calibration, tolerance)
 
 
 def _simplifiers(job: Job) -> tuple[Simplifier, ...]:
@@ -176,7 +193,7 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
     simplifier, reply = best
     failed = tuple(f"{name}: {p.message}" for name, error in failures for p in error.problems)
     preparation = Preparation(
-        simplifier, reply.nodes_before, reply.nodes, reply.control_flow, failed
+        simplifier, reply.nodes_before, reply.nodes, reply.control_flow, failed, reply.precision
     )
     return Prepared(reply.path, preparation, reply.ranges, reply.reference)
 
@@ -206,7 +223,13 @@ def _try(
     with writing("a prepared model", folder, job.location):
         folder.mkdir(parents=True)
     return workers.call(
-        PrepareRequest(model_spec_for(model, job.target), simplifier, str(folder), _compare(model)),
+        PrepareRequest(
+            model_spec_for(model, job.target),
+            simplifier,
+            str(folder),
+            _compare(model),
+            precision=_precision(job, model),
+        ),
         scratch / "call",
         location=f"{job.location}: preparation",
     )
@@ -262,6 +285,7 @@ def _rewrite_request(
         simplify=prepared.preparation.simplifier != "none",
         compare=_compare(model),
         reference=prepared.reference,
+        tolerance=model.tolerance_for(job.target) if prepared.preparation.precision else None,
     )
 
 

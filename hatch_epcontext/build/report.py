@@ -154,8 +154,13 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
     if preparation.failed:
         failed = "; ".join(_short(failure) for failure in preparation.failed)
         yield f"prepared with {preparation.simplifier} ({failed})"
+    if preparation.precision:
+        yield preparation.precision
     if preparation.rewrites:
         yield f"rewritten ({_short('; '.join(preparation.rewrites))})"
+    if preparation.options:
+        options = ", ".join(preparation.options)
+        yield f"compiled with {options}, because without it nodes are left to the CPU"
     yield describe_coverage(context.coverage)
     if chip := built.job.target.provider.compiled_for(context.compatibility):
         yield f"for {pairs(chip)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hatch_epcontext.build.artifact import Built, Failure, Result
 from hatch_epcontext.build.cache import NO_HOME, Cache, default_root
+from hatch_epcontext.build.cutting import cut_plan
 from hatch_epcontext.build.executors.executor import Executor
 from hatch_epcontext.build.executors.local import LocalExecutor
 from hatch_epcontext.build.job import JobRunner
@@ -81,13 +82,15 @@ def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
 
     Raises as `build` does.
     """
-    runner = job_runner(plan, staging, cache, Workers(plan.config.build.timeout))
+    workers = Workers(plan.config.build.timeout)
+    plan = cut_plan(plan, cache.index(), workers, staging)
+    runner = job_runner(plan, staging, cache, workers)
     with contextlib.closing(runner.executor):
         return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
 
 
 def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
-    """The runner for the jobs of ``plan``, after a check of the environment and the models.
+    """The runner for the jobs of ``plan``, after a check of the environment and the models, which are cut.
 
     The caller closes its executor. Raises RequirementError when the environment cannot build the plan, and
     BuildError when a model is invalid, or when the scheduler of a cluster cannot be reached.
@@ -132,6 +135,7 @@ def build(
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
+        plan = cut_plan(plan, cache.index(), started, staging)
         runner = job_runner(plan, staging, cache, started)
         with contextlib.closing(runner.executor):
             built, failures = _run(runner, plan, log, warn or log)

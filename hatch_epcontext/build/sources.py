@@ -21,7 +21,7 @@ from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelFacts
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.text import show_size
+from hatch_epcontext.text import show_size, suggestion
 
 if TYPE_CHECKING:
     from hatch_epcontext.ipc.protocol import CheckRequest
@@ -69,7 +69,26 @@ def read_sources(
     kept = {_unchecked_key(model, index): known[model.name] for model in sent}
     kept |= {keys[model.name]: known[model.name] for model in unknown}
     _for_each(index, lambda item: index.store_facts(*item), kept.items())
+    if problems := [p for m in config.models for p in _unknown_outputs(m, known[m.name])]:
+        # The shapes of one model have the same tolerance.
+        raise ModelError(*dict.fromkeys(problems))
     return tuple(_source(model, known[model.name], index) for model in config.models)
+
+
+def _unknown_outputs(model: Model, facts: ModelFacts) -> Iterator[Problem]:
+    """The outputs in the tolerance of ``model`` that it does not have."""
+    tolerance = model.validate.tolerance
+    if tolerance is None:
+        return
+    names = [output.name for output in facts.outputs]
+    key = model.key / "validate" / "tolerance"
+    given = [(key / "outputs", tolerance.outputs)]
+    given += [(key / "targets" / n / "outputs", t.outputs) for n, t in tolerance.targets.items()]
+    for place, outputs in given:
+        for name in outputs:
+            if name not in names:
+                message = f"the model has no output {name!r}."
+                yield Problem.at(place / name, Kind.UNKNOWN_INPUT, message, suggestion(name, names))
 
 
 def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -139,6 +158,7 @@ class _Checks:
     static: dict[str, str] = field(default_factory=dict)
     left_open: dict[str, str] = field(default_factory=dict)
     profiles: dict[str, list[_Profiles]] = field(default_factory=dict)
+    contexts: dict[str, list[Target]] = field(default_factory=dict)
 
     @staticmethod
     def of(config: Config) -> _Checks:
@@ -148,6 +168,8 @@ class _Checks:
             if target.provider.static_shapes:
                 names = made.static if static_shapes else made.left_open
                 names[model.name] = target.provider.ep
+            if target.provider.product == "context" and not target.from_cache:
+                made.contexts.setdefault(model.name, []).append(target)
             if target.profiles:
                 key = target.key / "profiles"
                 its = made.profiles.setdefault(model.name, [])
@@ -156,25 +178,35 @@ class _Checks:
 
     def request(self, models: tuple[Model, ...]) -> CheckRequest:
         # Only now: a build that knows its models needs no requests.
-        from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
+        from hatch_epcontext.ipc.protocol import CheckRequest, ContextTarget, ModelProfiles
 
         profiles = (
             ModelProfiles(model.name, *each)
             for model in models
             for each in self.profiles.get(model.name, ())
         )
+        contexts = (
+            ContextTarget(model.name, each.name, each.provider.name, each.key, each.min_coverage)
+            for model in models
+            for each in self.contexts.get(model.name, ())
+        )
         specs = tuple(map(source_spec, models))
-        return CheckRequest(specs, self.static, tuple(profiles), self.left_open)
+        return CheckRequest(specs, self.static, tuple(profiles), self.left_open, tuple(contexts))
 
     def key(self, model: Model, index: Index) -> str:
         """What identifies the facts of ``model``: its contents and all that it is checked against."""
         profiles = [(its, static) for _, its, static in self.profiles.get(model.name, ())]
+        contexts = [
+            (target.provider.name, target.min_coverage)
+            for target in self.contexts.get(model.name, ())
+        ]
         return value_sha256(
             {
                 "model": _unchecked_key(model, index),
                 "inputs": inputs_digest(model.validate.inputs, index),
                 "static": [self.static.get(model.name), self.left_open.get(model.name)],
                 "profiles": to_plain(profiles),
+                "contexts": to_plain(contexts),
             }
         )
 

@@ -23,7 +23,9 @@ from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
+    Cut,
     Model,
+    Quantize,
     Target,
     TargetTolerance,
     ToleranceSettings,
@@ -34,6 +36,7 @@ from hatch_epcontext.config.tables import (
     LimitsTable,
     ModelTable,
     NarrowableTable,
+    QuantizeTable,
     RootTable,
     TargetTable,
     ToleranceTable,
@@ -147,6 +150,7 @@ class Resolver:
             constants=table.constants,
             validate=validate,
             fallback=table.fallback or self._table.fallback,
+            cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
         )
 
     def _validate(self, key: Key, given: Any) -> Checked[ValidateSettings]:
@@ -206,6 +210,7 @@ class Resolver:
             key = (model_key if model.provider_options else named.key) / "provider-options"
             for option, message in provider.contradictions(options).items():
                 yield Problem.at(key / option, Kind.CONFLICTING_OPTIONS, f"{message}.")
+        calibration = yield from self._calibration(model_key, model, named.key, merged)
         cached = self._environment.from_cache
         assert merged.min_coverage is not None, "the table has a value for a missing key"
         return Target(
@@ -223,7 +228,24 @@ class Resolver:
             min_coverage=merged.min_coverage,
             resources=merged.resources,
             from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
+            calibration=calibration,
         )
+
+    def _calibration(
+        self, model_key: Key, model: ModelTable, target_key: Key, merged: TargetTable
+    ) -> Checked[str]:
+        """The absolute path of the inputs for which the model is quantized, empty if it is not."""
+        if not isinstance(merged.quantize, QuantizeTable):
+            return ""
+        key = (model_key if model.quantize else target_key) / "quantize"
+        if merged.dequantize:
+            message = "is set together with dequantize, which undoes it."
+            yield Problem.at(key, Kind.CONFLICTING_KEYS, message, "Keep one of them.")
+        inputs = merged.quantize.inputs
+        found = yield from self._finder.file(
+            key / "inputs", inputs, "file or folder of inputs", or_folder=True
+        )
+        return str(found or "")
 
     def _library_sha256(self, provider: Provider) -> str | None:
         path = provider.plugin.path if provider.plugin else ""
@@ -292,6 +314,7 @@ def _compile_settings(
         "device": device,
         "static_shapes": static_shapes,
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
+        "quantize": _quantize(table),
         # Beside the model is what large models need, and no EP is known to want it otherwise.
         "embed": bool(table.in_memory) if table.embed == "auto" else table.embed,
         "external_initializers": table.external_initializers_threshold
@@ -315,6 +338,12 @@ def _limits_of(outputs: Mapping[str, LimitsTable]) -> dict[str, SomeLimits]:
 
 def _limits(table: LimitsTable) -> SomeLimits:
     return SomeLimits(table.snr, table.cosine, table.atol, table.rtol)
+
+
+def _quantize(table: TargetTable) -> Quantize | None:
+    if not isinstance(given := table.quantize, QuantizeTable):
+        return None
+    return Quantize(given.activation, given.weight, given.per_channel)
 
 
 def _sha256_if_readable(path: Path) -> str | None:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from hatch_epcontext.errors import Key
 from hatch_epcontext.providers import (
+    QUANTIZED,
     Device,
-    Limits,
+    OutputLimits,
     Profile,
     Provider,
     SomeLimits,
@@ -35,12 +36,23 @@ ValidationMode = Literal["auto", "require", "structure", False]
 Trust = Literal["signed", "all"]
 ExecutorName = Literal["local", "dask"]
 Verification = Literal["record", "full"]
+Dequantize = Literal["all"] | bool
+QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
 SECRET_VARIABLES = frozenset({"HATCH_EPCONTEXT_CACHE_KEY"})
 """The variables of ours whose value is a secret: it is never printed, and no worker gets it."""
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Dummy inputs that are generated, and need no file."""
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """How a float model is quantized: the integers of its activations and of its weights."""
+
+    activation: QuantizedType = "uint16"
+    weight: QuantizedType = "uint8"
+    per_channel: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +65,8 @@ class CompileSettings:
     ``library_module`` is the package of the EP's library. ``library_sha256`` replaces the path of a
     library, which differs between machines. With ``static_shapes`` the model's dims and shapes are
     fixed. ``external_initializers``: bytes from which an initializer outside the contexts goes into
-    a file of its own, or None.
+    a file of its own, or None. ``dequantize``: whether dynamic quantization is undone, ``"all"`` for static
+    quantization too. ``quantize``: how floats are quantized, or None; the calibration data is the target's.
     """
 
     provider: str
@@ -74,6 +87,13 @@ class CompileSettings:
     external_initializers: int | None = None
     unroll_limit: int = 5000
     recompile: bool = False
+    dequantize: Dequantize = False
+    quantize: Quantize | None = None
+
+    @property
+    def changes_precision(self) -> bool:
+        """Whether what is compiled computes with other types of numbers than the source."""
+        return bool(self.dequantize) or self.quantize is not None
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,7 @@ class Target:
     ``key`` is the place of the optimization profiles in the configuration; they are also in
     ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled for
     the target in this build. ``resources`` are those that a dask worker must have to compile for it.
+    ``calibration``: the absolute path of the inputs for which models are quantized, empty if they are not.
     """
 
     name: str
@@ -96,6 +117,7 @@ class Target:
     min_coverage: float
     from_cache: bool
     resources: Mapping[str, float] = field(default_factory=dict)
+    calibration: str = ""
 
     @property
     def has_secrets(self) -> bool:
@@ -165,12 +187,24 @@ class ShapeSet:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The part of a graph that is kept, by the names of tensors; without names, up to the graph's own end."""
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.outputs)
+
+
+@dataclass(frozen=True)
 class Model:
     """A source model, with the targets that this build compiles it for.
 
-    ``path`` is absolute; ``key`` is the model's place in the configuration, and ``listed`` that of its
-    sizes, if they are in a list. ``shape_set`` is the one of all shapes of the same model, None for a
-    model that is not resolved into several.
+    ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has made the cut one.
+    ``key`` is the model's place in the configuration, and ``listed`` that of its sizes, if they are in a
+    list. ``shape_set`` is the one of all shapes of the same model, None for a model that is not resolved
+    into several.
     """
 
     name: str
@@ -185,6 +219,7 @@ class Model:
     listed: Listed | None = None
     shape_set: ShapeSet | None = None
     fallback: Fallback = "auto"
+    cut: Cut = Cut()
 
     @property
     def configured_name(self) -> str:
@@ -193,18 +228,23 @@ class Model:
 
     def tolerance_for(self, target: Target) -> Tolerance | None:
         """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
-        return self.tolerance_on(target.provider, target.name)
+        return self.tolerance_on(target.provider, target.name, target.settings)
 
-    def tolerance_on(self, provider: Provider, target: str) -> Tolerance | None:
-        """The same for a target by its name, which need not be configured."""
+    def tolerance_on(
+        self, provider: Provider, target: str, settings: CompileSettings
+    ) -> Tolerance | None:
+        """The same for a target by its name and settings, which need not be configured."""
         given = self.validate.tolerance
         if given is None:
             return None
         own = given.targets.get(target, TargetTolerance())
-        limits = {**provider.tolerance.given, **given.limits.given, **own.limits.given}
+        limits = provider.tolerance.given
+        if settings.changes_precision:
+            limits |= {name: min(limits[name], each) for name, each in QUANTIZED.given.items()}
+        limits |= {**given.limits.given, **own.limits.given}
         names = {**given.outputs, **own.outputs}
         outputs = {
-            name: Limits(
+            name: OutputLimits(
                 **{
                     **limits,
                     **given.outputs.get(name, SomeLimits()).given,

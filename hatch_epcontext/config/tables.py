@@ -14,11 +14,13 @@ from packaging.tags import parse_tag
 from hatch_epcontext.config.cache_keys import check_public_keys
 from hatch_epcontext.config.cache_url import check_cache_url
 from hatch_epcontext.config.settings import (
+    Dequantize,
     Editable,
     ExecutorName,
     Fallback,
     Optimization,
     Policy,
+    QuantizedType,
     Trust,
     ValidationMode,
     Verification,
@@ -149,6 +151,20 @@ class ProfileTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizeTable:
+    """``quantize`` of a target or a model."""
+
+    inputs: str = _required(
+        "Typical inputs: a folder with an `.npz` or a folder of `input_*.pb` for each sample, or one `.npz` "
+        "with all samples along the first axis.",
+        "",
+    )
+    activation: QuantizedType = _key("The integers of activations.", "uint16")
+    weight: QuantizedType = _key("The integers of weights.", "uint8")
+    per_channel: bool = _key("Whether each channel of a weight has a scale of its own.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NarrowableTable:
     """Keys of a target that a model may narrow: options are merged, other values replaced."""
 
@@ -216,6 +232,15 @@ class NarrowableTable:
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
         "machine when the context does not fit there any more.",
         otherwise=False,
+    )
+    dequantize: Dequantize | None = _key(
+        "Undo dynamic quantization, which NPUs do not take: operators compute with floats again, with "
+        '`"all"` those of static quantization too. See `docs/quantization.md`.',
+        otherwise=False,
+    )
+    quantize: QuantizeTable | Literal[False] | None = _key(
+        "Quantize a model of floats for inputs that are typical for it: see `docs/quantization.md`.",
+        when_missing="not quantized",
     )
     min_coverage: float | None = _key(
         "Fail when less than this share of a model's nodes is compiled.",
@@ -342,6 +367,20 @@ class ValidateTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CutTable:
+    """``cut`` of a model: the part that is kept. At least one of the keys is needed."""
+
+    inputs: tuple[str, ...] = _key(
+        "The tensors where it begins, by name.",
+        (),
+        when_missing="those inputs of the model that it needs",
+    )
+    outputs: tuple[str, ...] = _key(
+        "The tensors where it ends, by name.", (), when_missing="all outputs of the model"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelTable(NarrowableTable):
     """``[[tool.epcontext.models]]``."""
 
@@ -370,6 +409,11 @@ class ModelTable(NarrowableTable):
     )
     constants: Mapping[str, Any] = _key(
         "Inputs frozen to a value, by input; the dtype is the model's.", {}
+    )
+    cut: CutTable | None = _key(
+        "Keep only the part of the graph between these tensors, for all targets and for the source that is "
+        "shipped: see `docs/cutting.md`.",
+        when_missing="the whole graph",
     )
     validate: ValidateTable | ValidationMode = _key(
         "How the artifact is validated: the mode alone, or a table with `mode`, `inputs`, "

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import CompileSettings, Listed
+from hatch_epcontext.config.settings import CompileSettings, Cut, Dequantize, Listed, Quantize
 from hatch_epcontext.errors import Key
-from hatch_epcontext.providers import Plugin
+from hatch_epcontext.providers import Plugin, Tolerance
 
 Size = int | str | None
 
@@ -122,6 +122,19 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """How the numbers of a model are changed: see `CompileSettings`. ``calibration`` is a path.
+
+    ``tolerance``: how far the changed model may differ from its source.
+    """
+
+    dequantize: Dequantize
+    quantize: Quantize | None
+    calibration: str
+    tolerance: Tolerance | None
+
+
+@dataclass(frozen=True)
 class TargetSpec:
     """What a worker needs to know of a target: its settings, and where the EP's library is."""
 
@@ -133,11 +146,17 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A node that no context covers, and the reason, if it is known."""
+    """A node that no context covers, and the reason, if it is known.
+
+    ``dynamic``: whether a shape of it depends on the data. ``freeze``: the inputs that decide whatever
+    the EP must know of it, each with a value to freeze it to, None where none is known.
+    """
 
     name: str
     op: str
     reason: str | None = None
+    dynamic: bool = False
+    freeze: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CoverageStatus(Enum):
@@ -149,12 +168,16 @@ class CoverageStatus(Enum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes."""
+    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes.
+
+    ``largest``: the largest part of the source that is covered, if nodes are left and the source has one.
+    """
 
     nodes: int
     compiled: int
     partitions: int
     uncovered: tuple[NodeFacts, ...] = ()
+    largest: Cut | None = None
 
     @property
     def share(self) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Key, Problem
 from hatch_epcontext.ipc.facts import (
     Agreement,
@@ -17,6 +18,8 @@ from hatch_epcontext.ipc.facts import (
     Magnitude,
     ModelFacts,
     ModelSpec,
+    NodeFacts,
+    Precision,
     Range,
     Simplifier,
     TargetSpec,
@@ -58,6 +61,46 @@ class CheckReply:
 
 
 @dataclass(frozen=True)
+class CutForm:
+    """What the configuration of one form of a model fixes in the cut model.
+
+    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
+    """
+
+    dims: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutReply:
+    """``files``: the cut model and its external data, by name in the folder; ``data``: the files of the
+    external data of the whole model, by name in its own; ``forms``: one for each model of the request.
+    """
+
+    files: tuple[str, ...]
+    data: tuple[str, ...]
+    forms: tuple[CutForm, ...]
+
+
+@dataclass(frozen=True)
+class CutRequest(Request[CutReply], action="cut"):
+    """Write the part ``cut`` of a model into ``folder``, which exists and is empty.
+
+    ``forms``: the model in all its forms, which differ only in what their configuration fixes.
+    """
+
+    forms: tuple[ModelSpec, ...]
+    cut: Cut
+    folder: str
+
+    def misfit(self, reply: CutReply) -> str | None:
+        if len(reply.forms) != len(self.forms):
+            return "it is about other forms of the model"
+        return _misfit_files(self.folder, (str(Path(self.folder, name)) for name in reply.files))
+
+
+@dataclass(frozen=True)
 class ModelProfiles:
     """Optimization profiles for ``model``; ``key`` is their place in the configuration.
 
@@ -71,18 +114,34 @@ class ModelProfiles:
 
 
 @dataclass(frozen=True)
+class ContextTarget:
+    """A target that compiles ``model`` into contexts, by its name, its ``provider`` and its place.
+
+    ``min_coverage``: the part of the nodes that must be inside contexts, from 0 to 1.
+    """
+
+    model: str
+    target: str
+    provider: str
+    key: Key
+    min_coverage: float
+
+
+@dataclass(frozen=True)
 class CheckRequest(Request[CheckReply], action="check"):
     """Read the models, and check that they fit their configuration.
 
     ``static``: the names of models whose shapes must be fixed, each with the EP that needs it; ``left_open``:
     those that get such an EP, although their target leaves shapes open. ``profiles``: the optimization
-    profiles that must fit the models' inputs.
+    profiles that must fit the models' inputs. ``contexts``: the targets whose EP must be able to compile
+    the models.
     """
 
     models: tuple[ModelSpec, ...]
     static: Mapping[str, str]
     profiles: tuple[ModelProfiles, ...] = ()
     left_open: Mapping[str, str] = field(default_factory=dict)
+    contexts: tuple[ContextTarget, ...] = ()
 
     def misfit(self, reply: CheckReply) -> str | None:
         if len(reply.models) == len(self.models):
@@ -96,7 +155,8 @@ class PrepareReply:
 
     ``control_flow``: operators of the prepared model that choose or repeat other graphs.
     ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the
-    outputs of the source model on the CPU, if they were compared and fit into a file.
+    outputs of the source model on the CPU, if they were compared and fit into a file. ``precision``: how its
+    numbers were changed, in words.
     """
 
     path: str
@@ -105,6 +165,7 @@ class PrepareReply:
     control_flow: tuple[str, ...]
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +173,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
-    ``reference``, if an earlier `PrepareReply` has it.
+    ``reference``, if an earlier `PrepareReply` has it. ``precision``: how its numbers are changed.
     """
 
     model: ModelSpec
@@ -120,6 +181,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     folder: str
     compare: bool
     reference: str | None = None
+    precision: Precision | None = None
 
     def misfit(self, reply: PrepareReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))
@@ -146,7 +208,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
-    ``reference`` if there is one. ``folder`` exists and is empty.
+    ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
+    the source if its numbers were changed.
     """
 
     model: ModelSpec
@@ -156,6 +219,7 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     simplify: bool
     compare: bool
     reference: str | None = None
+    tolerance: Tolerance | None = None
 
     def misfit(self, reply: RewriteReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path,)))
@@ -327,6 +391,86 @@ class InspectRequest(Request[InspectReply], action="inspect"):
     """Read the ONNX file at ``path``, compiled or not."""
 
     path: str
+
+
+@dataclass(frozen=True)
+class OpenSize:
+    """An open dimension of an input. ``size`` is None where that is for the user to choose; ``note`` says
+    where it comes from, or what to ask.
+    """
+
+    input: str
+    axis: int
+    size: int | None
+    note: str
+
+
+@dataclass(frozen=True)
+class SuggestedConstant:
+    """An input that can be a constant; ``needed``: whether it chooses between graphs inside the model."""
+
+    input: str
+    value: int | None
+    note: str
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class SuggestReply:
+    """All open dimensions of a model, and the inputs that can be constants."""
+
+    sizes: tuple[OpenSize, ...] = ()
+    constants: tuple[SuggestedConstant, ...] = ()
+
+
+@dataclass(frozen=True)
+class SuggestRequest(Request[SuggestReply], action="suggest"):
+    """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU."""
+
+    path: str
+    run: bool
+
+
+@dataclass(frozen=True)
+class PreviewReply:
+    """What is known of a model and a target before anything is compiled.
+
+    ``nodes``: the number of nodes that depend on the values of inputs; ``refused``: those of them that the
+    EP leaves to the CPU, as far as the package knows. ``problems``: why a build would refuse the model, and
+    what to set.
+    """
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class PreviewRequest(Request[PreviewReply], action="preview"):
+    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone."""
+
+    model: ModelSpec
+    target: ContextTarget
+
+
+@dataclass(frozen=True)
+class AskReply:
+    """The number of ``nodes`` of the optimized graph, and those that the EP itself refuses."""
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+
+
+@dataclass(frozen=True)
+class AskRequest(Request[AskReply], action="ask"):
+    """Ask the EP of ``target`` which nodes of ``model`` it refuses, and compile nothing.
+
+    ``folder`` exists and is empty.
+    """
+
+    model: ModelSpec
+    target: TargetSpec
+    folder: str
 
 
 @dataclass(frozen=True)

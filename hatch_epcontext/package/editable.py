@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import record_file
 from hatch_epcontext.package import manifest, model_package
@@ -80,27 +81,42 @@ def _changed(folder: Path, found: manifest.PackageMetadata) -> list[str]:
 def write(result: Result, folder: Path) -> None:
     """Write the package of ``result`` into ``folder``: loader, artifacts and manifest.
 
-    Source models are not copied: the manifest has their paths, so that the app sees an edited model.
+    Source models are not copied: the manifest has their paths, so that the app sees an edited model. Only
+    cut ones are, which are nowhere else.
     """
     remove(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Every editable install writes these files again: a repository does not need them.
     (folder / ".gitignore").write_text("*\n", encoding="utf-8", newline="\n")
+    cut = {
+        f"{manifest.source_folder(source.model)}/{name}": source.model.path.parent / name
+        for source in result.sources
+        if source.model.cut
+        for name in source.records
+    }
     files = {
         ".gitignore": record_file(folder / ".gitignore"),
         "__init__.py": record_file(manifest.loader_file()),
         **manifest.artifact_files(result),
+        **{name: record_file(path) for name, path in cut.items()},
     }
-    sources = {
-        source.model.name: Path(os.path.relpath(source.model.path, folder)).as_posix()
-        for source in result.sources
-    }
+    sources = {source.model.name: _place(source.model, folder) for source in result.sources}
     # Before the files below: an interrupted install must not leave files that no manifest lists.
     content = manifest.text(manifest.make(result, sources, files, "installed"))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
     shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
     for built in result.built:
         shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
+    for name, path in cut.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+
+
+def _place(model: Model, folder: Path) -> str:
+    """The path of the source of ``model`` from ``folder``."""
+    if model.cut:
+        return f"{manifest.source_folder(model)}/{model.path.name}"
+    return Path(os.path.relpath(model.path, folder)).as_posix()
 
 
 def remove(folder: Path) -> list[str]:

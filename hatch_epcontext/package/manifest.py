@@ -274,7 +274,8 @@ def _variant(built: Built, model: str) -> Variant:
         settings=settings,
         load_options=only_ours,
         compiled_with=record.versions,
-        preparation=record.preparations[index],
+        # What an EP says when it fails, with paths and numbers, is for the report.
+        preparation=dataclasses.replace(record.preparations[index], tried=()),
         coverage=context.coverage,
         validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,

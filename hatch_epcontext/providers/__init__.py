@@ -12,7 +12,9 @@ from collections.abc import Mapping
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
-    Limits,
+    QUANTIZED,
+    MoreCoverage,
+    OutputLimits,
     Plugin,
     Product,
     Profile,
@@ -21,6 +23,8 @@ from hatch_epcontext.providers.base import (
     Tolerance,
 )
 from hatch_epcontext.providers.libraries import missing
+from hatch_epcontext.providers.limits import DYNAMIC_QUANTIZATION, TREES, Limits
+from hatch_epcontext.providers.log import is_standing
 from hatch_epcontext.providers.option import (
     Option,
     OptionValue,
@@ -32,11 +36,16 @@ from hatch_epcontext.providers.option import (
 
 __all__ = [
     "DISTRIBUTIONS",
+    "DYNAMIC_QUANTIZATION",
     "PROVIDERS",
+    "QUANTIZED",
+    "TREES",
     "Device",
     "Limits",
+    "MoreCoverage",
     "Option",
     "OptionValue",
+    "OutputLimits",
     "Plugin",
     "Product",
     "Profile",
@@ -45,6 +54,7 @@ __all__ = [
     "SomeLimits",
     "Tolerance",
     "find",
+    "is_standing",
     "missing",
     "render",
     "variable_of",

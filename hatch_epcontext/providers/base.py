@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
 from hatch_epcontext.loader import Device
+from hatch_epcontext.providers.limits import Limits
 from hatch_epcontext.providers.option import Option
 
 Product = Literal["context", "optimized"]
@@ -30,7 +31,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class SomeLimits:
-    """Those of `Limits` that somebody has given."""
+    """Those of `OutputLimits` that somebody has given."""
 
     snr: float | None = None
     cosine: float | None = None
@@ -45,34 +46,41 @@ class SomeLimits:
 
 
 @dataclass(frozen=True)
-class Limits:
+class OutputLimits:
     """How far an output may differ from the CPU EP's.
 
     ``snr``: the least ratio of signal to noise in decibels; slices of the output may be 10 dB worse, and
     those of fewer than 8 values 20 dB. ``cosine``: the least cosine similarity. If ``atol`` or ``rtol`` is
-    given, ``|out - ref| <= atol + rtol * |ref|`` must hold everywhere.
+    given, ``|out - ref| <= atol + rtol * |ref|`` must hold everywhere. ``unit``: the signal that each value
+    of an output between -1 and 1 counts to have, which is much for EPs that compute a Sigmoid from a table.
     """
 
     snr: float
     cosine: float
     atol: float | None = None
     rtol: float | None = None
+    unit: float = 1e-3
 
     @property
     def given(self) -> dict[str, Any]:
         """The limits by name, without those that are None."""
-        return SomeLimits(self.snr, self.cosine, self.atol, self.rtol).given
+        some = SomeLimits(self.snr, self.cosine, self.atol, self.rtol)
+        return {**some.given, "unit": self.unit}
 
 
 @dataclass(frozen=True)
-class Tolerance(Limits):
+class Tolerance(OutputLimits):
     """How far a target's outputs may differ from those of the CPU EP; ``outputs``: limits of their own."""
 
-    outputs: Mapping[str, Limits] = field(default_factory=dict)
+    outputs: Mapping[str, OutputLimits] = field(default_factory=dict)
 
-    def of(self, output: str) -> Limits:
+    def of(self, output: str) -> OutputLimits:
         """The limits of ``output``."""
         return self.outputs.get(output, self)
+
+
+QUANTIZED = SomeLimits(snr=15, cosine=0.98)
+"""How far outputs may differ where the source is quantized, and what was made of it is not, or vice versa."""
 
 
 Profile = Mapping[str, Mapping[str, Sequence[int]]]
@@ -128,8 +136,20 @@ def _no_disagreement(
     return None
 
 
+def _no_words(message: str) -> str | None:
+    return None
+
+
 def _runs_anywhere(system: str, machine: str) -> bool:
     return True
+
+
+@dataclass(frozen=True)
+class MoreCoverage:
+    """Provider ``options`` with which an EP takes ``operators`` that it leaves to the CPU by default."""
+
+    operators: frozenset[str]
+    options: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -167,6 +187,9 @@ class Provider:
 
     hardware: str = "not verified on hardware"
     """How far it was tested on the hardware itself; for the documentation."""
+
+    more_coverage: MoreCoverage | None = None
+    """Options that are tried where the EP leaves nodes to the CPU, unless the configuration sets them."""
 
     float16_on: tuple[Device, ...] = ()
     """The devices on which it computes floats in float16 by default, whose largest number is 65504."""
@@ -223,6 +246,20 @@ class Provider:
 
     reserved: Mapping[str, str] = field(default_factory=dict)
     """Options that the build or the loader sets, each with the reason or with what to use instead."""
+
+    limits: Limits | None = None
+    """What the EP compiles in no form; None where that is not known."""
+
+    lacks: frozenset[str] = frozenset()
+    """Operators that the EP does not have, as far as that was tried. It may take a model with them all the
+    same: preparation folds and replaces operators."""
+
+    reasons: Callable[[str], Mapping[str, str]] | None = None
+    """The EP's log, with all its messages -> by the name of each node that the EP leaves to the CPU the
+    reason, empty where the log has none; None for an EP that logs no reasons."""
+
+    error_in_words: Callable[[str], str | None] = _no_words
+    """A compiler's error -> what it means for the model: a sentence; None for an unknown error."""
 
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Provider options that are set by default, unless the user sets an option that excludes them."""

@@ -11,7 +11,7 @@ PROVIDER = Provider(
     product="context",
     distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("any", "npu", "gpu", "cpu"),
-    tolerance=Tolerance(snr=20, cosine=0.99),
+    tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
     float16_on=("npu",),
     verified="On Linux x86-64 up to the error that an EP without EP contexts compiles nothing.",
     needs_library=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Provider, Tolerance
+from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, choice, secret, switch, text
 
 _OPTIONS: Mapping[str, Option] = {
@@ -33,10 +34,11 @@ PROVIDER = Provider(
     ep="VitisAIExecutionProvider",
     title="AMD NPUs (Ryzen AI) through Vitis AI",
     product="context",
+    limits=NUMBERS_ONLY,
     distributions=("onnxruntime-vitisai", "onnxruntime-windowsml"),
     devices=("npu",),
     # Models for it are quantized.
-    tolerance=Tolerance(snr=15, cosine=0.98),
+    tolerance=Tolerance(snr=15, cosine=0.98, unit=0.1),
     needs="an AMD Ryzen AI processor and its driver",
     verified="Only the options: its packages are not on PyPI.",
     systems=("linux", "win32"),

@@ -12,6 +12,7 @@ from typing import Literal
 import hatch_epcontext
 from hatch_epcontext.build.artifact import GENERATOR, Artifact
 from hatch_epcontext.build.cache import Cache
+from hatch_epcontext.build.cutting import cut_plan
 from hatch_epcontext.build.plan import Job, Plan, model_spec_to_run, target_spec
 from hatch_epcontext.build.preparation import Prepared, prepare
 from hatch_epcontext.build.run import job_runner
@@ -121,8 +122,10 @@ def bench(
     versions: dict[str, str] = {}
     for embedded, plan in plans.items():
         folder = staging / str(embedded)
-        runner = job_runner(plan, folder, Cache(None, log), workers)
-        for job in plan.jobs:
+        cache = Cache(None, log)
+        cut = cut_plan(plan, cache.index(), workers, folder)
+        runner = job_runner(cut, folder, cache, workers)
+        for job in cut.jobs:
             if reason := reason_not_to_open(job):
                 hint = "Measure the chips one at a time."
                 failures.append(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))

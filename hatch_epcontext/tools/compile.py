@@ -60,7 +60,8 @@ def compile_models(
         result = run(plan(config), staging)
         folder, name = (output.parent, output.name) if file else (output, None)
         files = _destinations(result.built, folder, name)
-        _refuse_sources(files, result.sources)
+        # The sources of cut models are elsewhere.
+        _refuse_sources(files, result.sources, (model.path for model in config.models))
         _publish(files, overwrite=overwrite)
     return CompileResult(tuple(files), make_report(result))
 
@@ -120,13 +121,16 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
         raise OutputError(*problems)
 
 
-def _refuse_sources(paths: Iterable[Path], sources: Iterable[Source]) -> None:
-    """Raise OutputError if any of ``paths`` is a source model, or a file of its external data."""
+def _refuse_sources(
+    paths: Iterable[Path], sources: Iterable[Source], others: Iterable[Path] = ()
+) -> None:
+    """Raise OutputError if any of ``paths`` is a source model, a file of its data, or one of ``others``."""
     theirs = {
         (source.model.path.parent / name).resolve()
         for source in sources
         for name in (source.model.path.name, *source.facts.external_data)
     }
+    theirs |= {other.resolve() for other in others}
     problems = [
         Problem(
             Kind.FILE_EXISTS, str(path), "is a file of the source model.", "Choose another place."

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.build.artifact import Validation, ValidationStatus
+from hatch_epcontext.build.cutting import cut_plan
+from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.build.requirements import check_environment
 from hatch_epcontext.build.validation import reason_not_to_run, validation_of
@@ -95,6 +97,8 @@ def validate_context(
             check_environment(planned.config.targets, planned.requirements)
             workers = make_workers(planned.config.build.timeout)
             with temp_dir() as staging:
+                if source is not None:
+                    (job,) = cut_plan(planned, Index(), workers, staging).jobs
                 validation = _run(
                     context, model, job, staging, workers, has_source=source is not None
                 )

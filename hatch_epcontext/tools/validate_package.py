@@ -375,7 +375,9 @@ class _Validator:
             raise BuildError(_not_run(location, reason))
         (model,) = self._configure(component).models
         reference = self._reference(component, variant)
-        tolerance = model.tolerance_on(form.provider, variant) if reference else None
+        tolerance = (
+            model.tolerance_on(form.provider, variant, form.target.settings) if reference else None
+        )
         spec = self._spec(component, form, model, reference)
         with temp_dir() as staging:
             name = _copy(self._read.folder, found, form, staging / "moved")

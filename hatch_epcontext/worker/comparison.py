@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import Agreement, Slice
-from hatch_epcontext.providers import Limits
+from hatch_epcontext.providers import OutputLimits
 from hatch_epcontext.worker.tensors import STRING, Array
 
 Nature = Literal["any", "unit", "shares", "indices"]
@@ -40,10 +40,10 @@ _OTHER_SAMPLES = 0.1
 """The part of the signal in other samples that counts as signal in this one."""
 
 _LARGEST = 1e-3
-"""The part of an output's largest value that counts as signal in each place: twice float16's precision."""
+"""The part of an output's largest value that counts as signal in each place: twice float16's precision.
 
-_UNIT = 0.1
-"""The same for values between -1 and 1: NPUs take a Sigmoid from a table with steps of 0.004."""
+For values between -1 and 1 it is the `unit` of the limits.
+"""
 
 _SHARES = 64
 """The number of places in a slice that can have that signal when all values are shares of 1."""
@@ -67,7 +67,7 @@ def compare(
     name: str,
     output: Array,
     reference: Array,
-    limits: Limits,
+    limits: OutputLimits,
     *,
     samples: Sequence[Array] = (),
     nature: Nature = "any",
@@ -96,14 +96,14 @@ def compare(
     else:
         out, ref = _finite(output, reference)
         others = [_numbers(each) for each in samples if each.shape == reference.shape]
-    agreement = _measure(name, out, ref, others, "any" if exact else nature)
+    agreement = _measure(name, out, ref, others, "any" if exact else nature, limits.unit)
     if exact:
         # Each place is right or wrong: slices say no more.
         agreement = replace(agreement, worst=None)
     return _judge(agreement, out, ref, limits)
 
 
-def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Limits) -> Comparison:
+def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: OutputLimits) -> Comparison:
     excesses = []
     needed: dict[str, float] = {}
     if agreement.snr is not None and agreement.snr < limits.snr:
@@ -133,7 +133,12 @@ def _less(shape: tuple[int, ...], axis: int) -> float:
 
 
 def _measure(
-    name: str, out: Numbers, ref: Numbers, others: Sequence[Numbers], nature: Nature
+    name: str,
+    out: Numbers,
+    ref: Numbers,
+    others: Sequence[Numbers],
+    nature: Nature,
+    unit: float,
 ) -> Agreement:
     if not ref.size:
         return Agreement(name, 0.0, 1.0)
@@ -144,7 +149,7 @@ def _measure(
     largest = max(float(np.abs(each).max()) for each in (ref, *others))
     if nature in ("unit", "shares"):
         largest = max(largest, 1.0)
-    measure = _Measure(error, ref, others, largest, nature)
+    measure = _Measure(error, ref, others, largest, nature, unit)
     slices = []
     for axis, size in enumerate(ref.shape):
         if size < 2:
@@ -176,6 +181,7 @@ class _Measure:
     others: Sequence[Numbers]
     largest: float
     nature: Nature
+    unit: float
 
     def signal(self, axes: tuple[int, ...] | None) -> Numbers:
         own = np.asarray((self.ref**2).mean(axis=axes))
@@ -191,8 +197,8 @@ class _Measure:
     def _part(self, places: int) -> float:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""
         if self.nature == "shares":
-            return _UNIT**2 * min(1.0, _SHARES / places)
-        return (_UNIT if self.nature == "unit" else _LARGEST) ** 2
+            return self.unit**2 * min(1.0, _SHARES / places)
+        return (self.unit if self.nature == "unit" else _LARGEST) ** 2
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:

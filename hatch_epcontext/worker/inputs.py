@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC
-from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelSpec, Range, Size, TensorFacts
 from hatch_epcontext.worker.synthetic import SampleName, assumed_range, values
 from hatch_epcontext.worker.tensors import Array, numpy_dtype
@@ -43,7 +43,7 @@ def dummy_inputs(
     if (same := _SAME.get(spec.inputs)) is not None:
         return generated_inputs("zeros", inputs, spec, {each.name: same for each in inputs})
     path = Path(spec.inputs)
-    found = _from_folder(path, "input", inputs, spec) if path.is_dir() else _from_npz(path, spec)
+    found = _read(path, inputs, spec)
     return {each.name: _checked(found, each, path, spec) for each in inputs}
 
 
@@ -81,7 +81,7 @@ def expected_outputs(outputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[st
     path = Path(spec.inputs)
     if spec.inputs in SYNTHETIC or not path.is_dir():
         return {}
-    return _from_folder(path, "output", outputs, spec)
+    return read_folder(path, "output", outputs, _key(spec))
 
 
 def constant(spec: ModelSpec, facts: TensorFacts) -> Array:
@@ -95,11 +95,14 @@ def constant(spec: ModelSpec, facts: TensorFacts) -> Array:
     return array
 
 
+def _key(spec: ModelSpec) -> Key:
+    return spec.key / "validate" / "inputs"
+
+
 def _invalid(
     spec: ModelSpec, message: str, hint: str | None = None, *settings: Setting
 ) -> ModelError:
-    key = spec.key / "validate" / "inputs"
-    return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint, *settings))
+    return ModelError(Problem.at(_key(spec), Kind.INVALID_INPUTS, message, hint, *settings))
 
 
 def _generate(
@@ -143,21 +146,31 @@ _UNREADABLE = (
 )
 
 
-def _from_npz(path: Path, spec: ModelSpec) -> dict[str, Array]:
+def _read(path: Path, inputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[str, Array]:
+    key = _key(spec)
+    return read_folder(path, "input", inputs, key) if path.is_dir() else read_npz(path, key)
+
+
+def read_npz(path: Path, key: Key) -> dict[str, Array]:
+    """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is none."""
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except _UNREADABLE as error:
-        raise _invalid(spec, f"{path.name} is not an .npz of plain arrays: {error}.") from None
+        message = f"{path.name} is not an .npz of plain arrays: {error}."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
     # NumPy's own strings have a fixed length; ONNX Runtime takes Python's.
     return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
 
 
-def _from_folder(
-    path: Path, prefix: str, tensors: Sequence[TensorFacts], spec: ModelSpec
+def read_folder(
+    path: Path, prefix: str, tensors: Sequence[TensorFacts], key: Key
 ) -> dict[str, Array]:
-    """Return ONNX's test data: ``<prefix>_<n>.pb`` for the tensor that it names, or else the n-th."""
+    """Return ONNX's test data: ``<prefix>_<n>.pb`` for the tensor that it names, or else the n-th.
+
+    Raises ModelError, at ``key``, when a file is no tensor.
+    """
     found: dict[str, Array] = {}
     names = [each.name for each in tensors]
     for file in sorted(path.glob(f"{prefix}_*.pb")):
@@ -165,7 +178,8 @@ def _from_folder(
             tensor = onnx.load_tensor(file)
             array = onnx.numpy_helper.to_array(tensor)
         except Exception as error:
-            raise _invalid(spec, f"{file.name} is not an ONNX tensor: {error}.") from None
+            message = f"{file.name} is not an ONNX tensor: {error}."
+            raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
         number = file.stem.removeprefix(f"{prefix}_")
         if tensor.data_type == onnx.TensorProto.STRING:
             array = np.array([s.decode() for s in tensor.string_data], object).reshape(array.shape)

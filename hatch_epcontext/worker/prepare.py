@@ -16,8 +16,15 @@ from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.checking import SIMPLIFIED, check_runs
 from hatch_epcontext.worker.fix import fix_inputs, ranges_for
 from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.precision import explained, write_dequantized, write_quantized
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.runs import Reference, read_reference, write_reference
+from hatch_epcontext.worker.runs import (
+    Reference,
+    for_other_numbers,
+    read_reference,
+    write_reference,
+)
+from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
 
 
@@ -38,19 +45,60 @@ def handle(request: PrepareRequest) -> PrepareReply:
     outputs_path = write_reference(expected, folder / "reference.npz") if expected else None
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
+    done = None
+    if request.precision is not None and request.precision.dequantize:
+        floats = own / f"{spec.name}.floats.onnx"
+        done = write_dequantized(fixed, floats, request.precision.dequantize)
+        fixed = floats if done else fixed
     result = own / f"{spec.name}.onnx"
     step(f"simplifying the model ({request.simplifier})")
     if (simplified := _simplify(fixed, result, request.simplifier)) is None:
         result = fixed
-    elif expected is not None:
-        # The session that has written it: opening it once more takes as long as simplifying it.
-        what = "the simplified model on the CPU"
-        check_runs(simplified, expected, SIMPLIFIED, spec, what, "the source model's")
+    if request.precision is not None and request.precision.quantize is not None:
+        quantized = own / f"{spec.name}.quantized.onnx"
+        done = write_quantized(result, quantized, spec, request.precision)
+        result, simplified = quantized, None
+    if expected is not None and (simplified is not None or done is not None):
+        _compare(simplified, result, expected, request, done)
     model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(model.graph))
     return PrepareReply(
-        str(result), nodes_before, nodes, graph.control_flow(model.graph), ranges, outputs_path
+        str(result),
+        nodes_before,
+        nodes,
+        graph.control_flow(model.graph),
+        ranges,
+        outputs_path,
+        done,
     )
+
+
+def _compare(
+    simplified: ort.InferenceSession | None,
+    result: Path,
+    expected: Reference,
+    request: PrepareRequest,
+    done: str | None,
+) -> None:
+    """Compare ``result``, which ``simplified`` has open if it is not None, with the source.
+
+    ``done``: how its numbers were changed. Raises BuildError if they differ more than that explains.
+    """
+    spec, tolerance = request.model, SIMPLIFIED
+    if done is not None and request.precision is not None:
+        tolerance = request.precision.tolerance or SIMPLIFIED
+        expected = for_other_numbers(expected)
+    # The session that has written it: opening it once more takes as long as simplifying it.
+    session = simplified or open_session(result, cpu_options())
+    with explained(done, spec.key):
+        check_runs(
+            session,
+            expected,
+            tolerance,
+            spec,
+            "the prepared model on the CPU",
+            "the source model's",
+        )
 
 
 def _reference(request: PrepareRequest, model: onnx.ModelProto) -> Reference | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import (
     PROTOBUF_LIMIT,
@@ -18,6 +19,7 @@ from hatch_epcontext.ipc.facts import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.covered import largest_covered
 from hatch_epcontext.worker.external import external_data, stays_inside
 from hatch_epcontext.worker.reading import load
 from hatch_epcontext.worker.session import provider_of
@@ -81,10 +83,21 @@ def _read_context(
             compiled=max(total - len(uncovered), 0),
             partitions=len(contexts),
             uncovered=tuple(_node_facts(node, open_values) for node in uncovered),
+            largest=_largest(spec, source, uncovered, open_values) if uncovered else None,
         ),
         compatibility=compatibility,
         ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),
     )
+
+
+def _largest(
+    spec: ModelSpec,
+    prepared: onnx.ModelProto,
+    uncovered: list[onnx.NodeProto],
+    open_values: frozenset[str],
+) -> Cut | None:
+    source = onnx.load(spec.path, load_external_data=False).graph
+    return largest_covered(prepared.graph, uncovered, source, open_values, spec.constants)
 
 
 def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
@@ -97,9 +110,10 @@ def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
 def _node_facts(node: onnx.NodeProto, open_values: frozenset[str]) -> NodeFacts:
     op = graph.operator(node)
     if names := sorted(open_values.intersection(node.input)):
-        return NodeFacts(node.name, op, f"the shape of {names[0]!r} depends on the data")
+        return NodeFacts(node.name, op, f"the shape of {names[0]!r} depends on the data", True)
     if names := sorted(open_values.intersection(node.output)):
-        return NodeFacts(node.name, op, f"the shape of its output {names[0]!r} depends on the data")
+        reason = f"the shape of its output {names[0]!r} depends on the data"
+        return NodeFacts(node.name, op, reason, True)
     return NodeFacts(node.name, op)
 
 

@@ -20,7 +20,7 @@ from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.rewrites import REWRITES, rewrite
 from hatch_epcontext.worker.rewrites.base import Rewrite
 from hatch_epcontext.worker.rewrites.branches import BRANCHES, assignments, removed, with_inputs
-from hatch_epcontext.worker.runs import Reference, read_reference, run_model
+from hatch_epcontext.worker.runs import Reference, for_other_numbers, read_reference, run_model
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
 
@@ -132,7 +132,10 @@ class Work:
         if self.expected is None:
             return
         spec, what = self.request.model, "the rewritten model on the CPU"
-        check_runs(session, self.expected, SIMPLIFIED, spec, what, "the source model's")
+        tolerance, expected = self.request.tolerance, self.expected
+        if tolerance is not None:
+            expected = for_other_numbers(expected)
+        check_runs(session, expected, tolerance or SIMPLIFIED, spec, what, "the source model's")
 
     def _compare_branches(
         self, model: onnx.ModelProto, conditions: tuple[str, ...], expected: Reference, folder: Path

@@ -16,7 +16,7 @@ from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.runs import Reference, read_reference, run_model
+from hatch_epcontext.worker.runs import Reference, for_other_numbers, read_reference, run_model
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
@@ -59,6 +59,8 @@ def handle(request: ValidateRequest) -> ValidateReply:
         refuse_not_finite(outputs, {})
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
+    if request.target.settings.changes_precision:
+        expected = for_other_numbers(expected)
     first = run_model(session, expected.feeds, spec, "the compiled model")
     if recorded := expected_outputs(request.context.outputs, spec):
         check_outputs(first, recorded, request.tolerance, spec, "the recorded output")

@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.build.artifact import Preparation
-from hatch_epcontext.build.attempts import Refused, Ways, compile_best, compile_unrolled
+from hatch_epcontext.build.attempts import (
+    Compile,
+    Refused,
+    Ways,
+    compile_best,
+    compile_unrolled,
+)
 from hatch_epcontext.build.preparation import Prepared, Rewritten
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import Context, Coverage, NodeFacts
 from hatch_epcontext.ipc.protocol import CompileReply
+from hatch_epcontext.providers import MoreCoverage
 
 SOURCE = Prepared("source", Preparation("onnxruntime", 9, 9), {})
 FAILURE = BuildError(Problem(Kind.WORKER_CRASHED, "a -> qnn", "the compiler crashed."))
@@ -33,6 +40,7 @@ class Compiler:
     def __init__(self, folder: Path, results: dict[str, CompileReply | BuildError]) -> None:
         self.folder = folder
         self.results = results
+        self.options: tuple[MoreCoverage, Compile] | None = None
         self.asked: list[tuple[str, Refused]] = []
         self.compiled: list[str] = []
         self._numbers = itertools.count()
@@ -69,7 +77,7 @@ class Compiler:
         )
 
     def best(self, *, unroll: bool = False) -> tuple[Preparation, CompileReply]:
-        ways = Ways(self, self.rewrite, self.unroll if unroll else None)
+        ways = Ways(self, self.rewrite, self.unroll if unroll else None, self.options)
         result = self.folder / "result"
         (prepared,), found = compile_best([SOURCE], result, self._scratch, ways)
         assert (result / "a_ctx.onnx").read_text(encoding="utf-8") == prepared.path
@@ -188,3 +196,34 @@ def test_other_errors_are_no_reason_to_try_again(tmp_path: Path, kind: Kind) -> 
         compiler.best()
     assert caught.value is failure
     assert compiler.compiled == ["source"]
+
+
+OPTIONS = MoreCoverage(frozenset({"QuantizeLinear"}), {"offload": "0"})
+
+
+@pytest.mark.parametrize(
+    ("left", "with_options", "expected"),
+    [
+        (("QuantizeLinear",), (), ("offload = 0",)),
+        # What is left then is rewritten, and compiled with the same options.
+        (("QuantizeLinear", "Clip"), ("Clip",), ("offload = 0",)),
+        # They help nothing, or are not for what is left.
+        (("QuantizeLinear",), ("QuantizeLinear", "Clip"), ()),
+        (("Clip",), (), ()),
+    ],
+)
+def test_options_with_which_an_ep_takes_more_are_tried_first(
+    tmp_path: Path,
+    left: tuple[str, ...],
+    with_options: tuple[str, ...],
+    expected: tuple[str, ...],
+) -> None:
+    compiler = Compiler(tmp_path, {"source": reply(*left)})
+    other = Compiler(tmp_path, {"source": reply(*with_options), "better": reply()})
+    compiler.options = OPTIONS, other
+    compiler.rewrite = other.rewrite if with_options == ("Clip",) else compiler.rewrite  # type: ignore[method-assign]
+    preparation, _ = compiler.best()
+    assert preparation.options == expected
+    assert other.compiled[:1] == ([] if left == ("Clip",) else ["source"])
+    if with_options == ("Clip",):
+        assert (other.compiled, preparation.rewrites) == (["source", "better"], ("better",))

@@ -303,7 +303,7 @@ def test_all_files_of_a_model_travel_in_chunks(
     assert len(fetched) > 20
 
 
-def test_a_folder_of_inputs_travels(run: Builder) -> None:
+def test_folders_of_inputs_travel(run: Builder) -> None:
     import onnx
     from onnx import numpy_helper
 
@@ -312,9 +312,12 @@ def test_a_folder_of_inputs_travels(run: Builder) -> None:
     tensor = numpy_helper.from_array(np.ones((1, 1, 8, 8), np.float32), "x")
     onnx.save_tensor(tensor, folder / "input_0.pb")
     toml = CPU.replace(
-        '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "data" } }'
+        '"models/a.onnx"',
+        '{ path = "models/a.onnx", quantize = { inputs = "data" }, validate = { inputs = "data" } }',
     )
-    assert run(toml).built[0].validations["a"].status is ValidationStatus.RAN
+    (built,) = run(toml).built
+    assert built.validations["a"].status is ValidationStatus.RAN
+    assert "(1 sample)" in str(built.artifact.record.preparations[0].precision)
 
 
 def test_a_model_that_changes_while_it_is_sent_is_refused(

@@ -8,7 +8,12 @@ import pytest
 
 from hatch_epcontext.build.fingerprint import fingerprint
 from hatch_epcontext.build.plan import Job, plan
-from hatch_epcontext.config.settings import CompileSettings, ToleranceSettings, ValidateSettings
+from hatch_epcontext.config.settings import (
+    CompileSettings,
+    Quantize,
+    ToleranceSettings,
+    ValidateSettings,
+)
 from hatch_epcontext.providers import SomeLimits
 from tests.results import configured
 
@@ -34,6 +39,8 @@ CHANGED: dict[str, Any] = {
     "external_initializers": 1,
     "unroll_limit": 1,
     "recompile": True,
+    "dequantize": "all",
+    "quantize": Quantize("uint8"),
 }
 """Another value for each field of `CompileSettings`."""
 

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from hatch_epcontext.build.artifact import Artifact, Preparation, Validation, ValidationStatus
+from hatch_epcontext.build.html_report import render
 from hatch_epcontext.build.report import Report, make_report, summarize
 from hatch_epcontext.ipc.facts import Agreement, Coverage
 from hatch_epcontext.serialize import from_json, to_json
@@ -58,3 +59,18 @@ def test_another_simplifier_is_reported_with_the_failure_before_it(
     assert "prepared with onnxslim (onnxruntime: the worker crashed with SIGSEGV)" in summarize(
         built
     )
+
+
+def test_what_was_rewritten_is_in_the_line_and_what_was_tried_in_the_report(
+    project: Path, artifact: Artifact
+) -> None:
+    prepared = Preparation(
+        "onnxruntime", 5, 4, rewrites=("Clip as Max and Min",), tried=("as it is: 1 node left",)
+    )
+    record = dataclasses.replace(artifact.record, preparations=(prepared,))
+    artifact = dataclasses.replace(artifact, record=record)
+    result = resulting(configured(project), artifact)
+    assert "rewritten (Clip as Max and Min), optimized graph" in summarize(result.built[0])
+    page = render(make_report(result), "a")
+    assert "Clip as Max and Min" in page
+    assert "as it is: 1 node left" in page

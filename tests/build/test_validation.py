@@ -232,7 +232,7 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
         with_validate(job, inputs=str(file)),
         with_validate(job, inputs=str(folder)),
         with_validate(job, tolerance=ToleranceSettings(SomeLimits(atol=0.5))),
-        with_validate(job, tolerance=False),
+        with_validate(job, tolerance=None),
         dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
     ]
     keys = [key_of(each) for each in jobs]

@@ -89,6 +89,7 @@ def test_the_schema_has_every_key_with_its_documentation() -> None:
         (tables.RootTable, made),
         (tables.TargetTable, made["properties"]["targets"]["additionalProperties"]),
         (tables.ModelTable, model),
+        (tables.CutTable, model["properties"]["cut"]),
         (tables.ValidateTable, model["properties"]["validate"]["anyOf"][0]),
         (tables.BuildTable, made["properties"]["build"]),
         (tables.WheelTable, made["properties"]["wheel"]),

@@ -49,7 +49,7 @@ def test_the_short_form_is_one_target_named_after_its_provider(project: Path) ->
     assert (config.build.timeout, config.use_cache) == (1800, True)
     assert (config.wheel.tag, config.wheel.max_size) == ("auto", None)
     assert model.validate == ValidateSettings("auto", "random")
-    assert model.tolerance_for(target) == Tolerance(20, 0.99)
+    assert model.tolerance_for(target) == Tolerance(20, 0.99, unit=0.1)
 
 
 def test_the_long_form(project: Path) -> None:

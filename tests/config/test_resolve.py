@@ -13,6 +13,7 @@ from hatch_epcontext.build.plan import plan
 from hatch_epcontext.config import resolve
 from hatch_epcontext.config.settings import (
     CompileSettings,
+    Quantize,
     ToleranceSettings,
     ValidateSettings,
 )
@@ -182,6 +183,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
     "unroll_limit": ('provider = "qnn"\nunroll-limit = 0', 0),
     "recompile": ('provider = "qnn"\nrecompile = true', True),
+    "dequantize": ('provider = "qnn"\ndequantize = "all"', "all"),
+    "quantize": (
+        'provider = "qnn"\nquantize = { inputs = "models", activation = "int8", per-channel = true }',
+        Quantize("int8", "uint8", per_channel=True),
+    ),
     "registration_name": (f'provider = "plugin"\n{LIBRARY}registration-name = "y"', "y"),
 }
 """For each key of a target that is a field of `CompileSettings`: TOML, and the value of the field."""
@@ -285,3 +291,31 @@ def test_another_library_package_gives_other_settings(project: Path) -> None:
 def test_a_model_of_a_glob_is_named_in_its_problems(project: Path) -> None:
     config = read(project, 'provider = "cpu"\nmodels = ["models/*.onnx"]\n')
     assert [model.key.model for model in config.models] == ["models/a.onnx", "models/b.onnx"]
+
+
+def test_a_model_can_switch_off_what_its_target_quantizes(project: Path) -> None:
+    toml = """
+    provider = "qnn"
+    quantize = { inputs = "models" }
+    models = ["models/a.onnx", { path = "models/b.onnx", quantize = false }]
+    """
+    one, other = (model.targets[0] for model in read(project, toml).models)
+    assert (one.settings.quantize, one.calibration) == (Quantize(), str(project / "models"))
+    assert (other.settings.quantize, other.calibration) == (None, "")
+
+
+def test_other_numbers_than_those_of_the_source_have_limits_of_their_own(project: Path) -> None:
+    toml = """
+    provider = "qnn"
+    models = [
+        "models/a.onnx",
+        { path = "models/a.onnx", name = "b", dequantize = true },
+        { path = "models/a.onnx", name = "c", dequantize = true, validate = { tolerance = { snr = 30 } } },
+    ]
+    """
+    limits = [model.tolerance_for(model.targets[0]) for model in read(project, toml).models]
+    assert [each and (each.snr, each.cosine) for each in limits] == [
+        (20, 0.99),
+        (15, 0.98),
+        (30, 0.98),
+    ]

@@ -441,27 +441,31 @@ class DaskExecutor:
     # Files.
 
     def _models(self, job: Job) -> tuple[ModelFiles, ...]:
-        return tuple(self._model_files(self._sources[model.name], model) for model in job.models)
+        calibration = job.target.calibration
+        return tuple(
+            self._model_files(self._sources[model.name], model, calibration) for model in job.models
+        )
 
-    def _model_files(self, source: Source, model: Model) -> ModelFiles:
+    def _model_files(self, source: Source, model: Model, calibration: str) -> ModelFiles:
         folder = model.path.parent
         names = (model.path.name, *source.facts.external_data)
-        inputs = Path(model.validate.inputs)
-        files: dict[str, Path] = {}
-        if model.validate.inputs in SYNTHETIC:
-            pass
-        elif inputs.is_dir():
-            paths = (each for each in sorted(inputs.rglob("*")) if each.is_file())
-            files = {each.relative_to(inputs).as_posix(): each for each in paths}
-        else:
-            files = {"": inputs}
+        inputs = model.validate.inputs
         return ModelFiles(
             str(folder),
             model.path.name,
             {name: self._offer(folder / PurePosixPath(name)) for name in names},
-            inputs.name,
-            {name: self._offer(path) for name, path in files.items()},
+            Path(inputs).name,
+            {} if inputs in SYNTHETIC else self._offer_inputs(Path(inputs)),
+            Path(calibration).name,
+            self._offer_inputs(Path(calibration)) if calibration else {},
         )
+
+    def _offer_inputs(self, inputs: Path) -> dict[str, FileRecord]:
+        """The records of a file of inputs, which has no name, or of all files in a folder."""
+        if not inputs.is_dir():
+            return {"": self._offer(inputs)}
+        paths = (each for each in sorted(inputs.rglob("*")) if each.is_file())
+        return {each.relative_to(inputs).as_posix(): self._offer(each) for each in paths}
 
     def _offer(self, path: Path) -> FileRecord:
         """The record of a file that workers may ask for from now on."""

@@ -69,6 +69,8 @@ class ModelFiles:
     files: Mapping[str, FileRecord]
     inputs: str
     input_files: Mapping[str, FileRecord] = field(default_factory=dict)
+    calibration: str = ""
+    calibration_files: Mapping[str, FileRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -385,6 +387,7 @@ class _Job:
                 place.moved(model)
                 for place, model in zip(self._places, step.job.models, strict=True)
             ),
+            target=replace(step.job.target, calibration=self._places[0].calibration),
         )
         build.executor.preparations.want(self._job)
 
@@ -465,26 +468,37 @@ class _Places:
     sent: ModelFiles
     folder: Path
     inputs: str
+    calibration: str
 
     @staticmethod
     def of(root: Path, sent: ModelFiles) -> _Places:
         def digest(files: Mapping[str, FileRecord]) -> str:
             return value_sha256({name: record.sha256 for name, record in files.items()})[:32]
 
-        inputs = sent.inputs
-        if sent.input_files:
-            inputs = str(root / f"inputs-{digest(sent.input_files)}" / inputs)
-        return _Places(sent, root / digest(sent.files), inputs)
+        def place(name: str, files: Mapping[str, FileRecord]) -> str:
+            return str(root / f"inputs-{digest(files)}" / name) if files else name
+
+        return _Places(
+            sent,
+            root / digest(sent.files),
+            place(sent.inputs, sent.input_files),
+            place(sent.calibration, sent.calibration_files),
+        )
 
     @property
     def folders(self) -> set[Path]:
-        return {self.folder, *([Path(self.inputs).parent] if self.sent.input_files else [])}
+        given = [self.inputs] if self.sent.input_files else []
+        given += [self.calibration] if self.sent.calibration_files else []
+        return {self.folder, *(Path(each).parent for each in given)}
 
     @property
     def files(self) -> Sequence[tuple[Path, FileRecord]]:
         own = [(self.folder / PurePosixPath(name), each) for name, each in self.sent.files.items()]
-        inputs = self.sent.input_files.items()
-        return [*own, *((Path(self.inputs) / PurePosixPath(name), each) for name, each in inputs)]
+        return [
+            *own,
+            *_below(self.inputs, self.sent.input_files),
+            *_below(self.calibration, self.sent.calibration_files),
+        ]
 
     def moved(self, model: Model) -> Model:
         """``model`` with the paths on this machine."""
@@ -493,3 +507,8 @@ class _Places:
             path=self.folder / self.sent.name,
             validate=replace(model.validate, inputs=self.inputs),
         )
+
+
+def _below(folder: str, files: Mapping[str, FileRecord]) -> Sequence[tuple[Path, FileRecord]]:
+    """The places of ``files`` in ``folder``, which is itself the file without a name."""
+    return [(Path(folder) / PurePosixPath(name), each) for name, each in files.items()]

@@ -20,16 +20,29 @@ from hatch_epcontext.build.artifact import (
     Times,
     ValidationRun,
 )
-from hatch_epcontext.build.attempts import Ways, compile_best, compile_unrolled
-from hatch_epcontext.build.plan import Job, model_spec_for, model_spec_to_run, target_spec
+from hatch_epcontext.build.attempts import (
+    REFUSALS,
+    Compile,
+    Ways,
+    compile_best,
+    compile_unrolled,
+)
+from hatch_epcontext.build.plan import (
+    Job,
+    model_spec_for,
+    model_spec_to_run,
+    target_spec,
+    with_options,
+)
 from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import reason_not_to_run, validation_from_reply
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.ipc.facts import Context
 from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.providers import MoreCoverage
 from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
@@ -98,7 +111,8 @@ class LocalExecutor:
         try:
             prepared, reply = self._compile_best(job, prepared, folder)
         except BuildError as error:
-            raise _with_preparations(error, [each.preparation for each in prepared]) from None
+            failed = _with_static_shapes(error, job)
+            raise _with_preparations(failed, [each.preparation for each in prepared]) from None
         return Record(
             reply.product,
             tuple(each.preparation for each in prepared),
@@ -130,8 +144,17 @@ class LocalExecutor:
                 job, job.models[index], model, refused, self._scratch("rewrite"), self.workers
             ),
             unrolled if job.target.settings.unroll_limit else None,
+            self._options(job),
         )
         return compile_best(prepared, folder, lambda: self._scratch("artifact"), ways)
+
+    def _options(self, job: Job) -> tuple[MoreCoverage, Compile] | None:
+        """The options that are tried where the EP leaves nodes, unless the target has them."""
+        more = job.target.provider.more_coverage
+        if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
+            return None
+        other = replace(job, target=with_options(job.target, more.options))
+        return more, lambda models, into: self._compile(other, models, into)
 
     def _compile(self, job: Job, prepared: Sequence[Prepared], folder: Path) -> CompileReply:
         """Compile the models of ``job`` as they are ``prepared`` into ``folder``, which it makes."""
@@ -205,6 +228,27 @@ class LocalExecutor:
         if not target.provider.simulates or artifact.size < _SMALL:
             return contextlib.nullcontext()
         return self._locks.setdefault(f"{target.provider.ep}: cores", threading.Lock())
+
+
+def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
+    """``error`` with what to set where open dimensions, of which the sizes are known, can be its cause."""
+    known = all(model.dims or model.shapes for model in job.models)
+    if job.target.settings.static_shapes or not known:
+        return error
+    hint = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
+    setting = Setting(job.target.key / "static-shapes", True)
+    return type(error)(
+        *(
+            replace(
+                problem,
+                hint=f"{problem.hint} {hint}" if problem.hint else hint,
+                settings=(*problem.settings, setting),
+            )
+            if problem.kind in REFUSALS
+            else problem
+            for problem in error.problems
+        )
+    )
 
 
 def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:

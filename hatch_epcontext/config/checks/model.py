@@ -11,6 +11,7 @@ from hatch_epcontext.config.checks.options import is_known_session_option
 from hatch_epcontext.config.checks.target import check_narrowable
 from hatch_epcontext.config.shapes import check_shapes, places
 from hatch_epcontext.config.tables import (
+    CutTable,
     ModelTable,
     NarrowableTable,
     Options,
@@ -42,6 +43,8 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
                 Kind.INVALID_VALUE,
                 f"must be a number, true or false, a string or a list, not {show(value)}.",
             )
+    if table.cut is not None:
+        yield from _check_cut(key / "cut", table.cut)
     validate = table.validate
     if isinstance(validate, ValidateTable):
         yield from check_values(key / "validate", validate)
@@ -55,6 +58,23 @@ def _check_tolerance(key: Key, table: TargetToleranceTable) -> Iterator[Problem]
         yield from check_values(key / "outputs" / name, limits)
     for name, own in table.targets.items() if isinstance(table, ToleranceTable) else ():
         yield from _check_tolerance(key / "targets" / name, own)
+
+
+def _check_cut(key: Key, cut: CutTable) -> Iterator[Problem]:
+    if not cut.inputs and not cut.outputs:
+        message = "names no tensor."
+        hint = "Name the tensors where the part begins, or those where it ends."
+        yield Problem.at(key, Kind.INVALID_VALUE, message, hint, Setting(key / "outputs"))
+    for end in ("inputs", "outputs"):
+        names = getattr(cut, end)
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            message = f"names {show(name)} twice."
+            yield Problem.at(key / end, Kind.INVALID_VALUE, message, "Name each tensor once.")
+    for name in cut.inputs:
+        if name in cut.outputs:
+            message = f"names {show(name)}, which is one of the inputs too."
+            hint = "Nothing is between them: name a tensor behind it."
+            yield Problem.at(key / "outputs", Kind.CONFLICTING_KEYS, message, hint)
 
 
 def _check_sizes(key: Key, shapes: Shapes, constants: Mapping[str, Any]) -> Iterator[Problem]:
