@@ -124,17 +124,17 @@ class JobRunner:
         self, job: Job, key: str, artifact: Artifact, *, cached: bool
     ) -> tuple[Artifact, dict[str, ValidationRun]]:
         """The job's artifact and its validations; unrolled if it disagrees with the CPU as it is."""
-        unrolled = replace(job, unrolled=True)
-        other, folder = (
-            value_sha256([key, "unrolled"]),
-            self.staging / "artifacts" / unrolled.folder,
-        )
+        unrolled, other = replace(job, unrolled=True), value_sha256([key, "unrolled"])
+        folder = self.staging / "artifacts" / unrolled.folder
         if cached and not self._is_validated(job, key, artifact):
             # Perhaps because it disagreed in an earlier build.
             taken = self._cache(job).take(other, folder, self._check(job))
             if taken is not None:
-                self._cache(job).set_latest(self._fingerprint(job, {}), other)
-                return taken, self._validations(unrolled, other, taken)
+                with contextlib.suppress(BuildError):
+                    runs = self._validations(unrolled, other, taken)
+                    self._cache(job).set_latest(self._fingerprint(job, {}), other)
+                    return taken, runs
+                return artifact, self._validations(job, key, artifact)
         try:
             return artifact, self._validations(job, key, artifact)
         except BuildError as error:
@@ -142,20 +142,30 @@ class JobRunner:
                 raise
             disagreement = error
         try:
-            artifact, _ = self._artifact(unrolled, other, folder)
-        except BuildError:
-            self.executor.finished(unrolled)
-            raise disagreement from None
-        try:
-            runs = self._validations(unrolled, other, artifact)
-        except BuildError as error:
-            rewrites = "; ".join(artifact.record.preparations[0].rewrites)
-            note = f"{rewrites}: {error.problems[0].message}"
-            raise with_notes(disagreement, (note,)) from None
+            artifact, runs = self._unrolled(unrolled, other, folder, disagreement)
         finally:
             self.executor.finished(unrolled)
         self._cache(job).set_latest(self._fingerprint(job, {}), other)
         return artifact, runs
+
+    def _unrolled(
+        self, job: Job, key: str, folder: Path, disagreement: BuildError
+    ) -> tuple[Artifact, dict[str, ValidationRun]]:
+        """The artifact of ``job``, which is unrolled, and its validations.
+
+        Raises ``disagreement``, that of the job as it is, if this does not agree either.
+        """
+        try:
+            artifact, _ = self._artifact(job, key, folder)
+        except BuildError:
+            # Most models have nothing to unroll.
+            raise disagreement from None
+        try:
+            return artifact, self._validations(job, key, artifact)
+        except BuildError as error:
+            rewrites = "; ".join(artifact.record.preparations[0].rewrites)
+            note = f"{rewrites}: {error.problems[0].message}"
+            raise with_notes(disagreement, (note,)) from None
 
     def _is_validated(self, job: Job, key: str, artifact: Artifact) -> bool:
         """Whether the cache has a validation of all models of the job."""
