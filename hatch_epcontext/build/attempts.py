@@ -28,6 +28,16 @@ REFUSALS = frozenset(
 )
 """The problems that another form of the model can solve."""
 
+_BY_CHANCE = frozenset(
+    {
+        Kind.INTERRUPTED,
+        Kind.SYSTEM_ERROR,
+        Kind.WORKER_KILLED,
+        Kind.WORKER_LOST,
+    }
+)
+"""What says nothing about a form of the model: a weaker result would stay in the cache."""
+
 _MOST_ROUNDS = 3
 """How often a model is rewritten: what one rewrite leaves, an EP can refuse too."""
 
@@ -203,7 +213,13 @@ def _attempt(prepared: tuple[Prepared, ...], folder: Path, compile_: Compile) ->
     try:
         return Attempt(prepared, folder, reply=compile_(prepared, folder))
     except BuildError as error:
+        _raise_if_by_chance(error)
         return Attempt(prepared, folder, error=error)
+
+
+def _raise_if_by_chance(error: BuildError) -> None:
+    if any(problem.kind in _BY_CHANCE for problem in error.problems):
+        raise error
 
 
 def _with_options(first: Attempt, ways: Ways, scratch: Callable[[], Path]) -> Attempt | None:
@@ -237,6 +253,7 @@ def _again(
         try:
             rewritten = rewrite(index, each, refused)
         except BuildError as error:
+            _raise_if_by_chance(error)
             notes.append(error.problems[0].message)
             continue
         notes += rewritten.notes

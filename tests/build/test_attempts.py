@@ -227,3 +227,20 @@ def test_options_with_which_an_ep_takes_more_are_tried_first(
     assert other.compiled[:1] == ([] if left == ("Clip",) else ["source"])
     if with_options == ("Clip",):
         assert (other.compiled, preparation.rewrites) == (["source", "better"], ("better",))
+
+
+@pytest.mark.parametrize("kind", [Kind.INTERRUPTED, Kind.WORKER_KILLED, Kind.SYSTEM_ERROR])
+def test_what_ends_an_attempt_by_chance_ends_the_job(tmp_path: Path, kind: Kind) -> None:
+    failure = BuildError(Problem(kind, "a -> qnn", "it ended."))
+    compiler = Compiler(tmp_path, {"source": reply("If"), "better": failure})
+    with pytest.raises(BuildError) as caught:
+        compiler.best()
+    assert caught.value is failure
+
+
+def test_an_attempt_that_takes_too_long_is_none(tmp_path: Path) -> None:
+    failure = BuildError(Problem(Kind.WORKER_TIMEOUT, "a -> qnn", "it was stopped."))
+    compiler = Compiler(tmp_path, {"source": reply("If"), "better": failure})
+    preparation, found = compiler.best()
+    assert found == reply("If")
+    assert preparation.tried == ("better: it was stopped",)

@@ -43,7 +43,8 @@ class Values:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._main = model.graph
-        self.opset = max(o.version for o in model.opset_import if o.domain in _STANDARD)
+        opsets = (each.version for each in model.opset_import if each.domain in _STANDARD)
+        self.opset = max(opsets, default=1)
         self._types: dict[str, onnx.TypeProto | None] = {}
         self._stored: dict[str, onnx.TensorProto | None] = {}
         self._names: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -74,10 +75,34 @@ def _one_hot(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
     return chain.add("Where", hit, high, low)
 
 
+def _gathered(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
+    value, indices = node.input[0], values.constant(node.input[1])
+    shape, result = values.shape(value), values.shape(node.output[0])
+    if shape is None or result is None or indices is None or 0 in shape or not indices.size:
+        return None
+    batches = graph.number(node, "batch_dims", 0)
+    named = batches + indices.shape[-1]
+    sizes = np.array(shape[batches:named])
+    # Indices count from the end too. All of a place's indices are one, in a list of all places.
+    positive = np.where(indices < 0, indices + sizes, indices)
+    inner = positive @ np.array([math.prod(sizes[i + 1 :]) for i in range(len(sizes))], np.int64)
+    outer = np.arange(math.prod(shape[:batches])) * math.prod(sizes)
+    places = inner + outer.reshape(*shape[:batches], *[1] * (inner.ndim - batches))
+    flat = chain.integers(math.prod(shape[:named]), *shape[named:])
+    gathered = chain.add(
+        "Gather",
+        chain.add("Reshape", value, flat),
+        chain.integers(*places.ravel().tolist()),
+        axis=0,
+    )
+    return chain.add("Reshape", gathered, chain.integers(*result))
+
+
 Parts = Callable[[onnx.NodeProto, Chain, Values], "str | None"]
 """Adds the nodes that compute a node's output to a chain, and returns its name; None if it cannot."""
 
 _PARTS: dict[str, Parts] = {
+    "GatherND": _gathered,
     "Gemm": _gemm,
     "Mean": _mean,
     "OneHot": _one_hot,
@@ -91,4 +116,6 @@ def _expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None
     return None if found is None else chain.end({found: node.output[0]})
 
 
-SIMPLER = by_node("Gemm, Mean, OneHot or Trilu as simpler operators", tuple(_PARTS), _expand)
+SIMPLER = by_node(
+    "GatherND, Gemm, Mean, OneHot or Trilu as simpler operators", tuple(_PARTS), _expand
+)

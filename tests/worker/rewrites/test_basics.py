@@ -53,6 +53,26 @@ def test_one_hot_is_a_comparison(axis: int, shape: list[int]) -> None:
     assert operators(rewritten(model, SIMPLER)) == ["Reshape", "Equal", "Equal", "Or", "Where"]
 
 
+@pytest.mark.parametrize(
+    ("indices", "batches", "shape"),
+    [
+        ([[0, 1], [1, -1]], 0, [2, 4]),
+        ([[[1]], [[0]]], 0, [2, 1, 3, 4]),
+        ([[[2]], [[-3]]], 1, [2, 1, 4]),
+        ([[0, 1, 2], [1, 0, -1]], 0, [2]),
+        ([[2, 3], [0, -4]], 1, [2]),
+    ],
+)
+@pytest.mark.parametrize("elem_type", [FLOAT, TensorProto.INT32])
+def test_places_are_gathered_from_a_list(
+    indices: Any, batches: int, shape: list[int], elem_type: int
+) -> None:
+    node = helper.make_node("GatherND", ["x", "i"], ["y"], batch_dims=batches)
+    given = {"x": (elem_type, [2, 3, 4])}
+    model = made([node], given, {"y": (elem_type, shape)}, {"i": np.array(indices)})
+    assert operators(rewritten(model, SIMPLER)) == ["Reshape", "Gather", "Reshape"]
+
+
 def test_a_computed_depth_stays() -> None:
     node = helper.make_node("OneHot", ["x", "depth", "levels"], ["y"])
     inputs = {"x": (INT64, [2]), "depth": (INT64, [])}
