@@ -29,6 +29,9 @@ _MOVING = frozenset(
 )
 """Operators that only move the values of their first input."""
 
+_SAME_NUMBERS = _MOVING | {"MaxPool", "Split"}
+"""Operators that quantizers apply to integers, because they give the same with floats."""
+
 _POOLING = frozenset({"MaxPool", "Relu", "Split", "Concat", "Pad", "Resize", *_MOVING})
 
 
@@ -165,6 +168,7 @@ class _Rewriter:
             "Mul": self._multiply,
             "Div": self._divide,
             "Add": self._add,
+            "DequantizeLinear": self._dequantize,
             f"{_MICROSOFT}.DynamicQuantizeMatMul": self._quantize_and_multiply,
             f"{_MICROSOFT}.MatMulIntegerToFloat": self._multiply_to_float,
             f"{_MICROSOFT}.DynamicQuantizeLSTM": self._lstm,
@@ -175,6 +179,8 @@ class _Rewriter:
         for node in self.model.graph.node:
             rule = rules.get(graph.operator(node))
             made = rule(node) if rule else None
+            if made is None and graph.operator(node) in _SAME_NUMBERS:
+                made = self._move(node)
             nodes += [node] if made is None else made
         self._replace(nodes)
 
@@ -257,6 +263,27 @@ class _Rewriter:
         self.known[quantized] = _Quantized(node.input[0], scale, zero_point)
         self.known[scale] = _Scale(scale, np.ones((), np.float32))
 
+    def _move(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        """A copy of ``node`` for the floats of quantized integers, beside the node itself."""
+        known = self.known.get(node.input[0]) if node.input else None
+        if not isinstance(known, _Quantized):
+            return None
+        twin = onnx.NodeProto()
+        twin.CopyFrom(node)
+        twin.input[0], twin.name = known.real, self._name(f"{node.name}_dequantized")
+        twin.output[:] = [self._name(f"{name}_dequantized") for name in node.output]
+        for name, real in zip(node.output, twin.output, strict=True):
+            self.known[name] = replace(known, real=real)
+        return [twin, node]
+
+    def _dequantize(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        known = self.known.get(node.input[0])
+        if not isinstance(known, _Quantized):
+            return None
+        if list(node.input[1:]) != [known.scale, known.zero_point]:
+            return None
+        return [helper.make_node("Identity", [known.real], node.output, node.name)]
+
     def _product(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         left, right, left_zero, right_zero = (*node.input, "", "")[:4]
         if (weight := self.stored.get(right)) is None:
@@ -288,7 +315,7 @@ class _Rewriter:
         return zero if zero.size == 1 or zero.ndim > 1 else zero[..., np.newaxis, :]
 
     def _same(self, node: onnx.NodeProto) -> None:
-        if node.op_type == "Cast" and node.attribute[0].i not in _NUMBERS:
+        if node.op_type == "Cast" and graph.attribute(node, "to", 0) not in _NUMBERS:
             return
         if (known := self.known.get(node.input[0])) is None or isinstance(known, _Quantized):
             return
