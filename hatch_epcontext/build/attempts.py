@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,24 +122,19 @@ def compile_best(
     first = _attempt(tuple(prepared), folder, ways.compile)
     if not first.can_be_helped:
         return _result(first, ())
-    attempts, notes = [first], list[str]()
-    current, other = first, _with_options(first, ways, scratch)
+    notes: list[str] = []
+    attempts = [first]
+    current = first
+    other = _with_options(first, ways, scratch)
     if other is not None and ways.options is not None:
         attempts.append(other)
         if other.quality > first.quality:
             ways, current = replace(ways, compile=ways.options[1]), other
-    for _ in range(_MOST_ROUNDS):
-        attempt = None
-        if current.can_be_helped:
-            attempt = _again(current, ways.rewrite, scratch, ways.compile, notes)
-        if attempt is None:
-            break
-        attempts.append(attempt)
-        current = attempt
+    attempts += _rewritten(current, ways, scratch, notes)
     # The first of equals is the gentlest.
     best = max(attempts, key=lambda each: each.quality)
     if best.can_be_helped and ways.unroll is not None:
-        unrolled = _unrolled(best, ways, ways.unroll, scratch, notes)
+        unrolled = _unrolled(best, ways, scratch, notes)
         attempts += unrolled
         best = next((each for each in unrolled if each.is_whole), best)
     # The first way is described by what it raised.
@@ -153,10 +148,27 @@ def compile_best(
     return _result(best, tuple(dict.fromkeys(notes)))
 
 
+def _rewritten(
+    first: Attempt, ways: Ways, scratch: Callable[[], Path], notes: list[str]
+) -> Iterator[Attempt]:
+    """Compile the models of ``first`` rewritten, as long as that can help."""
+    last = first
+    for _ in range(_MOST_ROUNDS):
+        if not last.can_be_helped:
+            return
+        again = _again(last, ways.rewrite, scratch, ways.compile, notes)
+        if again is None:
+            return
+        yield again
+        last = again
+
+
 def _unrolled(
-    best: Attempt, ways: Ways, unroll: Rewrite, scratch: Callable[[], Path], notes: list[str]
+    best: Attempt, ways: Ways, scratch: Callable[[], Path], notes: list[str]
 ) -> list[Attempt]:
     """The models of ``best`` unrolled; what was inside a loop, an EP can refuse too."""
+    unroll = ways.unroll
+    assert unroll is not None, "only then it is asked for"
     found: list[Attempt] = []
     attempt = _again(best, unroll, scratch, ways.compile, notes)
     while attempt is not None:

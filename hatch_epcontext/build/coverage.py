@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.ipc.facts import DYNAMIC_QUANTIZATION, Coverage, NodeFacts
-from hatch_epcontext.text import count
+from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.ipc.facts import Coverage, NodeFacts
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
+from hatch_epcontext.text import count, listing
 
 _MOST_NODES = 10
 """The number of uncovered nodes that a message names."""
@@ -22,17 +23,17 @@ def describe_coverage(coverage: Coverage | None) -> str:
     return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
 
 
-def check_coverage(
-    coverage: Coverage | None, target: Target, location: str, model: Model | None = None
-) -> None:
+def check_coverage(coverage: Coverage | None, target: Target, model: Model, location: str) -> None:
     """Raise BuildError, at ``location``, when less of ``model`` was compiled than ``target`` requires.
 
     An optimized graph has no coverage.
     """
     if coverage is None or coverage.share >= target.min_coverage:
         return
-    named = [_describe_node(node) for node in coverage.uncovered[:_MOST_NODES]]
-    more = len(coverage.uncovered) - len(named)
+    shown = coverage.uncovered[:_MOST_NODES]
+    named = _describe_nodes(shown)
+    more = len(coverage.uncovered) - len(shown)
+    hint, settings = _advice(coverage, target, model.key)
     raise BuildError(
         Problem(
             Kind.LOW_COVERAGE,
@@ -40,9 +41,9 @@ def check_coverage(
             f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
             f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
             f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
-            f"{_hint(coverage, target)} {_choices(coverage, model)}",
+            f"{hint} {_choices(coverage)}",
             settings=(
-                *_dequantize(coverage, target, model),
+                *settings,
                 *_cut(coverage, model),
                 Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
             ),
@@ -50,15 +51,15 @@ def check_coverage(
     )
 
 
-def _choices(coverage: Coverage, model: Model | None) -> str:
-    if model is None or coverage.largest is None:
+def _choices(coverage: Coverage) -> str:
+    if coverage.largest is None:
         return "Or accept it:"
     return "Or keep the largest part that is covered, and let the app do the rest; or accept it:"
 
 
-def _cut(coverage: Coverage, model: Model | None) -> Iterator[Setting]:
+def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
     """The setting that keeps the largest part of the model that is covered, if there is one."""
-    if model is None or (largest := coverage.largest) is None:
+    if (largest := coverage.largest) is None:
         return
     # Ends that are not named are those of the model, which is perhaps cut already.
     inputs = largest.inputs or model.cut.inputs
@@ -67,33 +68,40 @@ def _cut(coverage: Coverage, model: Model | None) -> Iterator[Setting]:
     yield Setting(model.key / "cut", {end: names for end, names in ends.items() if names})
 
 
-def _dequantize(coverage: Coverage, target: Target, model: Model | None) -> Iterator[Setting]:
-    """The setting that undoes dynamic quantization, if nodes of it are left to the CPU."""
-    if _is_dynamic(coverage) and not target.settings.dequantize:
-        yield Setting((model.key if model else target.key) / "dequantize", True)
-
-
-def _is_dynamic(coverage: Coverage) -> bool:
-    return any(node.op in DYNAMIC_QUANTIZATION for node in coverage.uncovered)
-
-
-def _hint(coverage: Coverage, target: Target) -> str:
-    if _is_dynamic(coverage) and not target.settings.dequantize:
-        return (
-            "The model is dynamically quantized: it measures its activations when it runs, which "
-            f"{target.provider.ep} does not do. Undo that with dequantize, or change the model there."
+def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[Setting, ...]]:
+    """What to do about the uncovered nodes: in words, and what to set."""
+    nodes = coverage.uncovered
+    if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
+        known = None if None in freeze.values() else freeze
+        inputs = listing(map(repr, freeze))
+        return f"Freeze what decides them ({inputs}).", (Setting(model / "constants", known),)
+    if not target.settings.dequantize and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
+        hint = (
+            "The model is dynamically quantized: it measures its activations while it runs, which "
+            f"{target.provider.ep} does not do. Undo that."
         )
-    if any(node.reason for node in coverage.uncovered):
-        return (
+        return hint, (Setting(model / "dequantize", True),)
+    if any(node.dynamic for node in nodes):
+        hint = (
             "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "
-            "before them, or freeze more inputs with constants."
+            "before them."
         )
-    return (
+        return hint, ()
+    if all(node.reason for node in nodes):
+        return "Change the model at these nodes, or cut it there.", ()
+    hint = (
         f"{target.provider.ep} does not have these operators, or only with other types or "
         "attributes: change the model there."
     )
+    return hint, ()
 
 
-def _describe_node(node: NodeFacts) -> str:
-    reason = f" ({node.reason})" if node.reason else ""
-    return f"{node.op} {node.name}".rstrip() + reason
+def _describe_nodes(nodes: Iterable[NodeFacts]) -> list[str]:
+    """The nodes, each reason after all those that it is about."""
+    by_reason: dict[str | None, list[str]] = {}
+    for node in nodes:
+        by_reason.setdefault(node.reason, []).append(f"{node.op} {node.name}".rstrip())
+    return [
+        f"{', '.join(names)} ({reason})" if reason else ", ".join(names)
+        for reason, names in by_reason.items()
+    ]

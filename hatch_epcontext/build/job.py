@@ -81,8 +81,14 @@ class JobRunner:
             key = self._key(job)
             artifact, cached = self._artifact(job, key, folder)
             self._cache(job).set_latest(settings_key, key)
-        for model, context in zip(job.models, artifact.record.contexts, strict=True):
-            check_coverage(context.coverage, job.target, job.location, model)
+        record = artifact.record
+        for model, preparation, context in zip(
+            job.models, record.preparations, record.contexts, strict=True
+        ):
+            try:
+                check_coverage(context.coverage, job.target, model, job.location)
+            except BuildError as error:
+                raise with_notes(error, preparation.tried) from None
         alone = [self.run(each) for each in job.alone]
         if job.can_be_unrolled and not job.target.from_cache:
             artifact, runs = self._agreeing(job, key, artifact, cached=cached)

@@ -158,6 +158,7 @@ class _Checks:
     static: dict[str, str] = field(default_factory=dict)
     left_open: dict[str, str] = field(default_factory=dict)
     profiles: dict[str, list[_Profiles]] = field(default_factory=dict)
+    contexts: dict[str, list[Target]] = field(default_factory=dict)
 
     @staticmethod
     def of(config: Config) -> _Checks:
@@ -167,6 +168,8 @@ class _Checks:
             if target.provider.static_shapes:
                 names = made.static if static_shapes else made.left_open
                 names[model.name] = target.provider.ep
+            if target.provider.product == "context" and not target.from_cache:
+                made.contexts.setdefault(model.name, []).append(target)
             if target.profiles:
                 key = target.key / "profiles"
                 its = made.profiles.setdefault(model.name, [])
@@ -175,25 +178,35 @@ class _Checks:
 
     def request(self, models: tuple[Model, ...]) -> CheckRequest:
         # Only now: a build that knows its models needs no requests.
-        from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
+        from hatch_epcontext.ipc.protocol import CheckRequest, ContextTarget, ModelProfiles
 
         profiles = (
             ModelProfiles(model.name, *each)
             for model in models
             for each in self.profiles.get(model.name, ())
         )
+        contexts = (
+            ContextTarget(model.name, each.name, each.provider.name, each.key, each.min_coverage)
+            for model in models
+            for each in self.contexts.get(model.name, ())
+        )
         specs = tuple(map(source_spec, models))
-        return CheckRequest(specs, self.static, tuple(profiles), self.left_open)
+        return CheckRequest(specs, self.static, tuple(profiles), self.left_open, tuple(contexts))
 
     def key(self, model: Model, index: Index) -> str:
         """What identifies the facts of ``model``: its contents and all that it is checked against."""
         profiles = [(its, static) for _, its, static in self.profiles.get(model.name, ())]
+        contexts = [
+            (target.provider.name, target.min_coverage)
+            for target in self.contexts.get(model.name, ())
+        ]
         return value_sha256(
             {
                 "model": _unchecked_key(model, index),
                 "inputs": inputs_digest(model.validate.inputs, index),
                 "static": [self.static.get(model.name), self.left_open.get(model.name)],
                 "profiles": to_plain(profiles),
+                "contexts": to_plain(contexts),
             }
         )
 

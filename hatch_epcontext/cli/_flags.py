@@ -154,6 +154,12 @@ def job_flags(command: Command) -> Command:
     return _with_options(_bundled(command), *flags)
 
 
+def preview_flags(command: Command) -> Command:
+    """The flags about what a provider would compile; the command gets ``provider``, which may be None."""
+    flags = (provider_option(required=False), *_LOADING, *_INPUTS[:3], _SETTING)
+    return _with_options(_bundled(command), *flags)
+
+
 def _bundled(command: Command) -> Command:
     @functools.wraps(command)
     def bundled(**values: Any) -> Any:

@@ -20,8 +20,8 @@ def job_settings(
     dims: _Texts,
     shapes: _Texts,
     constants: _Texts,
-    inputs: str | None,
     settings: _Texts,
+    inputs: str | None = None,
     optimization: str | None = None,
 ) -> JobSettings:
     """The settings that flags give; a text that is not a valid value stays as it is, for the checks."""

@@ -15,9 +15,11 @@ from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.files import write_atomically
+from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.tools.init import NewModel, add_models
-from hatch_epcontext.tools.inspect import inspect_model
+from hatch_epcontext.tools.inspect import TIMEOUT, inspect_model
+from hatch_epcontext.tools.suggest import suggest
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
@@ -85,6 +87,9 @@ def init(
     else:
         write_atomically(file, after)
         echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
+        for model in found:
+            for question in model.questions if model.path in after else ():
+                echo(f"{model.path}: fill in {question}")
 
 
 def _default(text: str) -> list[Provider]:
@@ -112,24 +117,39 @@ def _all(root: Path) -> Iterator[Path]:
 
 def _read(root: Path, models: tuple[Path, ...], *, named: bool) -> Iterator[NewModel]:
     """The facts of the models; models that the user did not name are skipped if they are unusable."""
-    for path in models:
-        inside = path.resolve()
-        if not inside.is_relative_to(root):
-            message = f"is not inside the project {root}."
-            hint = "Copy it into the project."
-            raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
-        try:
-            facts = inspect_model(path)
-        except InspectionError as error:
-            if named:
-                raise
-            warn(f"skipped {path}: {error.problems[0].message}")
-            continue
-        if facts.contexts:
-            message = "is a context model already."
-            if named:
-                hint = "Name its source model."
-                raise ConfigError(Problem(Kind.COMPILED_MODEL, str(path), message, hint))
-            warn(f"skipped {path}: {message}")
-            continue
-        yield NewModel(inside.relative_to(root).as_posix(), facts)
+    with Workers(TIMEOUT) as workers:
+        for path in models:
+            inside = _inside(path, root)
+            if inside is None:
+                message = f"is not inside the project {root}."
+                hint = "Copy it into the project."
+                raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
+            try:
+                facts = inspect_model(path, workers)
+            except InspectionError as error:
+                if named:
+                    raise
+                warn(f"skipped {path}: {error.problems[0].message}")
+                continue
+            if facts.contexts:
+                message = "is a context model already."
+                if named:
+                    hint = "Name its source model."
+                    raise ConfigError(Problem(Kind.COMPILED_MODEL, str(path), message, hint))
+                warn(f"skipped {path}: {message}")
+                continue
+            yield NewModel(inside.as_posix(), facts, suggest(path, facts, workers))
+
+
+def _inside(path: Path, root: Path) -> Path | None:
+    """Where ``path`` is in the project at ``root``; None if it is not inside.
+
+    A link in the project is, also if what it points to is elsewhere.
+    """
+    absolute = path.absolute()
+    for folder in absolute.parents:
+        inside = absolute.relative_to(folder)
+        if folder.resolve() == root and ".." not in inside.parts:
+            return inside
+    resolved = path.resolve()
+    return resolved.relative_to(root) if resolved.is_relative_to(root) else None

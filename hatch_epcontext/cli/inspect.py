@@ -10,8 +10,10 @@ import click
 
 from hatch_epcontext.build.artifact import Validation
 from hatch_epcontext.build.coverage import describe_coverage
+from hatch_epcontext.cli._flag_errors import FlagNames, use_flag_names
+from hatch_epcontext.cli._flags import preview_flags
 from hatch_epcontext.cli._output import add_row, echo, show, table
-from hatch_epcontext.ipc.facts import Size, TensorFacts
+from hatch_epcontext.ipc.facts import NodeFacts, Size, TensorFacts
 from hatch_epcontext.ipc.protocol import InspectReply
 from hatch_epcontext.package.manifest import (
     ComponentMetadata,
@@ -25,6 +27,8 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, pairs, show_size
 from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspect as tool
+from hatch_epcontext.tools.configure import JobSettings, configure, name_models
+from hatch_epcontext.tools.preview import Preview, preview
 
 
 @click.command()
@@ -33,23 +37,73 @@ from hatch_epcontext.tools import inspect as tool
 @click.option(
     "--verify", is_flag=True, help="Check that all files exist, as the manifest records them."
 )
-def inspect(path: Path, as_json: bool, verify: bool) -> None:
+@preview_flags
+def inspect(
+    path: Path, as_json: bool, verify: bool, provider: str | None, job: JobSettings
+) -> None:
     """Show the facts of a model, a wheel or a model package.
 
     PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package, whoever made it.
     Needs no ONNX Runtime, but onnx for an ONNX model.
+
+    With --provider also the nodes of a source model that the provider's EP cannot compile, with the reasons,
+    and what to set. Nothing is compiled. The EP itself is asked where it is installed and says it.
     """
     found = tool.inspect(path)
+    previewed = _preview(path, found, provider, job)
     if as_json:
         # Not sorted: the order of the variants is that of preference.
-        click.echo(json.dumps(to_plain(found), indent=2).replace("\x7f", "\\u007f"))
+        facts = to_plain(found)
+        if previewed is not None:
+            facts["preview"] = to_plain(previewed)
+        click.echo(json.dumps(facts, indent=2).replace("\x7f", "\\u007f"))
     elif found.model is not None:
         _show_model(found.model)
+        if previewed is not None:
+            _show_preview(previewed, FlagNames({path.stem: path}))
     else:
         for folder, package in found.packages.items():
             _show_package(str(path) if folder == "." else folder, package)
     if verify:
         echo(f"verified: {count(tool.verify(path, found), 'file')}", err=as_json)
+
+
+def _preview(
+    path: Path, found: tool.Inspection, provider: str | None, job: JobSettings
+) -> Preview | None:
+    if provider is None:
+        if job != JobSettings():
+            raise click.UsageError("These flags are for a provider: give --provider too.")
+        return None
+    if found.model is None or found.model.contexts:
+        raise click.UsageError("--provider is for a source model.")
+    named = name_models([path])
+    use_flag_names(named, "the model was not inspected")
+    return preview(configure(named, provider, job))
+
+
+def _show_preview(preview: Preview, names: FlagNames) -> None:
+    known, asked = preview.known, preview.asked
+    for problem in known.problems:
+        echo(f"problem: {problem.message}")
+        for line in problem.advice(names).splitlines():
+            echo(f"    {line}")
+    if asked is not None:
+        _show_refused(asked.refused, asked.nodes, f"{preview.ep} itself, after simplifying")
+    else:
+        _show_refused(known.refused, known.nodes, f"{preview.ep}, as far as it is known")
+    if preview.not_asked:
+        echo(preview.not_asked)
+
+
+def _show_refused(refused: Sequence[NodeFacts], nodes: int, who: str) -> None:
+    echo(f"{who}: refuses {len(refused)} of {count(nodes, 'node')}")
+    if not refused:
+        return
+    made = table("operator", "node", "reason")
+    for node in refused:
+        add_row(made, node.op, node.name, node.reason or "no reason is known")
+    show(made)
 
 
 def _show_model(model: InspectReply) -> None:

@@ -12,7 +12,7 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
-    Limits,
+    OutputLimits,
     Profile,
     Provider,
     SomeLimits,
@@ -244,7 +244,7 @@ class Model:
         limits |= {**given.limits.given, **own.limits.given}
         names = {**given.outputs, **own.outputs}
         outputs = {
-            name: Limits(
+            name: OutputLimits(
                 **{
                     **limits,
                     **given.outputs.get(name, SomeLimits()).given,

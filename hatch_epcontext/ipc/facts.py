@@ -134,20 +134,6 @@ class Precision:
     tolerance: Tolerance | None
 
 
-DYNAMIC_QUANTIZATION = frozenset(
-    {
-        "DynamicQuantizeLinear",
-        "ConvInteger",
-        "MatMulInteger",
-        "com.microsoft.DynamicQuantizeLSTM",
-        "com.microsoft.DynamicQuantizeMatMul",
-        "com.microsoft.MatMulIntegerToFloat",
-        "com.microsoft.QAttention",
-    }
-)
-"""The operators of dynamic quantization, which ``dequantize`` undoes."""
-
-
 @dataclass(frozen=True)
 class TargetSpec:
     """What a worker needs to know of a target: its settings, and where the EP's library is."""
@@ -160,11 +146,17 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A node that no context covers, and the reason, if it is known."""
+    """A node that no context covers, and the reason, if it is known.
+
+    ``dynamic``: whether a shape of it depends on the data. ``freeze``: the inputs that decide whatever
+    the EP must know of it, each with a value to freeze it to, None where none is known.
+    """
 
     name: str
     op: str
     reason: str | None = None
+    dynamic: bool = False
+    freeze: Mapping[str, Any] = field(default_factory=dict)
 
 
 class CoverageStatus(Enum):

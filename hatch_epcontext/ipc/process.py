@@ -44,6 +44,17 @@ _NO_MEMORY = re.compile(
 
 _LESS_MEMORY = "Run fewer jobs at once (build.jobs), or build on a machine with more memory."
 
+_FOUND_BY_WORKERS = frozenset(
+    {
+        Kind.NOTHING_COMPILED,
+        Kind.NOT_FINITE,
+        Kind.OUTPUT_DIFFERS,
+        Kind.OUTPUT_SHAPE,
+        Kind.WRONG_RESULT,
+    }
+)
+"""Problems that a worker finds in what was compiled: only errors in its log can have to do with them."""
+
 _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
 """The signals by which a process ends through its own fault; all others come from outside."""
 
@@ -210,7 +221,13 @@ class Workers:
         problems = [_without(secrets, each, location) for each in refusal.problems]
         if exit_code == REFUSED:
             raise ModelError(*(self._explained(each, folder) for each in problems))
-        raise BuildError(*(self._explained(replace(each, log=tail), folder) for each in problems))
+        logs = (_log_of(each, order) for each in problems)
+        raise BuildError(
+            *(
+                self._explained(replace(each, log=log), folder)
+                for each, log in zip(problems, logs, strict=True)
+            )
+        )
 
     @property
     def stopped(self) -> bool:
@@ -300,6 +317,12 @@ class Workers:
             ended.set()
             thread.join()
             log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
+
+
+def _log_of(problem: Problem, order: Order) -> str | None:
+    """The lines of the worker's log that have to do with ``problem``."""
+    only_errors = problem.kind in _FOUND_BY_WORKERS
+    return log_tail(order.log_path, order.secrets, only_errors=only_errors) or None
 
 
 def _secrets(request: str) -> tuple[str, ...]:

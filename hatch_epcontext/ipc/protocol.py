@@ -18,6 +18,7 @@ from hatch_epcontext.ipc.facts import (
     Magnitude,
     ModelFacts,
     ModelSpec,
+    NodeFacts,
     Precision,
     Range,
     Simplifier,
@@ -113,18 +114,34 @@ class ModelProfiles:
 
 
 @dataclass(frozen=True)
+class ContextTarget:
+    """A target that compiles ``model`` into contexts, by its name, its ``provider`` and its place.
+
+    ``min_coverage``: the part of the nodes that must be inside contexts, from 0 to 1.
+    """
+
+    model: str
+    target: str
+    provider: str
+    key: Key
+    min_coverage: float
+
+
+@dataclass(frozen=True)
 class CheckRequest(Request[CheckReply], action="check"):
     """Read the models, and check that they fit their configuration.
 
     ``static``: the names of models whose shapes must be fixed, each with the EP that needs it; ``left_open``:
     those that get such an EP, although their target leaves shapes open. ``profiles``: the optimization
-    profiles that must fit the models' inputs.
+    profiles that must fit the models' inputs. ``contexts``: the targets whose EP must be able to compile
+    the models.
     """
 
     models: tuple[ModelSpec, ...]
     static: Mapping[str, str]
     profiles: tuple[ModelProfiles, ...] = ()
     left_open: Mapping[str, str] = field(default_factory=dict)
+    contexts: tuple[ContextTarget, ...] = ()
 
     def misfit(self, reply: CheckReply) -> str | None:
         if len(reply.models) == len(self.models):
@@ -374,6 +391,86 @@ class InspectRequest(Request[InspectReply], action="inspect"):
     """Read the ONNX file at ``path``, compiled or not."""
 
     path: str
+
+
+@dataclass(frozen=True)
+class OpenSize:
+    """An open dimension of an input. ``size`` is None where that is for the user to choose; ``note`` says
+    where it comes from, or what to ask.
+    """
+
+    input: str
+    axis: int
+    size: int | None
+    note: str
+
+
+@dataclass(frozen=True)
+class SuggestedConstant:
+    """An input that can be a constant; ``needed``: whether it chooses between graphs inside the model."""
+
+    input: str
+    value: int | None
+    note: str
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class SuggestReply:
+    """All open dimensions of a model, and the inputs that can be constants."""
+
+    sizes: tuple[OpenSize, ...] = ()
+    constants: tuple[SuggestedConstant, ...] = ()
+
+
+@dataclass(frozen=True)
+class SuggestRequest(Request[SuggestReply], action="suggest"):
+    """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU."""
+
+    path: str
+    run: bool
+
+
+@dataclass(frozen=True)
+class PreviewReply:
+    """What is known of a model and a target before anything is compiled.
+
+    ``nodes``: the number of nodes that depend on the values of inputs; ``refused``: those of them that the
+    EP leaves to the CPU, as far as the package knows. ``problems``: why a build would refuse the model, and
+    what to set.
+    """
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class PreviewRequest(Request[PreviewReply], action="preview"):
+    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone."""
+
+    model: ModelSpec
+    target: ContextTarget
+
+
+@dataclass(frozen=True)
+class AskReply:
+    """The number of ``nodes`` of the optimized graph, and those that the EP itself refuses."""
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+
+
+@dataclass(frozen=True)
+class AskRequest(Request[AskReply], action="ask"):
+    """Ask the EP of ``target`` which nodes of ``model`` it refuses, and compile nothing.
+
+    ``folder`` exists and is empty.
+    """
+
+    model: ModelSpec
+    target: TargetSpec
+    folder: str
 
 
 @dataclass(frozen=True)

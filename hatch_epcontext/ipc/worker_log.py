@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
+from hatch_epcontext.providers import is_standing
 from hatch_epcontext.text import hide_values, printable, show_size
 
 POLL_SECONDS = 0.2
@@ -90,12 +91,31 @@ def hide_in_log(log_path: Path, secrets: Collection[str]) -> None:
         log_path.write_text(hide_values(text, secrets), encoding="utf-8")
 
 
-def log_tail(log_path: Path, secrets: Collection[str]) -> str:
-    """The last lines of a log without ``secrets``, as an error shows them."""
+def log_tail(log_path: Path, secrets: Collection[str], *, only_errors: bool = False) -> str:
+    """The last lines of a log without ``secrets``, as an error shows them.
+
+    Without lines that clean runs print too; with ``only_errors`` without everything but errors.
+    """
     start = max(log_path.stat().st_size - _TAIL_BYTES, 0)
     with log_path.open("rb") as file:
         file.seek(start)
         lines = file.read(_TAIL_BYTES).rstrip().splitlines()
     # The first line may begin within a secret.
     whole = lines[1:] if start and secrets else lines
-    return "\n".join(_shown(line, secrets) for line in whole[-TAIL:])
+    shown = [_shown(line, secrets) for line in whole]
+    return "\n".join(list(_relevant(shown, only_errors=only_errors))[-TAIL:])
+
+
+_ENTRY = re.compile(r"\[([VIWEF]):onnxruntime")
+"""Where ONNX Runtime's log has the severity of an entry; lines without it belong to the entry before them."""
+
+
+def _relevant(lines: Iterable[str], *, only_errors: bool) -> Iterator[str]:
+    kept = not only_errors
+    for line in lines:
+        if is_standing(line):
+            continue
+        if only_errors and (entry := _ENTRY.search(line)):
+            kept = entry[1] in "EF"
+        if kept:
+            yield line

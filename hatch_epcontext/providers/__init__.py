@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
     QUANTIZED,
-    Limits,
     MoreCoverage,
+    OutputLimits,
     Plugin,
     Product,
     Profile,
@@ -23,6 +23,8 @@ from hatch_epcontext.providers.base import (
     Tolerance,
 )
 from hatch_epcontext.providers.libraries import missing
+from hatch_epcontext.providers.limits import DYNAMIC_QUANTIZATION, TREES, Limits
+from hatch_epcontext.providers.log import is_standing
 from hatch_epcontext.providers.option import (
     Option,
     OptionValue,
@@ -34,13 +36,16 @@ from hatch_epcontext.providers.option import (
 
 __all__ = [
     "DISTRIBUTIONS",
+    "DYNAMIC_QUANTIZATION",
     "PROVIDERS",
     "QUANTIZED",
+    "TREES",
     "Device",
     "Limits",
     "MoreCoverage",
     "Option",
     "OptionValue",
+    "OutputLimits",
     "Plugin",
     "Product",
     "Profile",
@@ -49,6 +54,7 @@ __all__ = [
     "SomeLimits",
     "Tolerance",
     "find",
+    "is_standing",
     "missing",
     "render",
     "variable_of",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
 from hatch_epcontext.loader import Device
+from hatch_epcontext.providers.limits import Limits
 from hatch_epcontext.providers.option import Option
 
 Product = Literal["context", "optimized"]
@@ -30,7 +31,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class SomeLimits:
-    """Those of `Limits` that somebody has given."""
+    """Those of `OutputLimits` that somebody has given."""
 
     snr: float | None = None
     cosine: float | None = None
@@ -45,7 +46,7 @@ class SomeLimits:
 
 
 @dataclass(frozen=True)
-class Limits:
+class OutputLimits:
     """How far an output may differ from the CPU EP's.
 
     ``snr``: the least ratio of signal to noise in decibels; slices of the output may be 10 dB worse, and
@@ -68,12 +69,12 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Tolerance(Limits):
+class Tolerance(OutputLimits):
     """How far a target's outputs may differ from those of the CPU EP; ``outputs``: limits of their own."""
 
-    outputs: Mapping[str, Limits] = field(default_factory=dict)
+    outputs: Mapping[str, OutputLimits] = field(default_factory=dict)
 
-    def of(self, output: str) -> Limits:
+    def of(self, output: str) -> OutputLimits:
         """The limits of ``output``."""
         return self.outputs.get(output, self)
 
@@ -132,6 +133,10 @@ def _unknown_format(compatibility: str) -> dict[str, str]:
 def _no_disagreement(
     compatibility: str, ep_sdk_version: str, options: Mapping[str, str]
 ) -> str | None:
+    return None
+
+
+def _no_words(message: str) -> str | None:
     return None
 
 
@@ -241,6 +246,20 @@ class Provider:
 
     reserved: Mapping[str, str] = field(default_factory=dict)
     """Options that the build or the loader sets, each with the reason or with what to use instead."""
+
+    limits: Limits | None = None
+    """What the EP compiles in no form; None where that is not known."""
+
+    lacks: frozenset[str] = frozenset()
+    """Operators that the EP does not have, as far as that was tried. It may take a model with them all the
+    same: preparation folds and replaces operators."""
+
+    reasons: Callable[[str], Mapping[str, str]] | None = None
+    """The EP's log, with all its messages -> by the name of each node that the EP leaves to the CPU the
+    reason, empty where the log has none; None for an EP that logs no reasons."""
+
+    error_in_words: Callable[[str], str | None] = _no_words
+    """A compiler's error -> what it means for the model: a sentence; None for an unknown error."""
 
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Provider options that are set by default, unless the user sets an option that excludes them."""

@@ -7,10 +7,12 @@ EP that it ignores, each with the entry of ``load_config`` that replaces it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
+from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, switch, text
 
 _CONFIG = "load_config = {{ {} }}"
@@ -54,11 +56,38 @@ def _disagreement(
     return f"the context names OpenVINO {ep_sdk_version}, but its compatibility string names {compiled}"
 
 
+_NOT_CONVERTED = re.compile(
+    r"While validating ONNX node '<Node\((?P<op>\w+)\): (?P<name>.*?)>':(?P<reason>.*?)(?:\n\s*\n|$)",
+    re.DOTALL,
+)
+
+
+def _error_in_words(message: str) -> str | None:
+    """Read an error of the frontend that converts ONNX models, which names a node by its first output."""
+    if (found := _NOT_CONVERTED.search(message)) is None:
+        return None
+    # The last line has the reason, and those before it the checks that failed.
+    lines = [line.strip() for line in found["reason"].splitlines() if line.strip()]
+    reason = f": {lines[-1].rstrip('.')}" if lines else ""
+    return f"OpenVINO cannot convert the node {found['op']} that makes {found['name']!r}{reason}."
+
+
+_LACKS = frozenset(
+    {
+        "AffineGrid", "BitCast", "Col2Im", "CumProd", "DeformConv", "Det", "LpPool", "MaxUnpool",
+        "QLinearConv", "QLinearMatMul", "TensorScatter", "TfIdfVectorizer",
+        "com.microsoft.DynamicQuantizeLSTM", "com.microsoft.FusedConv",
+    }
+)  # fmt: skip
+"""The operators of ONNX's own test models of which the CPU device took none."""
+
+
 PROVIDER = Provider(
     name="openvino",
     ep="OpenVINOExecutionProvider",
     title="Intel CPUs, GPUs and NPUs through OpenVINO",
     product="context",
+    limits=NUMBERS_ONLY,
     distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("cpu", "gpu", "npu"),
     open_shapes_on=("cpu", "gpu"),
@@ -92,6 +121,8 @@ PROVIDER = Provider(
         "disable_dynamic_shapes": "static-shapes = true, with dims or shapes in the model's table",
         "layout": "a model that is exported with this layout",
     },
+    error_in_words=_error_in_words,
+    lacks=_LACKS,
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     sources=("the options that the library of onnxruntime-ep-openvino 1.8.1 reads",),

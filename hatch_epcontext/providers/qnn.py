@@ -7,9 +7,12 @@ error, so this module lists every option.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
+from hatch_epcontext.providers.limits import FIXED_SHAPES
 from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
 from hatch_epcontext.text import count, listing
 
@@ -199,10 +202,66 @@ def _disagreement(
     return "; ".join(differences) or None
 
 
+_NODE = r"[ \t]*Operator type: \S+ Node name: (.*?) Node index: \d+\n"
+_REFUSED = re.compile(
+    rf"Validation FAILED for [^\n]*\n((?:{_NODE.replace('(', '(?:')})+)[ \t]*REASON : ([^\n]*)"
+)
+_NAME = re.compile(_NODE)
+
+_WORDS = (
+    (r"^Operators of type", "the EP does not have this operator"),
+    (r"^Failed to (add|create \w+) node", ""),
+    (r"non-default activations", "the EP takes the default activations only"),
+    (r"doesn't support (non-default )?clip", "the EP takes it without clip only"),
+    (r"dynamic sequence_length", "the EP takes a constant sequence_lens only"),
+    (r"same sequence length", "the EP takes equal sequence_lens only"),
+    (r"dynamic (min/max)", "the EP takes constant min and max only"),
+    (r"Cannot get shape|doesn't support dynamic shape", "one of its shapes is not fixed"),
+    (r"FP64 data type", "the EP does not have float64"),
+    (r"Failed to map Onnx data type", "the EP does not have the type of its values"),
+    (
+        r"configured to not take D?Q nodes",
+        "the CPU quantizes the model's inputs and outputs, unless offload_graph_io_quantization is 0",
+    ),
+)
+"""How reasons in the EP's log begin, or what is in them, and what they mean; empty for those that say
+nothing. All others are shown as they are."""
+
+
+def _reasons(log: str) -> dict[str, str]:
+    """Read the results of ``LogNodeSupport``: the nodes of each refused unit, and the reason."""
+    return {
+        name: _in_words(reason)
+        for nodes, reason in _REFUSED.findall(log)
+        for name in _NAME.findall(nodes)
+        if name
+    }
+
+
+def _in_words(reason: str) -> str:
+    for pattern, words in _WORDS:
+        if re.search(pattern, reason):
+            return words
+    return reason.strip().rstrip(".")
+
+
 def _runs_on(system: str, machine: str) -> bool:
     # The x86-64 packages contain a simulator of the NPU. On Arm a context runs only on the chip that
     # it was compiled for, and a build machine may have another one.
     return system in ("linux", "win32") and machine.lower() in ("x86_64", "amd64")
+
+
+_LACKS = frozenset(
+    {
+        "Acos", "Acosh", "AffineGrid", "Asinh", "Atanh", "BitCast", "BitwiseAnd", "BitwiseNot",
+        "BitwiseOr", "BitwiseXor", "BlackmanWindow", "Col2Im", "ConvInteger", "Cosh", "CumProd",
+        "DFT", "DeformConv", "Det", "DynamicQuantizeLinear", "EyeLike", "HammingWindow",
+        "HannWindow", "Hardmax", "Loop", "MatMulInteger", "MaxUnpool", "MelWeightMatrix", "RNN",
+        "ReduceL1", "ReduceSumSquare", "Scan", "Scatter", "Sinh", "Softsign", "TensorScatter",
+        "TfIdfVectorizer", "Trilu", "com.microsoft.DynamicQuantizeLSTM", "com.microsoft.FusedConv",
+    }
+)  # fmt: skip
+"""The operators that the EP's log names as not supported, tried with ONNX's own test models."""
 
 
 PROVIDER = Provider(
@@ -210,6 +269,7 @@ PROVIDER = Provider(
     ep="QNNExecutionProvider",
     title="Qualcomm's NPU (HTP)",
     product="context",
+    limits=dataclasses.replace(FIXED_SHAPES, known=frozenset({"ai.onnx.ml.ArrayFeatureExtractor"})),
     distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("npu", "gpu", "cpu"),
     requirements=("onnxruntime-qnn>=2.7",),
@@ -249,6 +309,8 @@ PROVIDER = Provider(
     compiled_for=_compiled_for,
     disagreement=_disagreement,
     runs_on=_runs_on,
+    reasons=_reasons,
+    lacks=_LACKS,
     needs="an x86-64 processor, or an Arm processor from Qualcomm",
     verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73).",
     sources=(
@@ -259,7 +321,7 @@ PROVIDER = Provider(
         "Shapes must be fixed.",
         (
             "It leaves the quantization of inputs and outputs to the CPU. Where a model would not be whole "
-            "for that, the build compiles it with `offload_graph_io_quantization = 0`, and says so, unless "
+            "for that, the build compiles it with `offload_graph_io_quantization = 0` and says so, unless "
             "the option is set."
         ),
         "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have.",

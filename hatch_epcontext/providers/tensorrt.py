@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import ProfileOptions, Provider, Tolerance
+from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, number, pointer, switch, text
 
 _PROFILES = ProfileOptions(
@@ -89,6 +90,7 @@ PROVIDER = Provider(
     ep="TensorrtExecutionProvider",
     title="NVIDIA GPUs through TensorRT",
     product="context",
+    limits=NUMBERS_ONLY,
     distributions=("onnxruntime-gpu",),
     devices=("gpu",),
     # Its builder measures kernels on the GPU, and two at once would disturb each other.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Plugin, ProfileOptions, Provider, Tolerance
+from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, choice, number, pointer, switch, text
 
 _PROFILES = ProfileOptions(
@@ -66,6 +67,7 @@ PROVIDER = Provider(
     ep="NvTensorRTRTXExecutionProvider",
     title="NVIDIA RTX GPUs through TensorRT for RTX",
     product="context",
+    limits=NUMBERS_ONLY,
     distributions=("onnxruntime-gpu", "onnxruntime"),
     devices=("gpu",),
     # Its builder measures kernels on the GPU, and two at once would disturb each other.

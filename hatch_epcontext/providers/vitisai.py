@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.providers.base import Provider, Tolerance
+from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, choice, secret, switch, text
 
 _OPTIONS: Mapping[str, Option] = {
@@ -33,6 +34,7 @@ PROVIDER = Provider(
     ep="VitisAIExecutionProvider",
     title="AMD NPUs (Ryzen AI) through Vitis AI",
     product="context",
+    limits=NUMBERS_ONLY,
     distributions=("onnxruntime-vitisai", "onnxruntime-windowsml"),
     devices=("npu",),
     # Models for it are quantized.

@@ -20,7 +20,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
 from hatch_epcontext.ipc.facts import TensorFacts
-from hatch_epcontext.ipc.protocol import InspectReply
+from hatch_epcontext.ipc.protocol import InspectReply, OpenSize, SuggestReply
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, show, to_toml
 
@@ -30,10 +30,18 @@ _BACKEND = "hatchling.build"
 
 @dataclass(frozen=True)
 class NewModel:
-    """A model to add: its path in the project, with forward slashes, and the facts of its file."""
+    """A model to add: its path in the project, with forward slashes, the facts of its file, and what to
+    suggest for it. An open dimension that ``suggested`` does not have gets a question.
+    """
 
     path: str
     facts: InspectReply
+    suggested: SuggestReply = SuggestReply()
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """What the user has to say about open dimensions, as it stands in the comments."""
+        return tuple(dict.fromkeys(_questions(self).values()))
 
 
 def add_models(
@@ -155,26 +163,105 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
         lines.append(f"name = {to_toml(name)}")
     lines.append(f"path = {tomlkit.item(model.path).as_string()}")
     off = "" if static else "# "
-    if dims := {
-        size: 1 for tensor in model.facts.inputs for size in tensor.shape if isinstance(size, str)
-    }:
-        lines.append(f"{off}dims = {to_toml(dims)}  # open dimensions; 1 is a guess")
-    if shapes := {
-        tensor.name: [size if isinstance(size, int) else 1 for size in tensor.shape]
-        for tensor in model.facts.inputs
-        if None in tensor.shape
-    }:
-        lines.append(f"{off}shapes = {to_toml(shapes)}  # dimensions without a name; 1 is a guess")
-    for tensor in model.facts.inputs:
-        if tensor.shape in ((), (1,)) and "int" in tensor.dtype:
-            constant = to_toml({tensor.name: 0})
-            lines.append(f"# constants = {constant}  # for an input that never changes")
+    lines += [line if line.startswith("# ") else off + line for line in _sizes(model)]
+    lines += _constants(model, static=static)
     return "\n".join(lines) + "\n"
+
+
+_Place = tuple[str, int]
+"""The name of an input, and an axis of it."""
+
+
+def _open_sizes(model: NewModel) -> dict[_Place, OpenSize]:
+    """What is suggested for each open dimension."""
+    suggested = {(each.input, each.axis): each for each in model.suggested.sizes}
+    return {
+        (tensor.name, axis): suggested.get(
+            (tensor.name, axis), OpenSize(tensor.name, axis, None, "which size?")
+        )
+        for tensor in model.facts.inputs
+        for axis, size in enumerate(tensor.shape)
+        if not isinstance(size, int)
+    }
+
+
+def _questions(model: NewModel) -> dict[_Place, str]:
+    shapes = {tensor.name: tensor.shape for tensor in model.facts.inputs}
+    found = {}
+    for place, each in _open_sizes(model).items():
+        if each.size is None:
+            name, axis = place
+            size = shapes[name][axis]
+            what = size if isinstance(size, str) else f"axis {axis} of {name}"
+            found[place] = _one_line(f"{what}: {each.note}")
+    return found
+
+
+def _sizes(model: NewModel) -> Iterator[str]:
+    """The lines with the sizes of open dimensions; those with a question are comments."""
+    sizes = _open_sizes(model)
+    dims: dict[str, int | None] = {}
+    of_dims: list[_Place] = []
+    shapes: dict[str, list[int | None]] = {}
+    of_shapes: list[_Place] = []
+    for tensor in model.facts.inputs:
+        places = [(tensor.name, axis) for axis in range(len(tensor.shape))]
+        found = [sizes[place].size if place in sizes else None for place in places]
+        if None in tensor.shape:
+            fixed = (size if isinstance(size, int) else None for size in tensor.shape)
+            shapes[tensor.name] = [
+                a if a is not None else b for a, b in zip(fixed, found, strict=True)
+            ]
+            of_shapes += [place for place in places if place in sizes]
+        for place, size, suggested in zip(places, tensor.shape, found, strict=True):
+            if isinstance(size, str) and size not in dims:
+                dims[size] = suggested
+                of_dims.append(place)
+    asked = _questions(model)
+    if dims:
+        yield _line("dims", dims, [(sizes[place], asked.get(place)) for place in of_dims])
+    if shapes:
+        yield _line("shapes", shapes, [(sizes[place], asked.get(place)) for place in of_shapes])
+
+
+def _line(key: str, table: object, found: Sequence[tuple[OpenSize, str | None]]) -> str:
+    notes = dict.fromkeys(question or _one_line(each.note) for each, question in found)
+    line = f"{key} = {_written(table)}  # {'; '.join(notes)}"
+    return f"# {line}" if any(question for _, question in found) else line
+
+
+def _written(value: object) -> str:
+    """``value`` in TOML, but with question marks for what is unknown."""
+    if isinstance(value, Mapping):
+        items = (f"{quoted_key(name)} = {_written(each)}" for name, each in value.items())
+        return f"{{ {', '.join(items)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return "?" if value is None else to_toml(value)
+
+
+def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
+    """The lines with inputs that can be constants: comments, but for what an EP cannot do without."""
+    needed = [
+        each
+        for each in model.suggested.constants
+        if static and each.needed and each.value is not None
+    ]
+    if needed:
+        values = {each.input: each.value for each in needed}
+        notes = dict.fromkeys(_one_line(each.note) for each in needed)
+        yield f"constants = {_written(values)}  # {'; '.join(notes)}"
+    for each in model.suggested.constants:
+        if each not in needed:
+            yield f"# constants = {_written({each.input: each.value})}  # {_one_line(each.note)}"
 
 
 def _comment(tensor: TensorFacts) -> str:
     # A name can have any characters, and a comment is one line.
-    text = f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}"
+    return _one_line(f"{tensor.name}: {tensor.dtype}, {tensor.shape_text or 'scalar'}")
+
+
+def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 

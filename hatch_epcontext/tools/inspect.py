@@ -58,8 +58,8 @@ def inspect(path: Path) -> Inspection:
     return Inspection(str(path), {}, inspect_model(path))
 
 
-def inspect_model(path: Path) -> InspectReply:
-    """Read the facts of the ONNX file at ``path``; raises as `inspect` does."""
+def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
+    """Read the facts of the ONNX file at ``path``, with ``workers`` if given; raises as `inspect` does."""
     if not path.is_file():
         message = "is not a regular file." if path.exists() else "does not exist."
         if path.is_dir():
@@ -74,7 +74,8 @@ def inspect_model(path: Path) -> InspectReply:
     request = InspectRequest(str(path.resolve()))
     with temp_dir() as folder:
         try:
-            return Workers(TIMEOUT).call(request, folder / "inspect", location=str(path))
+            workers = workers or Workers(TIMEOUT)
+            return workers.call(request, folder / "inspect", location=str(path))
         except BuildError as error:
             raise InspectionError(*error.problems) from error
 

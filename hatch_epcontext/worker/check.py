@@ -11,9 +11,10 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker import external, graph, reading
+from hatch_epcontext.worker import external, graph, reading, refusals
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.inputs import sized
+from hatch_epcontext.worker.kinds import dimension_kind
 from hatch_epcontext.worker.states import state_pairs
 from hatch_epcontext.worker.step import step
 
@@ -47,12 +48,14 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     problems = [
         *_check_types(inputs, spec),
         *_check_outputs(model.graph, spec),
-        *_check_fixed(inputs, spec, request.static.get(spec.name)),
+        *check_fixed(inputs, spec, request.static.get(spec.name)),
         *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
     ]
     for given in request.profiles:
         if given.model == spec.name:
             problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
+    targets = [each for each in request.contexts if each.model == spec.name]
+    problems += refusals.problems(model, spec, targets)
     if problems:
         raise ModelError(*problems)
     state_pairs(model, spec.states, spec.key / "validate" / "states")
@@ -139,7 +142,7 @@ _MAKERS = frozenset(
 """The operators whose outputs are no tensors."""
 
 
-def _check_fixed(
+def check_fixed(
     inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
 ) -> Iterator[Problem]:
     """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
@@ -151,8 +154,8 @@ def _check_fixed(
             spec.key,
             Kind.OPEN_DIMENSION,
             open_dimension_message(each, ep),
-            "Fix it, for example with size 1.",
-            _size_one(each, spec),
+            _how_to_fix(each),
+            *_sizes_to_fix(each, spec),
         )
 
 
@@ -168,19 +171,42 @@ def _check_left_open(
             spec.key,
             Kind.OPEN_DIMENSION,
             f"{open_dimension_message(each, ep)} It is left open because static-shapes is false.",
-            "Remove static-shapes = false"
-            + ("." if fixed.is_fixed else ", and fix it, for example with size 1."),
-            *([] if fixed.is_fixed else [_size_one(fixed, spec)]),
+            "Remove static-shapes = false."
+            if fixed.is_fixed
+            else f"Remove static-shapes = false, too. {_how_to_fix(fixed)}",
+            *([] if fixed.is_fixed else _sizes_to_fix(fixed, spec)),
         )
 
 
-def _size_one(tensor: TensorFacts, spec: ModelSpec) -> Setting:
-    """The setting that gives the open dimensions of ``tensor`` the size 1."""
+def _is_batch(tensor: TensorFacts, axis: int) -> bool:
+    return dimension_kind(tensor, axis, is_state=False) == "batch"
+
+
+def _open_axes(tensor: TensorFacts) -> list[int]:
+    return [axis for axis, size in enumerate(tensor.shape) if not isinstance(size, int)]
+
+
+def _how_to_fix(tensor: TensorFacts) -> str:
+    if all(_is_batch(tensor, axis) for axis in _open_axes(tensor)):
+        return "Fix it, for example with size 1."
+    return "Fix it with the size that the app feeds, such as how wide its images or how long its texts are."
+
+
+def _sizes_to_fix(tensor: TensorFacts, spec: ModelSpec) -> list[Setting]:
+    """The settings that fix ``tensor``: 1 for what is a batch, and all else is for the user to choose."""
+    axes = _open_axes(tensor)
+    known = all(_is_batch(tensor, axis) for axis in axes)
     if None in tensor.shape:
         shape = [size if isinstance(size, int) else 1 for size in tensor.shape]
-        return Setting(spec.place("shapes"), {tensor.name: shape})
-    names = [size for size in tensor.shape if isinstance(size, str)]
-    return Setting(spec.place("dims"), dict.fromkeys(names, 1))
+        place = spec.place("shapes")
+        return [Setting(place, {tensor.name: shape}) if known else Setting(place / tensor.name)]
+    names = {str(tensor.shape[axis]): axis for axis in axes}
+    if known:
+        return [Setting(spec.place("dims"), dict.fromkeys(names, 1))]
+    return [
+        Setting(spec.place("dims") / name, 1 if _is_batch(tensor, axis) else None)
+        for name, axis in names.items()
+    ]
 
 
 def open_dimension_message(tensor: TensorFacts, ep: str) -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import Agreement, Slice
-from hatch_epcontext.providers import Limits
+from hatch_epcontext.providers import OutputLimits
 from hatch_epcontext.worker.tensors import STRING, Array
 
 Nature = Literal["any", "unit", "shares", "indices"]
@@ -67,7 +67,7 @@ def compare(
     name: str,
     output: Array,
     reference: Array,
-    limits: Limits,
+    limits: OutputLimits,
     *,
     samples: Sequence[Array] = (),
     nature: Nature = "any",
@@ -103,7 +103,7 @@ def compare(
     return _judge(agreement, out, ref, limits)
 
 
-def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Limits) -> Comparison:
+def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: OutputLimits) -> Comparison:
     excesses = []
     needed: dict[str, float] = {}
     if agreement.snr is not None and agreement.snr < limits.snr:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.facts import Context, ModelSpec
 from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest
@@ -15,6 +16,7 @@ from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.readback import read_context, read_optimized
+from hatch_epcontext.worker.reasons import nothing_compiled, with_reasons
 from hatch_epcontext.worker.session import provider_of
 from hatch_epcontext.worker.sharing import compile_group
 from hatch_epcontext.worker.step import step
@@ -57,7 +59,13 @@ def _compile(request: CompileRequest, spec: ModelSpec, prepared: Path) -> Contex
     target, provider = request.target, provider_of(request.target)
     result = Path(request.folder) / provider.result_file(spec.name)
     if provider.product == "context":
-        compile_context(prepared, result, target, key=spec.key)
-        return read_context(spec, prepared, result, target)
+        try:
+            compile_context(prepared, result, target, key=spec.key)
+        except BuildError as error:
+            if all(each.kind is Kind.NOTHING_COMPILED for each in error.problems):
+                raise nothing_compiled(error, prepared, target) from error
+            raise
+        context = read_context(spec, prepared, result, target)
+        return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)
     return read_optimized(spec.name, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Proble
 from hatch_epcontext.ipc.facts import DYNAMIC_QUANTIZATION, TargetSpec
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.conditions import advice
 from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 
@@ -177,7 +179,37 @@ def _explanation(
             f"{provider.ep} cannot compile, because {name} is missing.",
             f"Install {supplier or 'the package that contains it'}.",
         )
+    return _refused_graph(message, provider, key)
+
+
+def _refused_graph(message: str, provider: Provider, key: Key | None) -> Problem | None:
+    """The problem of a graph that ONNX Runtime or the EP's compiler refuses, where it names the node."""
+    if broken := _BROKEN.search(message):
+        return _broken_graph(broken, key)
+    if words := provider.error_in_words(message):
+        settings = () if key is None else (Setting(key / "cut"),)
+        hint = "Change the model there, or keep only the part before or after it."
+        return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
     return None
+
+
+_BROKEN = re.compile(
+    r"INVALID_GRAPH : .*?In Node, \(\"(?P<name>[^\"]*)\", (?P<op>\w+).*?Error (?P<reason>.*)",
+    re.DOTALL,
+)
+"""ONNX Runtime's error about an invalid graph. Preparation has opened the graph before: it was valid when
+ONNX Runtime began to optimize it."""
+
+
+def _broken_graph(found: re.Match[str], key: Key | None) -> Problem:
+    reason = " ".join(found["reason"].split()).rstrip(".")
+    message = (
+        f"ONNX Runtime's optimizations broke the graph: they made a node {found['name']!r} "
+        f"({found['op']}) that ONNX Runtime itself refuses ({reason})."
+    )
+    hint = "The source model is not at fault. Compile it without these optimizations."
+    settings = () if key is None else (Setting(key / "optimization", "none"),)
+    return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
 
 
 def _nothing_compiled(provider: Provider, source: onnx.GraphProto, key: Key | None) -> Problem:
@@ -200,10 +232,11 @@ def _nothing_compiled(provider: Provider, source: onnx.GraphProto, key: Key | No
             "Check that the provider options name a chip that the EP supports, and that the EP has "
             "the model's operators.",
         )
+    hint, settings = advice(source, key) or ("Remove them from the model.", ())
     return Problem(
         Kind.NOTHING_COMPILED,
         "",
         f"{message} It has {' and '.join(control)}, which few EPs compile.",
-        "Remove them from the model, or freeze the inputs that they depend on.",
-        settings=() if key is None else (Setting(key / "constants"),),
+        hint,
+        settings=settings,
     )

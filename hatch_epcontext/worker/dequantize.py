@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.ipc.facts import DYNAMIC_QUANTIZATION
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.cutting import read_by
 

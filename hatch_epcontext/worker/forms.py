@@ -22,6 +22,9 @@ STANDARD = ("", "ai.onnx")
 _MOST_FORMS = 8
 """Ways to one value that are followed."""
 
+INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
+"""What is raised for a node that is not as its operator wants it: opening a session says why."""
+
 _EVERYTHING = (-math.inf, math.inf)
 
 Truth = Literal["", "itself", "compared"]
@@ -122,7 +125,10 @@ def _results(node: onnx.NodeProto, forms: Forms, known: Known) -> Forms:
     rule = _RULES.get(node.op_type)
     if rule is None:
         return {}
-    found = tuple(dict.fromkeys(rule(node, forms, known)))[:_MOST_FORMS]
+    try:
+        found = tuple(dict.fromkeys(rule(node, forms, known)))[:_MOST_FORMS]
+    except INVALID:
+        return {}
     outputs = node.output if node.op_type == "Split" else node.output[:1]
     return dict.fromkeys(outputs, found) if found else {}
 

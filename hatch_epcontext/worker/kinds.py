@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from hatch_epcontext.ipc.facts import Range, TensorFacts
 from hatch_epcontext.worker.forms import Bounds
@@ -22,6 +23,15 @@ _SCALE = re.compile(r"scale|speed|temperature|rate", re.IGNORECASE)
 """Numbers around 1, by which something is multiplied."""
 
 _MOST_SCALES = 8
+
+_BATCH = re.compile(r"batch|^(n|b|bs)$", re.IGNORECASE)
+_ALONG = re.compile(
+    r"len|seq|time|frame|sample|token|word|char|phoneme|step|num_|points|^t$", re.IGNORECASE
+)
+_STATE = re.compile(r"^(h|c|hn|cn|h_?[0n]|c_?[0n])$|hidden|cell|state", re.IGNORECASE)
+
+DimensionKind = Literal["batch", "height", "width", "length", "other"]
+"""What an open dimension is."""
 
 _CHANNELS = (1, 3, 4)
 
@@ -73,3 +83,32 @@ def image_range(scale: Bounds, offset: Bounds) -> Range:
     """The range of an image of which the first convolution gets ``scale`` times it plus ``offset``."""
     of_bytes = 0 < scale[1] < _SCALED or offset[1] < _CENTERED
     return Range(0.0, 255.0 if of_bytes else 1.0, known=False)
+
+
+def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> DimensionKind:
+    """What the open dimension ``axis`` of an input is, as far as its name and place say so.
+
+    ``is_state``: whether the input is the state of a recurrent layer.
+    """
+    name = facts.shape[axis]
+    if isinstance(name, str) and _BATCH.search(name):
+        return "batch"
+    along = isinstance(name, str) and bool(_ALONG.search(name))
+    rank = len(facts.shape)
+    if rank == 3 and axis == 1 and not along and (is_state or _STATE.search(facts.name)):
+        return "batch"
+    if axis == 0 and not along and (rank > 1 or is_length_name(facts.name)):
+        return "batch"
+    sides = _sides(facts)
+    if axis in sides:
+        return "height" if axis == sides[0] else "width"
+    return "length" if rank <= 3 or along else "other"
+
+
+def _sides(facts: TensorFacts) -> tuple[int, ...]:
+    """The axes of height and width, if the input can be images."""
+    if len(facts.shape) == 4 and not _NO_IMAGE.search(facts.name):
+        for channels, sides in ((1, (2, 3)), (3, (1, 2))):
+            if facts.shape[channels] in _CHANNELS:
+                return sides
+    return ()

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.forms import STANDARD, clip_bounds
+from hatch_epcontext.worker.forms import INVALID, STANDARD, clip_bounds
 from hatch_epcontext.worker.known import Known
 
 _LARGEST_CLIP = 1e4
@@ -41,16 +41,17 @@ class Limit:
 _Found = Iterator[Limit]
 
 
-def limits(node: onnx.NodeProto, known: Known) -> _Found:
-    """Yield the limits of the operands of ``node``; none for one that is not as its operator wants it."""
+def limits(node: onnx.NodeProto, known: Known) -> list[Limit]:
+    """Return the limits of the operands of ``node``; none for one that is not as its operator wants it."""
     if node.domain in STANDARD:
         rule = _RULES.get(node.op_type)
     else:
         rule = _RULES_OF_ONNX_RUNTIME.get(node.op_type) if node.domain == "com.microsoft" else None
-    if rule is not None:
-        for each in rule(node, known):
-            if each.operand < len(node.input) and each.low <= each.high:
-                yield each
+    try:
+        found = [] if rule is None else list(rule(node, known))
+    except INVALID:
+        return []
+    return [each for each in found if each.operand < len(node.input) and each.low <= each.high]
 
 
 def _operand(node: onnx.NodeProto, number: int) -> str:
@@ -203,6 +204,42 @@ def _where(node: onnx.NodeProto, known: Known) -> _Found:
     yield Limit(0, 0, 1, "mask", 1)
 
 
+def _labels(node: onnx.NodeProto, known: Known) -> _Found:
+    yield from _index(1, known.size(_operand(node, 0), 1))
+
+
+def _boxes(node: onnx.NodeProto, known: Known) -> _Found:
+    """The limits of what a detector keeps."""
+    yield from _length(2, known.size(_operand(node, 0), 1))
+    yield Limit(3, 0, 1)
+    yield Limit(4, 0, 1)
+
+
+def _positions(operand: int, table: int) -> Callable[[onnx.NodeProto, Known], _Found]:
+    def found(node: onnx.NodeProto, known: Known) -> _Found:
+        if len(known.shape(_operand(node, table)) or ()) == 2:
+            yield from _index(operand, known.size(_operand(node, table), 0))
+
+    return found
+
+
+def _written(node: onnx.NodeProto, known: Known) -> _Found:
+    """Where a cache is written: as far from its end as what is written is long."""
+    axis = graph.attribute(node, "axis", -2)
+    room, written = (known.size(_operand(node, operand), axis) for operand in (0, 1))
+    if room is not None and written is not None:
+        yield from _index(2, room - written + 1)
+
+
+def _group_query_attention(node: onnx.NodeProto, known: Known) -> _Found:
+    """The lengths of what is in the cache with the new part: minus one, and of the whole batch."""
+    past, new = known.size(_operand(node, 3), 2), known.size(_operand(node, 0), 1)
+    # Shapes behind operators of ONNX Runtime are not known: one new token is what there always is.
+    total = (past or 0) + (new or 1)
+    yield Limit(5, 0, total - 1, usual=total - 1)
+    yield Limit(6, 1, total, usual=total)
+
+
 def _embedding(node: onnx.NodeProto, known: Known) -> _Found:
     """ONNX Runtime's fused embeddings: tokens, segments and positions, each with its table."""
     for operand, table in ((0, 2), (1, 4), (8, 3)):
@@ -222,13 +259,24 @@ _RULES: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] = {
     **dict.fromkeys(("GatherND", "ScatterND"), _gather_nd),
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
     **dict.fromkeys(("LSTM", "GRU", "RNN"), _sequence(4, 0)),
-    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"), _axis(1)),
+    **dict.fromkeys(
+        (
+            *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1"),
+            *("ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"),
+            *("CumSum", "CumProd", "Squeeze", "Unsqueeze"),
+        ),
+        _axis(1),
+    ),
+    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"), _labels),
+    "NonMaxSuppression": _boxes,
+    "RotaryEmbedding": _positions(3, 1),
+    "TensorScatter": _written,
+    "DFT": _axis(2),
     **dict.fromkeys(("Expand", "Tile"), _free_sizes(1)),
     "ConstantOfShape": _free_sizes(0),
     "OneHot": _one_hot,
     "Equal": _equal,
     "ReverseSequence": _reverse,
-    "CumSum": _axis(1),
     "Pad": _pad,
     "Slice": _slice,
     "TopK": _top_k,
@@ -246,4 +294,6 @@ _RULES_OF_ONNX_RUNTIME: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] 
     "Attention": _mask(3),
     "MultiHeadAttention": _mask(4),
     "DynamicQuantizeLSTM": _sequence(4, 0),
+    "RotaryEmbedding": _positions(1, 2),
+    "GroupQueryAttention": _group_query_attention,
 }

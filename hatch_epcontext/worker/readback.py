@@ -110,9 +110,10 @@ def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
 def _node_facts(node: onnx.NodeProto, open_values: frozenset[str]) -> NodeFacts:
     op = graph.operator(node)
     if names := sorted(open_values.intersection(node.input)):
-        return NodeFacts(node.name, op, f"the shape of {names[0]!r} depends on the data")
+        return NodeFacts(node.name, op, f"the shape of {names[0]!r} depends on the data", True)
     if names := sorted(open_values.intersection(node.output)):
-        return NodeFacts(node.name, op, f"the shape of its output {names[0]!r} depends on the data")
+        reason = f"the shape of its output {names[0]!r} depends on the data"
+        return NodeFacts(node.name, op, reason, True)
     return NodeFacts(node.name, op)
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import ModelError
 from hatch_epcontext.ipc.facts import Magnitude, ModelSpec
 from hatch_epcontext.worker import graph, magnitudes
+from hatch_epcontext.worker.attempts import run_samples
 from hatch_epcontext.worker.fix import ranges_for
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.outputs import (
@@ -22,8 +23,9 @@ from hatch_epcontext.worker.outputs import (
     depend_on_inputs,
     natures,
 )
+from hatch_epcontext.worker.run_errors import source_failed
 from hatch_epcontext.worker.runs import Facts, Reference, Run, run_steps
-from hatch_epcontext.worker.samples import Sample, samples
+from hatch_epcontext.worker.samples import Sample
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.states import state_pairs
 from hatch_epcontext.worker.step import step
@@ -62,7 +64,6 @@ def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
         if value.name in spec.constants
     }
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
-    ranges = ranges_for(fixed, spec)
     states = state_pairs(fixed, spec.states, spec.key / "validate" / "states")
     step("opening the source model on the CPU")
     start = time.monotonic()
@@ -70,8 +71,10 @@ def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
         session = _open(source, Path(spec.path))
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
         cpu = _Source(session, frozen, spec, opened)
-        chosen = samples(inputs, spec, ranges)
-        measured = [cpu.run(each, (each.feeds,), states) for each in chosen]
+        tried, ranges = run_samples(
+            lambda each: cpu.run(each, (each.feeds,), states), inputs, spec, ranges_for(fixed, spec)
+        )
+        chosen, measured = [sample for sample, _ in tried], [found for _, found in tried]
         random: tuple[str, ...] = ()
         if depend_on_chance(source.graph):
             again, _ = cpu.run(chosen[0], (chosen[0].feeds,), states)
@@ -82,16 +85,7 @@ def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(
-            Problem.at(
-                spec.key,
-                Kind.SOURCE_FAILED,
-                f"the source model itself cannot be run on the CPU: {error}",
-                "Give inputs that the model takes, or switch off the comparison.",
-                Setting(spec.key / "validate" / "inputs"),
-                Setting(spec.key / "validate" / "tolerance", False),
-            )
-        ) from error
+        raise ModelError(source_failed(spec, fixed, error)) from error
     facts = Facts(
         states,
         natures(fixed.graph),

@@ -51,7 +51,7 @@ def values(name: SampleName, facts: TensorFacts, range_: Range, rng: np.random.G
 
 def _strings(name: SampleName, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     chosen = rng.integers(0, 2, shape) if name == "random" else np.zeros(shape, int)
-    return np.array(_WORDS, dtype=object)[chosen]
+    return np.asarray(np.array(_WORDS, dtype=object)[chosen], dtype=object)
 
 
 def _is_padding_mask(range_: Range, shape: tuple[int, ...]) -> bool:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.build.artifact import Preparation
-from hatch_epcontext.build.attempts import Compile, Refused, Ways, compile_best, compile_unrolled
+from hatch_epcontext.build.attempts import (
+    Compile,
+    Refused,
+    Ways,
+    compile_best,
+    compile_unrolled,
+)
 from hatch_epcontext.build.preparation import Prepared, Rewritten
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.ipc.facts import Context, Coverage, NodeFacts

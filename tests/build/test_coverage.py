@@ -12,18 +12,20 @@ from tests.results import configured
 
 
 def failure(coverage: Coverage, project: Path, toml: str = "") -> str:
-    target = configured(project, f'provider = "cpu"\nmodels = ["models/a.onnx"]\n{toml}').targets[0]
+    text = f'provider = "cpu"\nmodels = ["models/a.onnx"]\n{toml}'
+    (model,) = configured(project, text).models
     with pytest.raises(BuildError) as raised:
-        check_coverage(coverage, target, "a -> cpu")
+        check_coverage(coverage, model.targets[0], model, "a -> cpu")
     return str(raised.value)
 
 
 def test_enough_coverage_is_no_error(project: Path) -> None:
-    (target,) = configured(
+    (model,) = configured(
         project, 'provider = "cpu"\nmodels = ["models/a.onnx"]\nmin-coverage = 0.5'
-    ).targets
-    check_coverage(Coverage(4, 2, 1, (NodeFacts("a", "Op"),) * 2), target, "a -> cpu")
-    check_coverage(None, target, "a -> cpu")
+    ).models
+    (target,) = model.targets
+    check_coverage(Coverage(4, 2, 1, (NodeFacts("a", "Op"),) * 2), target, model, "a -> cpu")
+    check_coverage(None, target, model, "a -> cpu")
 
 
 def test_uncovered_operators_are_named(project: Path) -> None:
@@ -36,7 +38,7 @@ def test_uncovered_operators_are_named(project: Path) -> None:
 
 
 def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -> None:
-    uncovered = (NodeFacts("", "NonZero", "the shape of its output 'y' depends on the data"),)
+    uncovered = (NodeFacts("", "NonZero", "the shape of its output 'y' depends on the data", True),)
     text = failure(Coverage(2, 1, 1, uncovered), project)
     assert "NonZero (the shape of its output 'y' depends on the data)" in text
     assert "cut the model before them" in text
@@ -47,18 +49,36 @@ def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
     (model,) = configured(project, f'provider = "cpu"\n{toml}').models
     coverage = Coverage(3, 2, 1, (NodeFacts("n", "Op"),), Cut(inputs=("hidden",)))
     with pytest.raises(BuildError) as raised:
-        check_coverage(coverage, model.targets[0], "a -> cpu", model)
+        check_coverage(coverage, model.targets[0], model, "a -> cpu")
     settings = raised.value.problems[0].settings
     # The model is cut already, and its part ends where the model does.
     assert settings[0].value == {"inputs": ["hidden"], "outputs": ["y"]}
     assert "Or keep the largest part that is covered" in str(raised.value)
 
 
+def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) -> None:
+    uncovered = tuple(NodeFacts(name, "LSTM", "no clip") for name in ("a", "b"))
+    text = failure(Coverage(3, 1, 1, uncovered), project)
+    assert "LSTM a, LSTM b (no clip)." in text
+    assert "does not have these operators" not in text
+
+
+def test_inputs_that_decide_are_to_be_frozen(project: Path) -> None:
+    known = NodeFacts("a", "If", "a reason", freeze={"sr": 16000})
+    text = failure(Coverage(3, 2, 1, (known,)), project)
+    assert "Freeze what decides them ('sr')." in text
+    assert "constants = { sr = 16000 }" in text
+    unknown = NodeFacts("b", "GRU", "a reason", freeze={"lengths": None})
+    text = failure(Coverage(3, 1, 1, (known, unknown)), project)
+    assert "('sr' and 'lengths')" in text
+    assert "16000" not in text
+
+
 def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
     uncovered = (NodeFacts("conv", "ConvInteger"),)
     text = failure(Coverage(2, 1, 1, uncovered), project)
     assert "The model is dynamically quantized" in text
-    assert "Set tool.epcontext.dequantize = true" in text
+    assert "dequantize = true" in text
     text = failure(Coverage(2, 1, 1, uncovered), project, "dequantize = true\n")
     assert "dynamically quantized" not in text
 

@@ -29,7 +29,7 @@ from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import CheckRequest
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
-from tests.models import half_for_the_cpu, network, save, transformer, unknown_operator
+from tests.models import half_for_the_cpu, interrupted, network, save, transformer, unknown_operator
 
 QNN = """
 provider = "qnn"
@@ -99,19 +99,36 @@ def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -
 @needs_qnn
 def test_uncovered_nodes_are_named_and_fail_by_default(project: Path, run: Run) -> None:
     toml = QNN.replace("dims = { batch = 1 }", 'validate = { inputs = "ones" }')
-    save(half_for_the_cpu(), project / "models" / "a.onnx")
+    save(interrupted(), project / "models" / "a.onnx")
     with pytest.raises(BuildError) as raised:
         run(toml)
     (problem,) = raised.value.problems
     assert problem.location == "a -> qnn"
-    assert "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%" in problem.message
+    assert "compiled 4 of 5 nodes (80.0%), and min-coverage is 100.0%" in problem.message
     assert (
-        "Left to the CPU: NonZero where (the shape of its output 'y' depends on the data)."
-        in problem.message
+        "Left to the CPU: Hardmax hardmax (the EP does not have this operator)." in problem.message
     )
-    assert "cut the model before them" in problem.advice()
+    assert "Change the model at these nodes" in problem.advice()
     (built,) = run(toml + "min-coverage = 0.6\n").built
     assert built.cached, "a lower bound does not compile again"
+
+
+@needs_qnn
+def test_a_model_that_cannot_be_compiled_is_refused_before_anything_is_prepared(
+    project: Path, run: Run
+) -> None:
+    toml = QNN.replace("dims = { batch = 1 }", 'validate = { inputs = "ones" }')
+    save(half_for_the_cpu(), project / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.NOT_COMPILABLE
+    assert "NonZero has an output whose shape depends on the values of 'r'" in problem.message
+    assert 'cut = { outputs = ["r"] }' in problem.advice()
+    (built,) = run(toml + "min-coverage = 0.6\n").built
+    (context,) = built.artifact.record.contexts
+    assert context.coverage is not None
+    assert [node.op for node in context.coverage.uncovered] == ["NonZero"]
 
 
 @needs_qnn

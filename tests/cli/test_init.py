@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from onnx import helper
 
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
-from tests.models import network, save
+from tests.models import model, network, save, value
 
 BEFORE = '[project]\nname = "my-app"  # ours\nversion = "1"\n'
 
@@ -84,3 +85,22 @@ def test_unusable_models_and_projects_are_errors(
     (tmp_path / "empty" / "pyproject.toml").touch()
     assert "has no ONNX models" in cli("init", "--project", tmp_path / "empty", code=2).stderr
     assert "Invalid value for '-p'" in cli("init", "-p", "nothing", code=2).stderr
+
+
+def test_a_link_is_taken_and_sizes_are_asked_for(
+    cli: Cli, new_project: Path, tmp_path: Path
+) -> None:
+    made = model(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        [value("x", ["batch", "width"])],
+        [value("y", ["batch", "width"])],
+    )
+    elsewhere = save(made, tmp_path / "elsewhere.onnx")
+    link = new_project / "models" / "link.onnx"
+    link.symlink_to(elsewhere)
+    printed = cli("init", link, "--project", new_project, "-p", "cpu").stdout
+    assert "models/link.onnx: fill in width: how long is it?" in printed
+    text = (new_project / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'path = "models/link.onnx"' in text
+    assert "# dims = { batch = 1, width = ? }" in text
+    assert "has all models already" in cli("init", link, "--project", new_project).stdout

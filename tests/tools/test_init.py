@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.ipc.facts import TensorFacts
-from hatch_epcontext.ipc.protocol import InspectReply
+from hatch_epcontext.ipc.protocol import InspectReply, OpenSize, SuggestedConstant, SuggestReply
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.init import NewModel, add_models
 
@@ -17,9 +18,8 @@ QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
 
 def new(path: str = "models/a.onnx", *inputs: TensorFacts) -> NewModel:
     given = inputs or (TensorFacts("x", "float32", ("batch", 3)),)
-    return NewModel(
-        path, InspectReply(given, (TensorFacts("y", "float32", (1,)),), {}, {}, (), (), (), {})
-    )
+    facts = InspectReply(given, (TensorFacts("y", "float32", (1,)),), {}, {}, (), (), (), {})
+    return NewModel(path, facts, SuggestReply((OpenSize("x", 0, 1, "1 is a guess"),)))
 
 
 def models_of(text: str) -> list[object]:
@@ -52,22 +52,60 @@ def test_open_dimensions_are_a_comment_if_the_ep_takes_them(project: Path) -> No
     ]
 
 
-def test_unnamed_dimensions_get_a_shape_and_possible_constants_a_comment(project: Path) -> None:
+def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(project: Path) -> None:
     tensors = (
         TensorFacts("im:age.0", "float32", (None, 3, "h", None)),
-        TensorFacts("sr", "int64", ()),
-        TensorFacts('quo"ted', "int32", (1,)),
         TensorFacts("line\nbreak", "string", ("new\nline",)),
     )
-    made = add_models(project, "", [new("models/a.onnx", *tensors)], [QNN])
+    suggested = SuggestReply(
+        (
+            OpenSize("im:age.0", 0, 1, "1 is a guess"),
+            OpenSize("im:age.0", 2, 48, "from the metadata of the file"),
+            OpenSize("im:age.0", 3, None, "how wide are the images?"),
+            OpenSize("line\nbreak", 0, 1, "1 is a guess"),
+        )
+    )
+    asked = replace(new("models/a.onnx", *tensors), suggested=suggested)
+    made = add_models(project, "", [asked], [QNN])
     (model,) = models_of(made)
-    assert model == {
-        "path": "models/a.onnx",
-        "dims": {"h": 1, "new\nline": 1},
-        "shapes": {"im:age.0": [1, 3, 1, 1]},
+    assert model == {"path": "models/a.onnx", "dims": {"h": 48, "new\nline": 1}}
+    question = "axis 3 of im:age.0: how wide are the images?"
+    assert asked.questions == (question,)
+    (line,) = (each for each in made.splitlines() if question in each)
+    assert line.startswith('# shapes = { "im:age.0" = [1, 3, 48, ?] }  # 1 is a guess; ')
+    answered = made.replace("# shapes", "shapes").replace("?]", "320]")
+    assert models_of(answered)[0] == {
+        **model,
+        "shapes": {"im:age.0": [1, 3, 48, 320]},
     }
-    assert "# constants = { sr = 0 }" in made
-    assert '# constants = { "quo\\"ted" = 0 }' in made
+
+
+def test_a_model_of_which_nothing_is_suggested_gets_questions(project: Path) -> None:
+    facts = new().facts
+    made = add_models(project, "", [NewModel("models/a.onnx", facts)], [QNN])
+    assert models_of(made) == [{"path": "models/a.onnx"}]
+    assert "# dims = { batch = ? }  # batch: which size?" in made
+
+
+def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project: Path) -> None:
+    tensors = (
+        TensorFacts("sr", "int64", ()),
+        TensorFacts('quo"ted', "int32", (1,)),
+        TensorFacts("n", "int64", (1,)),
+    )
+    constants = (
+        SuggestedConstant("sr", 16000, "compared", needed=True),
+        SuggestedConstant('quo"ted', None, "for an input that never changes"),
+        SuggestedConstant("n", 32, "the length"),
+    )
+    model = replace(new("models/a.onnx", *tensors), suggested=SuggestReply((), constants))
+    made = add_models(project, "", [model], [QNN])
+    assert models_of(made) == [{"path": "models/a.onnx", "constants": {"sr": 16000}}]
+    assert '# constants = { "quo\\"ted" = ? }  # for an input that never changes' in made
+    assert "# constants = { n = 32 }  # the length" in made
+    made = add_models(project, "", [model], [CPU])
+    assert models_of(made) == [{"path": "models/a.onnx"}]
+    assert "# constants = { sr = 16000 }  # compared" in made
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 from hatch_epcontext.config.settings import Listed
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.ipc.protocol import CheckRequest, ModelProfiles
 from hatch_epcontext.worker.check import handle
-from tests.models import network, save, save_with_data, value
+from tests.models import model, network, save, save_with_data, value
 
 MODEL = Key(("models", 0))
 PROFILES = Key(("targets", "t", "profiles"))
@@ -224,3 +225,18 @@ def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
     (setting,) = problem.settings
     assert setting.key == MODEL / "cut"
     assert setting.value == {"outputs": kept}
+
+
+def test_the_size_of_an_image_is_for_the_user_to_choose(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        [value("x", ["batch", 3, 48, "width"])],
+        [value("y", ["batch", 3, 48, "width"])],
+    )
+    with pytest.raises(ModelError, match="the size that the app feeds") as raised:
+        handle(request_for(save(made, tmp_path / "a.onnx"), "QNN"))
+    (problem,) = raised.value.problems
+    assert [str(each) for each in problem.settings] == [
+        "tool.epcontext.models[0].dims.batch = 1",
+        "tool.epcontext.models[0].dims.width",
+    ]

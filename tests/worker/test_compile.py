@@ -23,6 +23,7 @@ from tests.conftest import needs_qnn
 from tests.models import (
     choosing_nothing,
     half_for_the_cpu,
+    interrupted,
     model,
     network,
     save,
@@ -203,16 +204,51 @@ def test_nothing_compiled_in_memory_is_an_error(tmp_path: Path) -> None:
         compiled(path, to, tmp_path)
 
 
-def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model() -> None:
-    branches = helper.make_graph([helper.make_node("If", ["x"], ["y"])], "graph", [], [])
+@pytest.mark.parametrize("dtype", [TensorProto.BOOL, TensorProto.FLOAT])
+def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dtype: int) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
+        helper.make_node("If", ["c"], ["y"]),
+    ]
+    branches = helper.make_graph(nodes, "graph", [value("x", [], dtype)], [value("y", [])])
     error = RuntimeError("Unable to compile any nodes")
-    for key, settings in ((MODEL, (Setting(MODEL / "constants"),)), (None, ())):
+    # Data cannot be frozen.
+    frozen = (Setting(MODEL / "constants"),) if dtype == TensorProto.BOOL else ()
+    for key, settings in ((MODEL, frozen), (None, ())):
         with (
             pytest.raises(BuildError, match="It has If, which few EPs compile") as raised,
             explained(PROVIDERS["qnn"], lambda: branches, key),
         ):
             raise error
         assert raised.value.problems[0].settings == settings
+
+
+def test_a_graph_that_onnx_runtime_broke_itself_is_explained() -> None:
+    error = RuntimeError(
+        "[ONNXRuntimeError] : 10 : INVALID_GRAPH : This is an invalid model. In Node, "
+        '("If_32", If, "", -1) : ("c": tensor(bool),) -> ("53": tensor(float),) , Error Nodes in a graph '
+        "must be topologically sorted"
+    )
+    graph = network(1).graph
+    with (
+        pytest.raises(
+            BuildError, match=r"optimizations broke the graph: .*'If_32' \(If\)"
+        ) as raised,
+        explained(PROVIDERS["qnn"], lambda: graph, MODEL),
+    ):
+        raise error
+    assert raised.value.problems[0].settings == (Setting(MODEL / "optimization", "none"),)
+
+
+@needs_qnn
+def test_the_reason_of_an_uncovered_node_is_the_ep_s_own(tmp_path: Path) -> None:
+    path = save(interrupted(), tmp_path / "a.onnx")
+    reply, _ = compiled(path, target("qnn", X_ELITE), tmp_path)
+    coverage = reply.contexts[0].coverage
+    assert coverage is not None
+    assert [(node.op, node.reason) for node in coverage.uncovered] == [
+        ("Hardmax", "the EP does not have this operator")
+    ]
 
 
 @needs_qnn

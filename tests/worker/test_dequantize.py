@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from hatch_epcontext.ipc.facts import DYNAMIC_QUANTIZATION
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.dequantize import dequantize
 from hatch_epcontext.worker.session import cpu_options, open_session

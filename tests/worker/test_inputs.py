@@ -70,6 +70,11 @@ def test_random_strings_are_words() -> None:
     assert set(words.tolist()) == {"alpha", "beta"}
 
 
+def test_a_single_string_is_an_array() -> None:
+    array = dummy_inputs([TensorFacts("s", "string", ())], spec("random"))["s"]
+    assert (array.dtype, array.shape) == (np.dtype(object), ())
+
+
 def test_a_dtype_that_cannot_be_generated_is_an_error() -> None:
     with pytest.raises(ModelError, match="which cannot be generated") as raised:
         dummy_inputs([TensorFacts("x", "sequence_type", (1,))], spec("random"))

@@ -307,4 +307,43 @@ def test_an_invalid_graph_bounds_nothing() -> None:
     )
     del made.graph.node[0].input[0]
     made.graph.node.append(helper.make_node("Mul", ["loop", "i"], ["loop"]))
+    made.graph.node.append(helper.make_node("Add", ["i"], ["sum"]))
+    made.graph.node.append(helper.make_node("Cast", ["i"], ["c"], to=[1.0]))
     assert input_ranges(made)["i"] == Range(0, 255, known=False, whole=True)
+
+
+def test_positions_boxes_and_caches_of_fused_operators_are_bounded() -> None:
+    microsoft = "com.microsoft"
+    found = ranges(
+        [
+            helper.make_node(
+                "RotaryEmbedding", ["x", "position", "cos", "sin"], ["r"], domain=microsoft
+            ),
+            helper.make_node(
+                "GroupQueryAttention",
+                ["x", "k", "v", "past", "past", "lengths", "total"],
+                ["a"],
+                domain=microsoft,
+            ),
+            helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "iou"], ["y"]),
+        ],
+        [
+            value("x", [1, 4, 8]),
+            value("position", [1, 4], I64),
+            value("k", [1, 4, 8]),
+            value("v", [1, 4, 8]),
+            value("past", [1, 1, 6, 8]),
+            value("lengths", [1], TensorProto.INT32),
+            value("total", [], TensorProto.INT32),
+            value("boxes", [1, 20, 4]),
+            value("scores", [1, 2, 20]),
+            value("most", [1], I64),
+            value("iou", [1]),
+        ],
+        weights("cos", 32, 4),
+        weights("sin", 32, 4),
+        output=I64,
+    )
+    assert found["position"] == index(31)
+    assert (found["lengths"], found["total"]) == (index(9, 0, 9), index(10, 1, 10))
+    assert (found["most"], found["iou"]) == (index(20, 1, 20), Range(0, 1, known=True))

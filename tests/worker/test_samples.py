@@ -28,21 +28,24 @@ def test_samples_are_different_and_the_same_in_every_run() -> None:
     ranges = {"x": OPEN, "i": Range(0, 256, known=True, whole=True)}
     one, two = (samples([X, I], spec(), ranges) for _ in range(2))
     assert [each.name for each in one] == [
-        *("random", "zeros", "ones", "largest", "smallest", "scaled"),
+        *("random", "sorted", "zeros", "ones", "largest", "smallest", "scaled"),
     ]
     for a, b in zip(one, two, strict=True):
         assert all(np.array_equal(a.feeds[name], b.feeds[name]) for name in ("x", "i"))
-    assert [each.bounded for each in one] == [True, True, True, False, False, False]
+    assert [each.bounded for each in one] == [True, True, True, True, False, False, False]
     assert set(one[0].feeds["i"].tolist()) == set(range(257))
-    assert [int(each.feeds["i"].max()) for each in one[1:5]] == [0, 1, 256, 0]
-    assert [float(each.feeds["x"].astype(float).max()) for each in one[1:5]] == [0, 1, 8, -8]
-    assert 3 < np.abs(one[5].feeds["x"].astype(float)).std() < 8
+    assert [int(each.feeds["i"].max()) for each in one[2:6]] == [0, 1, 256, 0]
+    assert [float(each.feeds["x"].astype(float).max()) for each in one[2:6]] == [0, 1, 8, -8]
+    assert (np.diff(one[1].feeds["i"].astype(int)) >= 0).all()
+    assert 3 < np.abs(one[6].feeds["x"].astype(float)).std() < 8
 
 
 def test_extremes_of_what_the_graph_bounds_are_bounded() -> None:
     ranges = {"x": Range(-1, 6, known=True), "i": Range(2, 4, known=True, whole=True)}
     found = samples([X, I], spec(), ranges)
-    assert [each.name for each in found] == ["random", "zeros", "ones", "largest", "smallest"]
+    assert [each.name for each in found] == [
+        *("random", "sorted", "zeros", "ones", "largest", "smallest"),
+    ]
     assert all(each.bounded for each in found)
     for each in found:
         assert {*each.feeds["i"].tolist()} <= {2, 3, 4}

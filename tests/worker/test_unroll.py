@@ -49,6 +49,13 @@ def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
     assert unroll(path, tmp_path / "out", ("Add", "Scan")) == RewriteReply(None)
 
 
+def test_the_limit_is_named(tmp_path: Path) -> None:
+    path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
+    reply = unroll(path, tmp_path / "out", limit=5)
+    assert reply.path is None
+    assert "more than 5 nodes (unroll-limit)" in reply.dropped[0]
+
+
 def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
     path = save_with_data(recurrent("GRU"), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", ("GRU",))

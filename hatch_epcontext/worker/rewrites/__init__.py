@@ -17,12 +17,14 @@ from hatch_epcontext.worker.rewrites.functions import DEFINITIONS
 from hatch_epcontext.worker.rewrites.fused import FUNCTIONS, FUSED
 from hatch_epcontext.worker.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.worker.rewrites.recurrent import DEFAULT_ACTIVATIONS
+from hatch_epcontext.worker.rewrites.reverse import REVERSED
 from hatch_epcontext.worker.rewrites.sequences import SEQUENCES
 from hatch_epcontext.worker.rewrites.shapes import SHAPES
 
 REWRITES: tuple[Rewrite, ...] = (
     BRANCHES,
     SEQUENCES,
+    REVERSED,
     DEFAULT_ACTIVATIONS,
     FUSED,
     FUNCTIONS,

@@ -16,6 +16,10 @@ _MOST_VALUES = 2**24
 
 
 def _gemm(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
+    alpha, beta = (graph.attribute(node, name, 1.0) for name in ("alpha", "beta"))
+    if alpha == beta == 1:
+        # ONNX Runtime makes a Gemm of the product again.
+        return None
     operands = [
         chain.add("Transpose", name, perm=[1, 0])
         if graph.number(node, f"trans{letter}", 0)
@@ -23,12 +27,10 @@ def _gemm(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
         for name, letter in zip(node.input[:2], "AB", strict=True)
     ]
     product = chain.add("MatMul", *operands)
-    product = chain.scaled(product, graph.attribute(node, "alpha", 1.0))
+    product = chain.scaled(product, alpha)
     if len(node.input) < 3 or not node.input[2]:
         return product
-    return chain.add(
-        "Add", product, chain.scaled(node.input[2], graph.attribute(node, "beta", 1.0))
-    )
+    return chain.add("Add", product, chain.scaled(node.input[2], beta))
 
 
 def _mean(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
@@ -89,4 +91,4 @@ def _expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None
     return None if found is None else chain.end({found: node.output[0]})
 
 
-SIMPLER = by_node("Gemm, Mean, OneHot and Trilu as simpler operators", tuple(_PARTS), _expand)
+SIMPLER = by_node("Gemm, Mean, OneHot or Trilu as simpler operators", tuple(_PARTS), _expand)

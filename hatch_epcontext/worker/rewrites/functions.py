@@ -8,9 +8,9 @@ import onnx.inliner
 from hatch_epcontext.worker.rewrites.base import Rewrite
 
 _NAMES = """
-AffineGrid Attention Celu CenterCropPad Elu GroupNormalization HardSigmoid HardSwish LogSoftmax
+AffineGrid Attention Celu CenterCropPad GroupNormalization HardSwish LogSoftmax
 Mish PRelu ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceSumSquare
-RotaryEmbedding Selu Shrink Softplus Softsign SwiGLU Swish ThresholdedRelu
+RotaryEmbedding Softplus Softsign SwiGLU Swish
 """
 _OPERATORS = frozenset(_NAMES.split())
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
 
 import onnx
 
 from hatch_epcontext.text import count
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.unrolling.builder import Builder, Names, TooManyNodesError
+from hatch_epcontext.worker.unrolling.builder import Builder, Names
 from hatch_epcontext.worker.unrolling.loops import unroll_loop, unroll_scan
 from hatch_epcontext.worker.unrolling.recurrent import RECURRENT, unroll_recurrent
 from hatch_epcontext.worker.unrolling.scope import Scope
@@ -23,9 +21,9 @@ def unroll(model: onnx.ModelProto, refused: frozenset[str], limit: int) -> tuple
     """Unroll the nodes of ``model`` whose operators are in ``refused``, in place, nested ones too.
 
     Only a node whose number of repetitions is constant, and whose shapes are known as far as they are
-    needed, can be unrolled. Nothing changes if the graph would get more than ``limit`` nodes. Returns what
-    was done, such as ``"Loop unrolled 16 times"``. The result has constants to compute, as the basic
-    optimization of ONNX Runtime does; after it there can be more to unroll.
+    needed, can be unrolled. Returns what was done, such as ``"Loop unrolled 16 times"``. The result has
+    constants to compute, as the basic optimization of ONNX Runtime does; after it there can be more to
+    unroll. Raises TooManyNodesError, and nothing changes, if the graph would get more than ``limit`` nodes.
     """
     wanted = refused & UNROLLED
     if not any(_is_wanted(node, wanted) for node in graph.nodes(model.graph)):
@@ -33,24 +31,21 @@ def unroll(model: onnx.ModelProto, refused: frozenset[str], limit: int) -> tuple
     known = _with_shapes(model)
     unrolling = _Unrolling(model, wanted)
     builder = Builder(Names.of(model), _opset(model), limit)
-    try:
-        nodes = unrolling.expand(known.graph, Scope(), builder)
-    except TooManyNodesError:
-        return ()
+    nodes = unrolling.expand(known.graph, Scope(), builder)
     if unrolling.done:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
         model.graph.initializer.extend(builder.constants)
-    return tuple(_describe(unrolling.done.items()))
+    return tuple(dict.fromkeys(unrolling.done))
 
 
 class _Unrolling:
-    """Unrolls the ``wanted`` operators of ``model``; what was done is counted."""
+    """Unrolls the ``wanted`` operators of ``model``; ``done`` says what was."""
 
     def __init__(self, model: onnx.ModelProto, wanted: frozenset[str]) -> None:
         self._model = model
         self._wanted = wanted
-        self.done = Counter[tuple[str, int]]()
+        self.done: list[str] = []
 
     def expand(self, part: onnx.GraphProto, outer: Scope, builder: Builder) -> list[onnx.NodeProto]:
         """The nodes of ``part``, a graph in the scope ``outer``, with unrolled ones in their place.
@@ -73,7 +68,7 @@ class _Unrolling:
             if repeated is None:
                 builder.append(inner)
             else:
-                self.done[node.op_type, repeated] += 1
+                self.done.append(f"{node.op_type} unrolled {count(repeated, 'time')}")
         return builder.nodes
 
     def _unroll(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> int | None:
@@ -101,9 +96,3 @@ def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     with contextlib.suppress(Exception):
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     return model
-
-
-def _describe(done: Iterable[tuple[tuple[str, int], int]]) -> Iterator[str]:
-    for (operator, repeated), nodes in done:
-        several = f" ({count(nodes, 'node')})" if nodes > 1 else ""
-        yield f"{operator} unrolled {count(repeated, 'time')}{several}"

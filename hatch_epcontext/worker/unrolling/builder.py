@@ -18,7 +18,10 @@ _CONCAT_AT_A_TIME = 128
 
 
 class TooManyNodesError(Exception):
-    """The graph would get more nodes than its limit."""
+    """The graph would get more nodes than its ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the graph would get more than {limit} nodes (unroll-limit)")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Builder:
         )
         self.sizes.append(size + (self.sizes[-1] if self.sizes else 0))
         if self.sizes[-1] > self.limit:
-            raise TooManyNodesError
+            raise TooManyNodesError(self.limit)
 
     def add(self, op: str, inputs: Sequence[str], hint: str, **attributes: Any) -> str:
         """Add a node with one output and return the output's name; ``hint`` is what it is named after."""

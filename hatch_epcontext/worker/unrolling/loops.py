@@ -60,7 +60,7 @@ def unroll_loop(
     if trips is None or (trips == 0 and scanned > 0):
         return None
     if trips > builder.limit:
-        raise TooManyNodesError
+        raise TooManyNodesError(builder.limit)
     hint = node.name or node.op_type
     states, scans = initial, [list[str]() for _ in range(scanned)]
     if trips:
@@ -92,7 +92,7 @@ def unroll_scan(
     if len(lengths) > 1 or length < 1:
         return None
     if length > builder.limit:
-        raise TooManyNodesError
+        raise TooManyNodesError(builder.limit)
     hint = node.name or node.op_type
     backward = graph.attribute(node, "scan_input_directions", [0] * count)
     # A negative axis counts from the end, which Gather of older opsets does not know.

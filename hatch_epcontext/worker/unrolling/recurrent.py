@@ -95,8 +95,8 @@ class _Layer:
 def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> int | None:
     """Add what ``node``, an LSTM, GRU or RNN, computes. Returns the number of its steps.
 
-    None, and nothing is added, where the shape of its input is open, the length of its sequences is not
-    the whole for all, or it has functions that are unknown. Raises TooManyNodesError.
+    None, and nothing is added, where the shape of its input is open, or it has functions that are unknown.
+    Raises TooManyNodesError.
     """
     layer = _layer(node, scope, builder)
     if layer is None:
@@ -104,7 +104,7 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> in
     functions = activations(node, _DEFAULTS[node.op_type], layer.directions)
     if functions is None:
         return None
-    rows = _rows(layer)
+    rows, within = _rows(layer), _within(layer, scope)
     sequences, last = list[list[str]](), list[list[str]]()
     for direction, chosen in enumerate(functions):
         step, states, fixed = _PREPARE[node.op_type](layer, direction, chosen)
@@ -113,8 +113,13 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> in
         order = range(layer.steps)[::-1] if backward else range(layer.steps)
         hidden = [""] * layer.steps
         for at in order:
-            states = step(gates[at], states)
-            hidden[at] = states[0]
+            new = step(gates[at], states)
+            if not within:
+                states, hidden[at] = new, new[0]
+                continue
+            # After the end of a sequence, and before it backward, its states stay and its outputs are 0.
+            states = [_chosen(layer, within[at], *each) for each in zip(new, states, strict=True)]
+            hidden[at] = layer.add("Mul", states[0], within[at])
         sequences.append(hidden)
         last.append(states)
     _give_outputs(layer, sequences, last)
@@ -132,12 +137,30 @@ def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Non
     if min(steps, batch, hidden) < 1:
         return None
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(x.elem_type))
-    layer = _Layer(node, builder, dtype, steps, batch, hidden, 1 + both, batch_first)
-    if layer.input(4):
-        lengths = scope.constant(layer.input(4))
-        if lengths is None or (lengths != steps).any():
-            return None
-    return layer
+    return _Layer(node, builder, dtype, steps, batch, hidden, 1 + both, batch_first)
+
+
+def _within(layer: _Layer, scope: Scope) -> list[str]:
+    """For each step 1 for the sequences that have it, else 0 (batch x 1); empty if all have all steps."""
+    if not layer.input(4):
+        return []
+    lengths = scope.constant(layer.input(4))
+    if lengths is not None and (lengths == layer.steps).all():
+        return []
+    builder, hint = layer.builder, f"{layer.hint}/within"
+    steps = np.arange(layer.steps, dtype=np.int32).reshape(-1, 1)
+    numbers = builder.constant(np.tile(steps, (1, layer.batch)), hint)
+    less = builder.add("Less", [numbers, layer.input(4)], hint)
+    elem_type = helper.np_dtype_to_tensor_dtype(layer.dtype)
+    value = builder.add("Cast", [less], hint, to=elem_type)
+    rows = builder.reshape(value, [layer.steps * layer.batch, 1], hint)
+    return builder.split(rows, 0, [layer.batch] * layer.steps, hint)
+
+
+def _chosen(layer: _Layer, within: str, new: str, old: str) -> str:
+    """``new`` where ``within`` is 1, and ``old`` where it is 0."""
+    change = layer.add("Mul", layer.add("Sub", new, old), within)
+    return layer.add("Add", old, change)
 
 
 def _rows(layer: _Layer) -> str:

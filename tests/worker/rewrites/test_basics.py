@@ -16,7 +16,7 @@ FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 @pytest.mark.parametrize(
     ("attributes", "a", "b", "bias"),
     [
-        ({}, [2, 3], [3, 4], []),
+        ({"alpha": 2.0}, [2, 3], [3, 4], []),
         ({"alpha": 0.5, "beta": 2.0}, [2, 3], [3, 4], [4]),
         ({"transA": 1, "transB": 1, "beta": 0.5}, [3, 2], [4, 3], [2, 1]),
     ],
@@ -78,6 +78,6 @@ def test_a_function_of_onnx_is_taken_apart(operator: str, opset: int) -> None:
 
 
 def test_what_onnx_does_not_define_stays() -> None:
-    node = helper.make_node("HardSigmoid", ["x"], ["y"])
+    node = helper.make_node("Softplus", ["x"], ["y"])
     model = made([node], {"x": (FLOAT, [2])}, {"y": (FLOAT, [2])}, opset=6)
     assert untouched(model, DEFINITIONS)

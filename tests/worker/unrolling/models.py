@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.tensors import Array
 from hatch_epcontext.worker.unrolling import UNROLLED, unroll
+from hatch_epcontext.worker.unrolling.builder import TooManyNodesError
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STEPS, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5
@@ -163,8 +165,17 @@ def assert_close(found: Any, expected: Any, atol: float = 1e-6) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
 
 
-def assert_unchanged(model: onnx.ModelProto, limit: int = 5000) -> None:
+def assert_unchanged(model: onnx.ModelProto) -> None:
     """Check that nothing of ``model`` is unrolled."""
-    result, said = unrolled(model, limit)
+    result, said = unrolled(model)
     assert said == ()
+    assert result == model
+
+
+def assert_too_large(model: onnx.ModelProto, limit: int) -> None:
+    """Check that ``model`` is not unrolled, because it would get more than ``limit`` nodes."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    with pytest.raises(TooManyNodesError):
+        unroll(result, UNROLLED, limit)
     assert result == model

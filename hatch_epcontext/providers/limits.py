@@ -1,0 +1,67 @@
+"""What EPs compile in no form, for graphs that are known before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
+"""The operators of ``ai.onnx.ml`` that are ensembles of trees."""
+
+DYNAMIC_QUANTIZATION = frozenset(
+    {
+        "ConvInteger",
+        "DynamicQuantizeLinear",
+        "MatMulInteger",
+        "com.microsoft.DynamicQuantizeLSTM",
+        "com.microsoft.DynamicQuantizeMatMul",
+        "com.microsoft.MatMulIntegerToFloat",
+        "com.microsoft.QAttention",
+    }
+)
+"""Operators of models whose activations are quantized while they run, as they are written with their
+domain. NPUs take none."""
+
+ValueKind = Literal["string", "sequence", "map", "optional"]
+"""The kinds of values that are no tensors of numbers."""
+
+VALUE_KINDS: tuple[ValueKind, ...] = ("string", "sequence", "map", "optional")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Nodes that an EP leaves to the CPU whatever its options and its version are.
+
+    ``domains``: those of which it has no operator but ``known``, which are written with their domain.
+    ``kinds``: kinds of values that none of its nodes takes or makes. ``shapes_from``: operators whose
+    output has a shape that depends on the values of one of these inputs, by their numbers from 0, and
+    which it takes with constants there only. ``loops``: whether it takes loops whose number of rounds
+    depends on the data.
+    """
+
+    domains: frozenset[str] = frozenset({"ai.onnx.ml"})
+    known: frozenset[str] = frozenset()
+    kinds: frozenset[ValueKind] = frozenset(VALUE_KINDS)
+    shapes_from: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    loops: bool = True
+
+
+NUMBERS_ONLY = Limits()
+"""The limits of an EP for neural networks that takes open shapes."""
+
+FIXED_SHAPES = Limits(
+    shapes_from={
+        "Compress": (1,),
+        "ConstantOfShape": (0,),
+        "Expand": (1,),
+        "NonZero": (0,),
+        "Range": (0, 1, 2),
+        "Reshape": (1,),
+        "Tile": (1,),
+        "TopK": (1,),
+        "Unique": (0,),
+    },
+    loops=False,
+)
+"""The limits of an EP that compiles fixed shapes only."""

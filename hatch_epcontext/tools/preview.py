@@ -1,0 +1,72 @@
+"""What an EP cannot compile of a model, before anything is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hatch_epcontext.build.plan import model_spec_for, target_spec
+from hatch_epcontext.build.requirements import check_environment, requirements
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import BuildError, EpcontextError, RequirementError
+from hatch_epcontext.files import temp_dir
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import (
+    AskReply,
+    AskRequest,
+    ContextTarget,
+    PreviewReply,
+    PreviewRequest,
+)
+from hatch_epcontext.tools.inspect import READING
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What is known of one model on one target.
+
+    ``ep``: ONNX Runtime's name of the EP. ``known``: what the package knows. ``asked``: what the EP itself
+    says, and ``not_asked`` why it was not asked, as a sentence.
+    """
+
+    ep: str
+    known: PreviewReply
+    asked: AskReply | None
+    not_asked: str | None
+
+
+def preview(config: Config) -> Preview:
+    """Find what the only target of ``config`` cannot compile of its only model; compile nothing.
+
+    Raises BuildError when the model does not fit its configuration, and RequirementError when onnx is not
+    installed.
+    """
+    check_environment((), READING)
+    (model,) = config.models
+    (target,) = model.targets
+    spec = model_spec_for(model, target)
+    wanted = ContextTarget(
+        model.name, target.name, target.provider.name, target.key, target.min_coverage
+    )
+    workers = Workers(config.build.timeout)
+    with temp_dir() as folder:
+        request = PreviewRequest(spec, wanted)
+        known = workers.call(request, folder / "preview", location=model.name)
+        if target.provider.reasons is None:
+            reason = f"{target.provider.ep} does not say which nodes it refuses."
+            return Preview(target.provider.ep, known, None, reason)
+        if known.problems:
+            reason = f"{target.provider.ep} itself was not asked, because of that."
+            return Preview(target.provider.ep, known, None, reason)
+        (folder / "prepared").mkdir()
+        ask = AskRequest(spec, target_spec(target), str(folder / "prepared"))
+        try:
+            check_environment((target,), requirements((target,)))
+            asked = workers.call(ask, folder / "ask", location=model.name)
+        except (BuildError, RequirementError) as error:
+            reason = f"{target.provider.ep} itself could not be asked: {_first_line(error)}"
+            return Preview(target.provider.ep, known, None, reason)
+    return Preview(target.provider.ep, known, asked, None)
+
+
+def _first_line(error: EpcontextError) -> str:
+    return error.problems[0].message.splitlines()[0]

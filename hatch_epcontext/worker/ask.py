@@ -1,0 +1,28 @@
+"""Ask an EP which nodes of a model it refuses, without compiling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.ipc.facts import NodeFacts
+from hatch_epcontext.ipc.protocol import AskReply, AskRequest, PrepareRequest
+from hatch_epcontext.worker import graph, prepare
+from hatch_epcontext.worker.reasons import ask, explained
+
+
+def handle(request: AskRequest) -> AskReply:
+    """Return the nodes that the EP refuses; raises ModelError and BuildError as a build does."""
+    # Not compared with the source, which would have to run.
+    wanted = PrepareRequest(request.model, "onnxruntime", request.folder, compare=False)
+    prepared = Path(prepare.handle(wanted).path)
+    logged = ask(prepared, request.target)
+    main = onnx.load(prepared, load_external_data=False).graph
+    nodes = graph.compute_nodes(main)
+    refused = [
+        NodeFacts(node.name, graph.operator(node))
+        for node in nodes
+        if node.name and node.name in logged
+    ]
+    return AskReply(len(nodes), explained(refused, logged, main, main))

@@ -1,0 +1,119 @@
+"""What depends on what in a graph: on the values of its inputs, and not only on their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.worker import graph
+
+_SHAPES = frozenset({"Shape", "Size"})
+"""Operators whose outputs depend on the shape of their input only."""
+
+
+class Flow:
+    """How values depend on each other in the graph ``main``, without the graphs inside its nodes."""
+
+    def __init__(self, main: onnx.GraphProto) -> None:
+        self._main = main
+        self._nodes = list(main.node)
+        self._used = [used_values(node) for node in self._nodes]
+        self._makers = {
+            name: index for index, node in enumerate(self._nodes) for name in node.output if name
+        }
+        self._inputs = {value.name for value in graph.inputs(main)}
+        self._from_data = self._values_from_data()
+
+    @cached_property
+    def nodes(self) -> tuple[onnx.NodeProto, ...]:
+        """The nodes that depend on the values of inputs, and that an output of the graph needs.
+
+        All others are computed once, or are removed, when the graph is prepared.
+        """
+        needed = self._needed()
+        return tuple(
+            node
+            for index, node in enumerate(self._nodes)
+            if index in needed and self.depends(node.output)
+        )
+
+    def depends(self, names: Iterable[str]) -> bool:
+        """Whether one of the values called ``names`` depends on the values of inputs."""
+        return any(name in self._from_data for name in names)
+
+    def maker(self, name: str) -> onnx.NodeProto | None:
+        """The node that makes the value ``name``; None for inputs and stored tensors."""
+        index = self._makers.get(name)
+        return None if index is None else self._nodes[index]
+
+    def behind(self, name: str) -> tuple[list[onnx.NodeProto], list[str]]:
+        """The nodes that make the value ``name``, the last ones first, and the inputs that they need."""
+        nodes: list[onnx.NodeProto] = []
+        inputs: list[str] = []
+        seen: set[str | int] = set()
+        waiting = [name]
+        while waiting:
+            each = waiting.pop()
+            index = self._makers.get(each)
+            if each in self._inputs and each not in seen:
+                inputs.append(each)
+            seen.add(each)
+            if index is None or index in seen or not self.depends([each]):
+                continue
+            seen.add(index)
+            nodes.append(self._nodes[index])
+            waiting += self._used[index]
+        return nodes, inputs
+
+    def constant(self, name: str) -> Any:
+        """The stored value ``name`` as an array; None if it is not stored, or in another file."""
+        tensor = self._stored.get(name)
+        maker = self.maker(name)
+        if maker is not None and maker.op_type == "Constant":
+            value = next((onnx.helper.get_attribute_value(each) for each in maker.attribute), None)
+            if not isinstance(value, onnx.TensorProto):
+                return None if value is None else np.array(value)
+            tensor = value
+        if tensor is None or graph.is_external(tensor):
+            return None
+        try:
+            return onnx.numpy_helper.to_array(tensor)
+        except (ValueError, TypeError):
+            return None
+
+    @cached_property
+    def _stored(self) -> dict[str, onnx.TensorProto]:
+        return {tensor.name: tensor for tensor in self._main.initializer}
+
+    def _values_from_data(self) -> frozenset[str]:
+        known = set(self._inputs)
+        for node, used in zip(self._nodes, self._used, strict=True):
+            if node.op_type not in _SHAPES and any(name in known for name in used):
+                known.update(filter(None, node.output))
+        return frozenset(known)
+
+    def _needed(self) -> set[int]:
+        """The numbers of the nodes that an output of the graph needs."""
+        needed: set[int] = set()
+        waiting = [value.name for value in self._main.output]
+        while waiting:
+            index = self._makers.get(waiting.pop())
+            if index is not None and index not in needed:
+                needed.add(index)
+                waiting += self._used[index]
+        return needed
+
+
+def used_values(node: onnx.NodeProto) -> list[str]:
+    """The names of the values that ``node`` uses, also in the graphs inside it."""
+    names = [name for name in node.input if name]
+    for attribute in node.attribute:
+        for inner in graph.attribute_graphs(attribute):
+            for each in graph.nodes(inner):
+                names += filter(None, each.input)
+            names += (value.name for value in inner.output)
+    return names

@@ -1,0 +1,64 @@
+"""What an EP cannot compile of a model, from the file alone; needs onnx, but not ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import Kind, Problem, Setting
+from hatch_epcontext.ipc.facts import ModelSpec, NodeFacts
+from hatch_epcontext.ipc.protocol import PreviewReply, PreviewRequest
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, PROVIDERS, Limits
+from hatch_epcontext.worker import graph, reading, refusals
+from hatch_epcontext.worker.check import check_fixed
+from hatch_epcontext.worker.conditions import advice
+from hatch_epcontext.worker.fix import fix_inputs
+from hatch_epcontext.worker.flow import Flow
+
+
+def _likely(flow: Flow, model: onnx.ModelProto, spec: ModelSpec) -> Iterator[Problem]:
+    """What keeps EPs from compiling all of a model, unless preparation finds a way."""
+    if found := advice(model.graph, spec.key):
+        hint, settings = found
+        message = "a condition depends on an input, and few EPs compile branches."
+        yield Problem.at(spec.key, Kind.LOW_COVERAGE, message, hint, *settings)
+    if any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in flow.nodes):
+        yield Problem.at(
+            spec.key,
+            Kind.LOW_COVERAGE,
+            "the model quantizes its activations while it runs, which NPUs do not take.",
+            "Undo that.",
+            Setting(spec.key / "dequantize", True),
+        )
+
+
+def handle(request: PreviewRequest) -> PreviewReply:
+    """Return what the package knows; raises ModelError when the model does not fit its configuration."""
+    spec = request.model
+    model = reading.read(Path(spec.path), spec.key)
+    fix_inputs(model, spec)
+    provider = PROVIDERS[request.target.provider]
+    limits = provider.limits or Limits(frozenset(), kinds=frozenset())
+    findings = refusals.find(model, limits)
+    refused = {id(each.node): each.reason for each in findings.refused}
+    for node in findings.flow.nodes:
+        if graph.operator(node) in provider.lacks:
+            refused.setdefault(id(node), "the EP does not have this operator")
+    inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
+    fixed_for = provider.ep if provider.static_shapes else None
+    problems = [
+        *check_fixed(inputs, spec, fixed_for),
+        *refusals.problems(model, spec, [request.target]),
+        *(_likely(findings.flow, model, spec) if provider.product == "context" else ()),
+    ]
+    return PreviewReply(
+        len(findings.flow.nodes),
+        tuple(
+            NodeFacts(node.name, graph.operator(node), refused[id(node)])
+            for node in findings.flow.nodes
+            if id(node) in refused
+        ),
+        tuple(problems),
+    )
