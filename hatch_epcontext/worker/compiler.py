@@ -11,8 +11,8 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
-from hatch_epcontext.ipc.facts import DYNAMIC_QUANTIZATION, TargetSpec
-from hatch_epcontext.providers import Provider, missing
+from hatch_epcontext.ipc.facts import TargetSpec
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, Provider, missing
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.conditions import advice
 from hatch_epcontext.worker.external import external_data
