@@ -29,7 +29,11 @@ _MOVING = frozenset(
 )
 """Operators that only move the values of their first input."""
 
-_POOLING = frozenset({"MaxPool", "Relu", "Split", "Concat", "Pad", "Resize", *_MOVING})
+_CLIP_WITH_INPUTS = 11
+"""The opset since which Clip has its bounds as inputs."""
+
+_SAME_NUMBERS = _MOVING | {"MaxPool", "Split"}
+"""Operators that quantizers apply to integers, because they give the same with floats."""
 
 
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
@@ -117,6 +121,14 @@ class _Stored:
         tensor = self._tensors.get(name)
         return None if tensor is None or tensor.data_type not in _NUMBERS else self[name]
 
+    def limits(self, name: str) -> tuple[int, int] | None:
+        """The smallest and the largest integer of the dtype of the tensor ``name``; None if it has none."""
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.data_type not in _NUMBERS - {TensorProto.FLOAT}:
+            return None
+        info = np.iinfo(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+        return int(info.min), int(info.max)
+
 
 _NUMBERS = frozenset(
     {
@@ -165,6 +177,7 @@ class _Rewriter:
             "Mul": self._multiply,
             "Div": self._divide,
             "Add": self._add,
+            "DequantizeLinear": self._dequantize,
             f"{_MICROSOFT}.DynamicQuantizeMatMul": self._quantize_and_multiply,
             f"{_MICROSOFT}.MatMulIntegerToFloat": self._multiply_to_float,
             f"{_MICROSOFT}.DynamicQuantizeLSTM": self._lstm,
@@ -175,31 +188,64 @@ class _Rewriter:
         for node in self.model.graph.node:
             rule = rules.get(graph.operator(node))
             made = rule(node) if rule else None
+            if made is None and graph.operator(node) in _SAME_NUMBERS:
+                made = self._move(node)
             nodes += [node] if made is None else made
         self._replace(nodes)
 
     def undo_pairs(self) -> None:
-        """Connect what goes into QuantizeLinear with what comes out of DequantizeLinear behind it."""
+        """Connect what goes into QuantizeLinear with what comes out of DequantizeLinear behind it.
+
+        The range of the integers stays, as a Clip: quantizers leave out a Relu that it replaces.
+        """
         floats: dict[str, str] = {}
         nodes: list[onnx.NodeProto] = []
         for node in self.model.graph.node:
-            if node.op_type == "QuantizeLinear":
-                floats[node.output[0]] = node.input[0]
+            if node.op_type == "QuantizeLinear" and (clip := self._clip(node)) is not None:
+                floats[node.output[0]] = clip.output[0]
+                nodes.append(clip)
             if node.op_type == "DequantizeLinear" and node.input[0] in floats:
-                identity = helper.make_node("Identity", [floats[node.input[0]]], node.output)
-                nodes.append(identity)
+                nodes.append(helper.make_node("Identity", [floats[node.input[0]]], node.output))
                 continue
-            if node.op_type in _POOLING and node.input and node.input[0] in floats:
+            data = node.input if node.op_type == "Concat" else node.input[:1]
+            same = node.op_type in (*_SAME_NUMBERS, "Concat", "Resize") and not node.domain
+            if same and data and all(name in floats for name in data):
                 # The same with floats, beside the node itself, which goes if nobody reads it any more.
                 twin = onnx.NodeProto()
                 twin.CopyFrom(node)
-                twin.input[:] = [floats.get(name, name) for name in node.input]
-                twin.output[:] = [self._name(name) for name in node.output]
+                twin.input[: len(data)] = [floats[name] for name in data]
+                twin.output[:] = [self._name(f"{name}_floats") for name in node.output]
                 floats |= dict(zip(node.output, twin.output, strict=True))
-                twin.name = self._name(node.name or node.op_type)
+                twin.name = self._name(f"{node.name}_floats")
                 nodes.append(twin)
             nodes.append(node)
         self._replace(nodes)
+
+    def _clip(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
+        """The Clip to the range of a QuantizeLinear; None if that is not one for all values."""
+        value, scale, zero = (*node.input, "")[:3]
+        factor, offset = self.stored.get(scale), self.stored.get(zero)
+        limits = self.stored.limits(zero) if zero else (0, 255)
+        if factor is None or factor.size != 1 or limits is None:
+            return None
+        if zero and (offset is None or offset.size != 1):
+            return None
+        middle = 0.0 if offset is None else float(offset.reshape(()))
+        low, high = ((limit - middle) * float(factor.reshape(())) for limit in limits)
+        output = self._name(f"{node.output[0]}_floats")
+        name = self._name(f"{node.name}_range")
+        if self.opset < _CLIP_WITH_INPUTS:
+            return helper.make_node("Clip", [value], [output], name, min=low, max=high)
+        bounds = [
+            self._store(f"{output}_{end}", np.float32(each))
+            for end, each in (("min", low), ("max", high))
+        ]
+        return helper.make_node("Clip", [value, *bounds], [output], name)
+
+    @property
+    def opset(self) -> int:
+        """The version of ONNX's own operators."""
+        return next((each.version for each in self.model.opset_import if not each.domain), 1)
 
     def undo_stored(self) -> None:
         """Store the floats of weights that are only dequantized, perhaps after they are moved."""
@@ -257,6 +303,27 @@ class _Rewriter:
         self.known[quantized] = _Quantized(node.input[0], scale, zero_point)
         self.known[scale] = _Scale(scale, np.ones((), np.float32))
 
+    def _move(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        """A copy of ``node`` for the floats of quantized integers, beside the node itself."""
+        known = self.known.get(node.input[0]) if node.input else None
+        if not isinstance(known, _Quantized):
+            return None
+        twin = onnx.NodeProto()
+        twin.CopyFrom(node)
+        twin.input[0], twin.name = known.real, self._name(f"{node.name}_dequantized")
+        twin.output[:] = [self._name(f"{name}_dequantized") for name in node.output]
+        for name, real in zip(node.output, twin.output, strict=True):
+            self.known[name] = replace(known, real=real)
+        return [twin, node]
+
+    def _dequantize(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        known = self.known.get(node.input[0])
+        if not isinstance(known, _Quantized):
+            return None
+        if list(node.input[1:]) != [known.scale, known.zero_point]:
+            return None
+        return [helper.make_node("Identity", [known.real], node.output, node.name)]
+
     def _product(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         left, right, left_zero, right_zero = (*node.input, "", "")[:4]
         if (weight := self.stored.get(right)) is None:
@@ -288,7 +355,7 @@ class _Rewriter:
         return zero if zero.size == 1 or zero.ndim > 1 else zero[..., np.newaxis, :]
 
     def _same(self, node: onnx.NodeProto) -> None:
-        if node.op_type == "Cast" and node.attribute[0].i not in _NUMBERS:
+        if node.op_type == "Cast" and graph.attribute(node, "to", 0) not in _NUMBERS:
             return
         if (known := self.known.get(node.input[0])) is None or isinstance(known, _Quantized):
             return
@@ -469,9 +536,9 @@ class _Rewriter:
         shape[axis] = -1
         return (integers - offset.reshape(shape if offset.size > 1 else ())) * factor.reshape(shape)
 
-    def _store(self, name: str, values: Floats) -> str:
+    def _store(self, name: str, values: Floats | np.float32) -> str:
         name = self._name(name)
-        array = np.ascontiguousarray(values, dtype=np.float32)
+        array = np.asarray(values, np.float32, order="C")
         self.model.graph.initializer.append(numpy_helper.from_array(array, name))
         return name
 

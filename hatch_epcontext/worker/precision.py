@@ -28,6 +28,10 @@ _TYPES = {
 }
 
 
+_QUANTIZED = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeLSTM"})
+"""Operators that only a quantized model has."""
+
+
 def write_dequantized(source: Path, result: Path, how: Dequantize) -> str | None:
     """Write the model at ``source`` without its quantization to ``result``.
 
@@ -57,6 +61,10 @@ def write_quantized(source: Path, result: Path, spec: ModelSpec, precision: Prec
     assert how is not None, "only then it is called"
     key = spec.key / "quantize"
     model = onnx.load(source, load_external_data=False)
+    if any(node.op_type in _QUANTIZED for node in graph.nodes(model.graph)):
+        message = "the model is quantized already."
+        hint = "Remove quantize: static quantization is compiled as it is, and dequantize undoes another one."
+        raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     data = _Reader(samples(Path(precision.calibration), inputs, key / "inputs"))
     fused = result.with_name("fused.onnx")

@@ -153,6 +153,15 @@ BY_HAND = {
          floats("ws", 0.02), floats("b", [3, -2, 0.5, 1]),
          numpy_helper.from_array(np.array([1, 4, 1, 1]), "shape")],
     ),
+    "integers that are moved before they are multiplied, and dequantized": (
+        [helper.make_node("Transpose", ["q"], ["t"], perm=[1, 0]),
+         helper.make_node("MatMulInteger", ["t", "w", "z"], ["i"]),
+         helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+         helper.make_node("Mul", ["f", "s"], ["m"]),
+         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+         helper.make_node("MatMul", ["d", "m"], ["y"])],
+        [3, 8], [3, 4], [integers("w", [3, 4])],
+    ),
     "MatMulIntegerToFloat": (
         [helper.make_node("MatMulIntegerToFloat", ["q", "w", "s", "ws", "z", "wz", "b"], ["y"],
                           domain=MICROSOFT)],
@@ -230,8 +239,10 @@ def test_static_quantization_is_only_undone_on_request() -> None:
     assert dequantize(kept) == 0
     assert operators(kept) == operators(source)
     assert dequantize(undone, static=True) == 3
-    assert operators(undone) == {"Transpose", "Identity", "MatMul"}
-    assert noise(source, undone, {"x": np.full((3, 4), 1.234, np.float32)}) < 0.03
+    assert operators(undone) == {"Clip", "Transpose", "Identity", "MatMul"}
+    # The second is beyond what the integers can be.
+    for number in (1.234, 12.34):
+        assert noise(source, undone, {"x": np.full((3, 4), number, np.float32)}) < 0.03
 
 
 def test_a_broken_scale_is_noticed(tmp_path: Path) -> None:
