@@ -59,7 +59,7 @@ def check_runs(
         except BuildError as error:
             if each.bounded:
                 raise
-            # Nothing says that the app's inputs are ever so large.
+            # Nothing says that the app ever has such inputs.
             warnings.append(_warning(each, error))
     worst: dict[str, Agreement] = {}
     for agreement in found:
@@ -82,7 +82,7 @@ class Checked:
 def _warning(each: Run, error: BuildError) -> str:
     first, *others = (problem.message.splitlines()[0] for problem in error.problems)
     more = f" So do {count(len(others), 'other output')}." if others else ""
-    return f"nothing says that inputs are as large as in the sample {each.name!r}, and there {first}{more}"
+    return f"inputs such as the sample {each.name!r} may never occur in the app; with them {first}{more}"
 
 
 def _place(each: Run, number: int) -> str:

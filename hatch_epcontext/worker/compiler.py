@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
 from hatch_epcontext.ipc.facts import TargetSpec
-from hatch_epcontext.providers import Provider, missing
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, Provider, missing
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.conditions import advice
 from hatch_epcontext.worker.external import external_data
@@ -214,6 +214,15 @@ def _broken_graph(found: re.Match[str], key: Key | None) -> Problem:
 
 def _nothing_compiled(provider: Provider, source: onnx.GraphProto, key: Key | None) -> Problem:
     message = f"{provider.ep} compiled no node of the model."
+    if any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):
+        return Problem(
+            Kind.NOTHING_COMPILED,
+            "",
+            f"{message} It is dynamically quantized: it measures its activations when it runs, which "
+            "NPUs do not do.",
+            "Undo that:",
+            settings=() if key is None else (Setting(key / "dequantize", True),),
+        )
     control = graph.control_flow(source)
     if not control:
         return Problem(

@@ -41,7 +41,7 @@ that are run, unless they are harmless."""
 _HARMLESS = 8.0
 """The exponential function of larger values begins to leave the range of float16."""
 
-_HARMLESS_IF_OPEN = 1024.0
+_HARMLESS_IF_EXTREME = 1024.0
 """The same for samples with inputs that are perhaps larger than the app's ever are."""
 
 _NEAR_LIMIT = 65504 / 4
@@ -142,7 +142,9 @@ class _Source:
             for name, magnitude in found.items():
                 largest[name] = max(magnitude, largest.get(name, 0.0))
         name = sample.name if len(feeds) == 1 else f"{len(feeds)} steps"
-        return Run(name, feeds, tuple(outputs), sample.bounded, len(feeds) > 1), largest
+        several = len(feeds) > 1
+        made = Run(name, feeds, tuple(outputs), sample.bounded, several, sample.is_extreme)
+        return made, largest
 
 
 def _steps(sample: Sample, states: Mapping[str, str], spec: ModelSpec) -> tuple[Arrays, ...]:
@@ -172,7 +174,7 @@ def _choose(measured: Sequence[tuple[Run, Mapping[str, float]]]) -> list[Run]:
     for each, largest in sorted(
         others, key=lambda pair: max(pair[1].values(), default=0), reverse=True
     ):
-        harmless = _HARMLESS if each.bounded else _HARMLESS_IF_OPEN
+        harmless = _HARMLESS_IF_EXTREME if each.is_extreme else _HARMLESS
         if any(
             (magnitude > harmless and magnitude > _MUCH_LARGER * covered.get(name, 0.0))
             or (magnitude > _NEAR_LIMIT and magnitude > _LARGER * covered.get(name, 0.0))

@@ -24,7 +24,7 @@ class Run:
     """One sample and the source's outputs. With several steps, states are fed back: ``feeds`` has them in the
     first step only.
 
-    ``bounded``: see `Sample`. ``on_target``: whether the compiled model is run on it too.
+    ``bounded`` and ``is_extreme``: see `Sample`. ``on_target``: whether the compiled model is run on it too.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Run:
     outputs: tuple[Arrays, ...]
     bounded: bool
     on_target: bool
+    is_extreme: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Reference:
         return [
             outputs[output]
             for each in self.runs
-            if each.bounded
+            if not each.is_extreme
             for outputs in each.outputs
             if output in outputs
         ]
@@ -114,14 +115,18 @@ def for_other_numbers(expected: Reference) -> Reference:
     """Return ``expected`` for a model that computes with other numbers than the source, quantized or not.
 
     A quantizer measures the values that there are: it cannot be near on constants, where there is nothing to
-    measure. So only the first sample, and the steps of a recurrent model, decide. What is large inside the
-    source is not inside the model.
+    measure. So only the first sample is compared, and the steps of a recurrent model. What is large inside
+    the source is not inside the model.
     """
     runs = tuple(
-        replace(each, bounded=each.bounded and (index == 0 or len(each.feeds) > 1))
+        replace(each, on_target=each.on_target and (index == 0 or len(each.feeds) > 1))
         for index, each in enumerate(expected.runs)
     )
     return Reference(runs, replace(expected.facts, large=()))
+
+
+_FLAGS = ("bounded", "on_target", "is_extreme")
+"""The fields of a `Run` that a file has as they are."""
 
 
 def write_reference(found: Reference, path: Path) -> str | None:
@@ -133,8 +138,8 @@ def write_reference(found: Reference, path: Path) -> str | None:
         for index, (feeds, outputs) in enumerate(steps):
             arrays.update({f"{number}.{index}.in.{name}": a for name, a in feeds.items()})
             arrays.update({f"{number}.{index}.out.{name}": a for name, a in outputs.items()})
-        plain = {"name": each.name, "bounded": each.bounded, "on_target": each.on_target}
-        runs.append({**plain, "steps": len(each.feeds)})
+        flags = {name: getattr(each, name) for name in _FLAGS}
+        runs.append({"name": each.name, "steps": len(each.feeds), **flags})
     if not all(array.dtype.isbuiltin == 1 and array.dtype.kind != "O" for array in arrays.values()):
         return None
     text = json.dumps({"runs": runs, "facts": to_plain(found.facts)})
@@ -156,7 +161,8 @@ def read_reference(path: str) -> Reference:
                 )
                 for kind in ("in", "out")
             )
-            runs.append(Run(each["name"], feeds, outputs, each["bounded"], each["on_target"]))
+            flags = {name: each[name] for name in _FLAGS}
+            runs.append(Run(each["name"], feeds, outputs, **flags))
         return Reference(tuple(runs), from_plain(plain["facts"], Facts))
 
 

@@ -23,13 +23,18 @@ class Sample:
     """Dummy inputs, by name.
 
     ``name``: ``"random"``, ``"zeros"`` and so on, and ``"given"`` for those from a file. ``bounded``: whether
-    all values are in a range that the graph says, or that is usual for such an input; in a sample that is not
-    ``bounded``, floats go as far as nothing forbids, but perhaps farther than an app ever does.
+    an app can have such values: the random ones, and others of inputs that the graph bounds. Floats that
+    nothing bounds may never be all zero, rising, or as large as in the others.
     """
 
     name: str
     feeds: dict[str, Array]
     bounded: bool
+
+    @property
+    def is_extreme(self) -> bool:
+        """Whether it has inputs that are larger than usual, although nothing says that they can be."""
+        return self.name in _EXTREMES and not self.bounded
 
 
 def samples(
@@ -47,22 +52,29 @@ def samples(
     chosen = [Sample("random", first, bounded=True)]
     if sum(array.nbytes for array in first.values()) <= _MOST_BYTES:
         # As in real data, and unlike in noise, neighbours are alike: what a model adds up becomes larger.
-        smooth = Sample("sorted", {n: _sorted(a) for n, a in first.items()}, bounded=True)
-        for sample in (smooth, *_further(inputs, spec, ranges)):
+        smooth = {name: _sorted(array) for name, array in first.items()}
+        has_open = any((ranges.get(each.name) or assumed_range(each)).is_open for each in inputs)
+        for sample in (
+            Sample("sorted", smooth, bounded=not has_open),
+            *_further(inputs, spec, ranges, has_open=has_open),
+        ):
             if not any(_are_equal(sample.feeds, other.feeds) for other in chosen):
                 chosen.append(sample)
     return tuple(chosen)
 
 
 def _further(
-    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range]
+    inputs: Sequence[TensorFacts],
+    spec: ModelSpec,
+    ranges: Mapping[str, Range],
+    *,
+    has_open: bool,
 ) -> Iterator[Sample]:
-    has_open = any((ranges.get(each.name) or assumed_range(each)).is_open for each in inputs)
+    """The other samples; ``has_open``: whether nothing bounds some of the floats."""
     for name in ("zeros", "ones", *_EXTREMES):
         # Without open floats it would be one more random sample.
         if name != "scaled" or has_open:
-            bounded = name not in _EXTREMES or not has_open
-            yield Sample(name, generated_inputs(name, inputs, spec, ranges), bounded)
+            yield Sample(name, generated_inputs(name, inputs, spec, ranges), bounded=not has_open)
 
 
 def _sorted(array: Array) -> Array:

@@ -114,3 +114,16 @@ def test_what_cannot_be_cut_is_an_error_of_the_build(run: Run, project: Path) ->
     onnx.save(made, project / "models" / "a.onnx")
     with pytest.raises(ModelError, match="has no tensor 'c'"):
         run()
+
+
+def test_each_shape_of_a_cut_model_begins_with_its_own(project: Path, tmp_path: Path) -> None:
+    save(network(), project / "models" / "a.onnx")
+    several = CUT.replace("{ batch = 2 }", "[{ batch = 1 }, { batch = 3 }], static-shapes = true")
+    config = load(project, parse(several), {}, {})
+    workers = Workers(60)
+    config = cut_models(config, Cache(None, print).index(), workers, tmp_path)
+    sources = read_sources(config, Cache(None, print).index(), workers, tmp_path / "check")
+    assert [source.facts.inputs[0].shape for source in sources] == [(1, 4, 8, 8), (3, 4, 8, 8)]
+    # One file for all shapes, which stays open.
+    assert len({source.sha256 for source in sources}) == 1
+    assert sources[0].facts.own_inputs[0].shape[1:] == (4, 8, 8)

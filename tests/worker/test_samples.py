@@ -32,7 +32,8 @@ def test_samples_are_different_and_the_same_in_every_run() -> None:
     ]
     for a, b in zip(one, two, strict=True):
         assert all(np.array_equal(a.feeds[name], b.feeds[name]) for name in ("x", "i"))
-    assert [each.bounded for each in one] == [True, True, True, True, False, False, False]
+    assert [each.bounded for each in one] == [True, *[False] * 6]
+    assert [each.is_extreme for each in one] == [*[False] * 4, *[True] * 3]
     assert set(one[0].feeds["i"].tolist()) == set(range(257))
     assert [int(each.feeds["i"].max()) for each in one[2:6]] == [0, 1, 256, 0]
     assert [float(each.feeds["x"].astype(float).max()) for each in one[2:6]] == [0, 1, 8, -8]

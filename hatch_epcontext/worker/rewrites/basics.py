@@ -91,4 +91,4 @@ def _expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None
     return None if found is None else chain.end({found: node.output[0]})
 
 
-SIMPLER = by_node("Gemm, Mean, OneHot and Trilu as simpler operators", tuple(_PARTS), _expand)
+SIMPLER = by_node("Gemm, Mean, OneHot or Trilu as simpler operators", tuple(_PARTS), _expand)
