@@ -47,8 +47,8 @@ def init(
     """Write the tables for models into pyproject.toml.
 
     Without a MODEL these are all .onnx files of the project. Inputs and open dimensions are read from the
-    models. If there is a configuration already, models that it does not list are added. Everything else
-    stays as it is.
+    models. Sizes that the graph or the file implies are filled in; the others are questions in comments. If
+    there is a configuration already, models that it does not list are added. Everything else stays as it is.
     """
     root = project.resolve()
     file = root / "pyproject.toml"

@@ -88,15 +88,16 @@ def follow(part: graph.Part, forms: Forms, known: Known) -> Iterator[onnx.NodePr
     """
     for node in part.node:
         inner = [each for given in node.attribute for each in graph.attribute_graphs(given)]
+        is_followed = any(name in forms for name in node.input)
+        if is_followed:
+            yield node
         for each in inner:
             forms.update(_entering(node, each, forms))
             yield from follow(each, forms, known)
         if inner:
             forms.update(_leaving(node, inner, forms))
-        elif any(name in forms for name in node.input):
-            yield node
-            if node.domain in STANDARD:
-                forms.update(_results(node, forms, known))
+        elif is_followed and node.domain in STANDARD:
+            forms.update(_results(node, forms, known))
 
 
 def _entering(node: onnx.NodeProto, inner: onnx.GraphProto, forms: Forms) -> Forms:

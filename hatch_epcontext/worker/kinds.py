@@ -16,7 +16,7 @@ _LENGTH = re.compile(
     re.IGNORECASE,
 )
 _NO_IMAGE = re.compile(
-    r"mel|spec|feat|fbank|mfcc|audio|wave?|signal|frame|past|cache|state", re.IGNORECASE
+    r"mel|spec|feat|fbank|mfcc|audio|wave?|signal|latent|noise|past|cache|state", re.IGNORECASE
 )
 
 _SCALE = re.compile(r"scale|speed|temperature|rate", re.IGNORECASE)

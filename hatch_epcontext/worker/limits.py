@@ -171,6 +171,10 @@ def _free_sizes(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
     return found
 
 
+def _rounds(node: onnx.NodeProto, known: Known) -> _Found:
+    yield Limit(0, 1, _MOST_CHANGED, usual=_MOST_CHANGED)
+
+
 def _range(node: onnx.NodeProto, known: Known) -> _Found:
     yield Limit(0, 0, 0)
     yield from _length(1, None)
@@ -274,6 +278,7 @@ _RULES: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] = {
     "DFT": _axis(2),
     **dict.fromkeys(("Expand", "Tile"), _free_sizes(1)),
     "ConstantOfShape": _free_sizes(0),
+    "Loop": _rounds,
     "OneHot": _one_hot,
     "Equal": _equal,
     "ReverseSequence": _reverse,

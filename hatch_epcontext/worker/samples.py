@@ -12,7 +12,7 @@ from hatch_epcontext.worker.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.synthetic import SampleName, assumed_range
 from hatch_epcontext.worker.tensors import Array, Arrays
 
-_MOST_BYTES = 2**28
+_MOST_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""
 
 _EXTREMES: tuple[SampleName, ...] = ("largest", "smallest", "scaled")

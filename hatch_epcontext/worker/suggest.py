@@ -184,10 +184,10 @@ def _sample_rate(model: onnx.ModelProto) -> int | None:
 def _question(kind: DimensionKind, factor: int, rate: int | None) -> str:
     hints = []
     if factor > 1:
-        hints.append(f"A multiple of {factor} fits.")
+        hints.append(f"A multiple of {factor} fits")
     if rate and kind == "length":
-        hints.append(f"The file names a sample rate of {rate}.")
-    return " ".join([_UNKNOWN[kind], *hints])
+        hints.append(f"The file names a sample rate of {rate}")
+    return " ".join([_UNKNOWN[kind], ". ".join(hints)]).strip()
 
 
 def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) -> int:

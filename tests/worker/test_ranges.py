@@ -347,3 +347,22 @@ def test_positions_boxes_and_caches_of_fused_operators_are_bounded() -> None:
     assert found["position"] == index(31)
     assert (found["lengths"], found["total"]) == (index(9, 0, 9), index(10, 1, 10))
     assert (found["most"], found["iou"]) == (index(20, 1, 20), Range(0, 1, known=True))
+
+
+def test_a_loop_runs_a_few_rounds_and_passes_on_what_it_gets() -> None:
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go"], ["again"]),
+            helper.make_node("Gather", ["table", "inside"], ["row"]),
+            helper.make_node("Identity", ["inside"], ["next"]),
+        ],
+        "body",
+        [value("round", [], I64), value("go", [], BOOL), value("inside", [1], I64)],
+        [value("again", [], BOOL), value("next", [1], I64), value("row", [1, 3])],
+    )
+    found = ranges(
+        [helper.make_node("Loop", ["rounds", "", "i"], ["last", "y"], body=body)],
+        [value("rounds", [], I64), value("i", [1], I64)],
+        weights("table", 7, 3),
+    )
+    assert found == {"rounds": index(8, 1, 8), "i": index(6)}

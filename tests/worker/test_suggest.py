@@ -39,8 +39,8 @@ def test_a_batch_is_one_and_sides_of_images_are_questions(tmp_path: Path) -> Non
     assert sizes(reply) == {("x", 0): 1, ("x", 2): None, ("x", 3): None}
     assert [each.note for each in reply.sizes] == [
         "1 is a guess",
-        "how high are the images? A multiple of 16 fits.",
-        "how wide are the images? A multiple of 4 fits.",
+        "how high are the images? A multiple of 16 fits",
+        "how wide are the images? A multiple of 4 fits",
     ]
 
 
