@@ -190,10 +190,10 @@ def _advice(
         cut = {"inputs": inputs}
         hint = f"Keep the part after them, from {_quoted(inputs)}, and compute the rest in the app."
     else:
-        return 'Split the model there, or use the cpu provider (provider = "cpu").', ()
+        cut, hint = {}, "Split the model there."
     lower = Setting(target.key / "min-coverage", _rounded(findings.share))
     hint = f"{hint} Or let the CPU compute them, with a lower min-coverage."
-    return hint, (Setting(spec.key / "cut", cut), lower)
+    return hint, (*([Setting(spec.key / "cut", cut)] if cut else []), lower)
 
 
 def _frozen(
