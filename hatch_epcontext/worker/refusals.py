@@ -202,7 +202,7 @@ def _frozen(
     """The inputs to freeze, if they decide whatever is refused."""
     found: dict[str, tuple[Any, ...]] = {}
     for each in findings.refused:
-        by = decided(model.graph, findings.flow, each.decider) if each.decider else None
+        by = decided(findings.flow, each.decider) if each.decider else None
         if by is None:
             return None
         found |= by.inputs
