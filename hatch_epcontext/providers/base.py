@@ -254,6 +254,12 @@ class Provider:
     """Operators that the EP does not have, as far as that was tried. It may take a model with them all the
     same: preparation folds and replaces operators."""
 
+    lacks_dtypes: frozenset[str] = frozenset()
+    """NumPy's names of types that the EP takes at most inside quantized nodes."""
+
+    max_rank: int | None = None
+    """The largest rank of a tensor that the EP takes; None if it is not known."""
+
     reasons: Callable[[str], Mapping[str, str]] | None = None
     """The EP's log, with all its messages -> by the name of each node that the EP leaves to the CPU the
     reason, empty where the log has none; None for an EP that logs no reasons."""

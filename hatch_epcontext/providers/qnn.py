@@ -210,7 +210,7 @@ _NAME = re.compile(_NODE)
 
 _WORDS = (
     (r"^Operators of type", "the EP does not have this operator"),
-    (r"^Failed to (add|create \w+) node", ""),
+    (r"^(QNN EP: )?Failed to (add|create) ", ""),
     (r"non-default activations", "the EP takes the default activations only"),
     (r"doesn't support (non-default )?clip", "the EP takes it without clip only"),
     (r"dynamic sequence_length", "the EP takes a constant sequence_lens only"),
@@ -311,6 +311,9 @@ PROVIDER = Provider(
     runs_on=_runs_on,
     reasons=_reasons,
     lacks=_LACKS,
+    # Tried with Transpose, Cast, Mul, Relu and Add.
+    lacks_dtypes=frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"}),
+    max_rank=5,
     needs="an x86-64 processor, or an Arm processor from Qualcomm",
     verified="Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73).",
     sources=(

@@ -10,6 +10,7 @@ from hatch_epcontext.ipc.facts import NodeFacts
 from hatch_epcontext.ipc.protocol import AskReply, AskRequest, PrepareRequest
 from hatch_epcontext.worker import graph, prepare
 from hatch_epcontext.worker.reasons import ask, explained
+from hatch_epcontext.worker.session import provider_of
 
 
 def handle(request: AskRequest) -> AskReply:
@@ -25,4 +26,4 @@ def handle(request: AskRequest) -> AskReply:
         for node in nodes
         if node.name and node.name in logged
     ]
-    return AskReply(len(nodes), explained(refused, logged, main, main))
+    return AskReply(len(nodes), explained(refused, logged, main, main, provider_of(request.target)))

@@ -9,19 +9,11 @@ from typing import Any
 import onnx
 
 from hatch_epcontext.errors import Key, Setting
-from hatch_epcontext.ipc.facts import TensorFacts
 from hatch_epcontext.text import listing, show
-from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.flow import Flow
 
-_SAME_VALUES = frozenset(
-    {"Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Expand"}
-)
-
-_CHOOSING = frozenset({"Gather", "GatherElements", "GatherND"})
-
 _MOST_VALUES = 4
-"""Values of an input that a message names, and that an input with settings has."""
+"""Values of an input that a message names."""
 
 
 @dataclass(frozen=True)
@@ -51,38 +43,13 @@ def _described(name: str, values: tuple[Any, ...]) -> str:
     return f"{name!r} (compared with {compared})" if compared else repr(name)
 
 
-def decided(main: onnx.GraphProto, flow: Flow, name: str) -> Decided | None:
-    """What decides the value ``name`` of the graph ``main``; None if data does, or if nothing is known."""
-    nodes, inputs = flow.behind(name)
-    facts = {value.name: graph.facts(value) for value in graph.inputs(main)}
-    indices = _indices(main)
-    # An index is data: a token, for example.
-    if not inputs or not all(_is_setting(facts[each]) and each not in indices for each in inputs):
+def decided(flow: Flow, name: str) -> Decided | None:
+    """What decides the value ``name``; None if data does, or if nothing is known."""
+    inputs = sorted(flow.origins(name))
+    if not inputs or not flow.settings.issuperset(inputs):
         return None
-    compared = tuple(dict.fromkeys(_compared(nodes, flow)))
-    only = len(inputs) == 1
-    return Decided(dict.fromkeys(inputs, compared if only else ()))
-
-
-def _indices(main: onnx.GraphProto) -> frozenset[str]:
-    """The inputs that choose from tables."""
-    origin = {value.name: value.name for value in main.input}
-    found = set()
-    for node in main.node:
-        first, second = (*node.input, "", "")[:2]
-        if node.op_type in _SAME_VALUES and first in origin:
-            origin.update(dict.fromkeys(node.output, origin[first]))
-        elif node.op_type in _CHOOSING and second in origin:
-            found.add(origin[second])
-    return frozenset(found)
-
-
-def _is_setting(facts: TensorFacts) -> bool:
-    """Whether an input can be a setting, such as a rate or a length, and not data: a few integers."""
-    few = len(facts.shape) <= 1 and all(
-        isinstance(size, int) and size <= _MOST_VALUES for size in facts.shape
-    )
-    return few and (facts.dtype == "bool" or "int" in facts.dtype)
+    compared = tuple(dict.fromkeys(_compared(flow.behind(name), flow)))
+    return Decided(dict.fromkeys(inputs, compared if len(inputs) == 1 else ()))
 
 
 def _compared(nodes: Iterable[onnx.NodeProto], flow: Flow) -> Iterator[Any]:
@@ -101,7 +68,7 @@ def undecided(main: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Decided |
     flow = Flow(main)
     for node in flow.nodes:
         if node.op_type == "If" and flow.depends(node.input[:1]):
-            yield node, decided(main, flow, node.input[0])
+            yield node, decided(flow, node.input[0])
 
 
 def advice(main: onnx.GraphProto, model: Key | None) -> tuple[str, tuple[Setting, ...]] | None:

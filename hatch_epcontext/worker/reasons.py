@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +15,8 @@ from typing import IO, Any
 import onnx
 
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.ipc.facts import Context, NodeFacts, TargetSpec
+from hatch_epcontext.ipc.facts import Context, NodeFacts, TargetSpec, TensorFacts
+from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.conditions import Decided, decided
 from hatch_epcontext.worker.flow import Flow
@@ -28,6 +29,9 @@ _VERBOSE = 0
 _MOST_TENSORS = 4
 """Tensors of a node whose types and shapes a reason names."""
 
+_MOST_REASONS = 4
+"""Reasons in one message."""
+
 _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
 """ONNX Runtime then asks the EP which nodes it takes, and compiles none."""
 
@@ -39,7 +43,8 @@ def with_reasons(context: Context, prepared: Path, result: Path, target: TargetS
         return context
     source = onnx.load(prepared, load_external_data=False).graph
     made = onnx.load(result, load_external_data=False).graph
-    uncovered = explained(coverage.uncovered, ask(prepared, target), source, made)
+    logged, provider = ask(prepared, target), provider_of(target)
+    uncovered = explained(coverage.uncovered, logged, source, made, provider)
     return replace(context, coverage=replace(coverage, uncovered=uncovered))
 
 
@@ -48,33 +53,50 @@ def explained(
     logged: Mapping[str, str],
     source: onnx.GraphProto,
     optimized: onnx.GraphProto,
+    provider: Provider,
 ) -> tuple[NodeFacts, ...]:
     """``nodes`` with the reasons that the EP has ``logged``, and with the inputs that decide about them.
 
     ``source`` is the graph that the EP got; ``optimized`` has the types of the values of ``nodes``.
     """
     deciders = _deciders(source, {node.name for node in nodes if node.name})
-    types = _types(optimized)
-    return tuple(_with_reason(node, logged, deciders.get(node.name), types) for node in nodes)
+    vague = {name for name, reason in logged.items() if not reason}
+    guessed = {name: _guess(*its, provider) for name, its in _tensors(optimized, vague).items()}
+    reasons = {name: reason or guessed.get(name) for name, reason in logged.items()}
+    return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
 
 
 def nothing_compiled(error: BuildError, prepared: Path, target: TargetSpec) -> BuildError:
     """``error``, that nothing of ``prepared`` was compiled, with the EP's reasons."""
-    operators: dict[str, Counter[str]] = {}
     logged = ask(prepared, target)
-    nodes = onnx.load(prepared, load_external_data=False).graph.node
-    for node in nodes if logged else ():
-        reason = logged.get(node.name) or "the EP refuses it with these types and shapes"
-        if node.name in logged:
-            operators.setdefault(reason, Counter())[graph.operator(node)] += 1
-    parts = [f"{pairs_of(ops)} ({reason})" for reason, ops in operators.items()]
-    if not parts:
+    if not logged:
         return error
-    told = f"It refused {', '.join(parts[:_MOST_TENSORS])}."
-    return BuildError(*(replace(each, message=f"{each.message} {told}") for each in error.problems))
+    main = onnx.load(prepared, load_external_data=False).graph
+    nodes = [
+        NodeFacts(node.name, graph.operator(node)) for node in main.node if node.name in logged
+    ]
+    operators: dict[str | None, Counter[str]] = {}
+    for node in explained(nodes, logged, main, main, provider_of(target)):
+        operators.setdefault(node.reason, Counter())[node.op] += 1
+    parts = [
+        f"{_numbered(ops)} ({reason or 'no reason is known'})" for reason, ops in operators.items()
+    ]
+    more = f" and {len(parts) - _MOST_REASONS} more" if len(parts) > _MOST_REASONS else ""
+    refused = f"It refused {', '.join(parts[:_MOST_REASONS])}{more}."
+    # With reasons for its nodes the chip, which the hint is about, is not the reason.
+    return BuildError(
+        *(
+            replace(
+                each,
+                message=f"{each.message} {refused}",
+                hint=each.hint if each.settings else "Change the model at these nodes.",
+            )
+            for each in error.problems
+        )
+    )
 
 
-def pairs_of(operators: Counter[str]) -> str:
+def _numbered(operators: Counter[str]) -> str:
     """How many of each operator there are: ``"2 Loop, Shape"``."""
     return ", ".join(op if number == 1 else f"{number} {op}" for op, number in operators.items())
 
@@ -126,21 +148,15 @@ def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[s
     found: dict[str, tuple[str, Decided]] = {}
     for node in flow.nodes:
         for name in node.input if node.name in names else ():
-            if (by := decided(main, flow, name)) is not None:
+            if (by := decided(flow, name)) is not None:
                 found.setdefault(node.name, (name, by))
     return found
 
 
 def _with_reason(
-    node: NodeFacts,
-    logged: Mapping[str, str],
-    decider: tuple[str, Decided] | None,
-    types: Mapping[str, str],
+    node: NodeFacts, reasons: Mapping[str, str | None], decider: tuple[str, Decided] | None
 ) -> NodeFacts:
-    reason = node.reason
-    if not node.dynamic and node.name in logged:
-        given = types.get(node.name, "these types and shapes")
-        reason = logged[node.name] or f"the EP refuses it with {given}"
+    reason = node.reason if node.dynamic else reasons.get(node.name, node.reason)
     if decider is None:
         return replace(node, reason=reason)
     what, by = decider
@@ -151,17 +167,35 @@ def _with_reason(
     return replace(node, reason=f"{reason}; {decides}" if reason else decides, freeze=freeze)
 
 
-def _types(main: onnx.GraphProto) -> dict[str, str]:
-    """The types and shapes of the inputs and outputs of each node of ``main``, by its name."""
+def _tensors(
+    main: onnx.GraphProto, names: Container[str]
+) -> dict[str, tuple[list[TensorFacts], list[TensorFacts]]]:
+    """The inputs and outputs of the nodes of ``main`` called ``names``, as far as they are known."""
     values = {
-        value.name: f"{facts.dtype} [{facts.shape_text}]"
-        for value in (*main.input, *main.value_info, *main.output)
-        if (facts := graph.facts(value)).dtype != "undefined"
+        value.name: graph.facts(value) for value in (*main.input, *main.value_info, *main.output)
     }
     return {
-        node.name: " -> ".join(
-            ", ".join([values[name] for name in names if name in values][:_MOST_TENSORS]) or "?"
-            for names in (node.input, node.output)
+        node.name: (
+            [values[name] for name in node.input if name in values],
+            [values[name] for name in node.output if name in values],
         )
         for node in main.node
+        if node.name in names
     }
+
+
+def _guess(
+    inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts], provider: Provider
+) -> str:
+    """Why an EP that gives no reason may refuse a node with these inputs and outputs."""
+    tensors = (*inputs, *outputs)
+    rank = max((len(each.shape) for each in tensors), default=0)
+    if provider.max_rank is not None and rank > provider.max_rank:
+        return f"it has a tensor of rank {rank}, and the EP takes at most {provider.max_rank}"
+    if lacking := sorted({each.dtype for each in tensors} & provider.lacks_dtypes):
+        return f"the EP does not take {' or '.join(lacking)}"
+    taken, made = (
+        ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MOST_TENSORS]) or "?"
+        for some in (inputs, outputs)
+    )
+    return f"the EP refuses it with {taken} -> {made}"

@@ -190,10 +190,10 @@ def _advice(
         cut = {"inputs": inputs}
         hint = f"Keep the part after them, from {_quoted(inputs)}, and compute the rest in the app."
     else:
-        return 'Split the model there, or use the cpu provider (provider = "cpu").', ()
+        cut, hint = {}, "Split the model there."
     lower = Setting(target.key / "min-coverage", _rounded(findings.share))
     hint = f"{hint} Or let the CPU compute them, with a lower min-coverage."
-    return hint, (Setting(spec.key / "cut", cut), lower)
+    return hint, (*([Setting(spec.key / "cut", cut)] if cut else []), lower)
 
 
 def _frozen(
@@ -202,7 +202,7 @@ def _frozen(
     """The inputs to freeze, if they decide whatever is refused."""
     found: dict[str, tuple[Any, ...]] = {}
     for each in findings.refused:
-        by = decided(model.graph, findings.flow, each.decider) if each.decider else None
+        by = decided(findings.flow, each.decider) if each.decider else None
         if by is None:
             return None
         found |= by.inputs
