@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -35,9 +35,6 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 TIMEOUT = 300.0
 """Seconds for a try."""
 
-LOW_COVERAGE = "EPC302"
-"""The id of the error about nodes that are left to the CPU."""
-
 Outcome = Literal["whole", "partial", "optimized", "refused", "timeout"]
 """``"refused"`` is any error; ``"optimized"``: the target compiles nothing ahead of time."""
 
@@ -48,6 +45,7 @@ class Try:
 
     ``why``: why it is not whole, as the error says it. ``nodes``: those of the prepared graph, and
     ``compiled`` those of them that are inside contexts. ``cosine``: the smallest of all outputs.
+    ``accepts_less``: whether the error names ``min-coverage`` as a way to go on.
     """
 
     model: str
@@ -63,6 +61,7 @@ class Try:
     open: float | None = None
     validation: str = ""
     cosine: float | None = None
+    accepts_less: bool = False
 
 
 class Results:
@@ -95,14 +94,14 @@ class Attempt:
     def run(self) -> Try:
         """Compile and validate it; where nodes are left to the CPU, what there is of it."""
         first = self._try(())
-        if first.kind != LOW_COVERAGE:
+        if not first.accepts_less:
             return first
-        # The contexts are in the cache: only validation is new.
+        # What was compiled is in the cache: only validation is new.
         rest = self._try(("--set", "min-coverage=0"))
-        shown = asdict(rest if rest.outcome == "partial" else first)
-        kind = rest.kind or first.kind
-        why = first.why if rest.outcome == "partial" else rest.why
-        return Try(**{**shown, "kind": kind, "why": why, "seconds": first.seconds + rest.seconds})
+        seconds = first.seconds + rest.seconds
+        if rest.outcome != "partial":
+            return replace(rest, seconds=seconds)
+        return replace(rest, seconds=seconds, kind=first.kind, why=first.why)
 
     def _try(self, flags: Sequence[str]) -> Try:
         start = time.perf_counter()
@@ -172,7 +171,15 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
     if not report["jobs"]:
         problem = report["failures"][0]["problems"][0]
         why = problem["message"]
-        return Try(model, target, "refused", seconds, problem["kind"], why)
+        return Try(
+            model,
+            target,
+            "refused",
+            seconds,
+            problem["kind"],
+            why,
+            accepts_less=_LOWER in printed.stderr,
+        )
     (job,) = report["jobs"]
     (facts,) = job["models"]
     coverage, validation = facts["coverage"] or {}, facts["validation"]
@@ -195,13 +202,18 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
     )
 
 
+_LOWER = "--set min-coverage="
+"""What an error suggests where a part can be compiled."""
+
+
 def _without_report(model: str, target: str, seconds: float, stderr: str) -> Try:
     """A command that printed only an error: a model that does not fit its configuration, or a crash."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if found := re.search(r": (EPC\d+)$", line):
             why = next(iter(lines[number + 1 :]), "")
-            return Try(model, target, "refused", seconds, found[1], why)
+            less = _LOWER in stderr
+            return Try(model, target, "refused", seconds, found[1], why, accepts_less=less)
     return Try(model, target, "refused", seconds, why=lines[-1] if lines else "no output")
 
 

@@ -60,14 +60,20 @@ _TRIVIAL = frozenset(
 
 @dataclass(frozen=True)
 class Refused:
-    """A node that an EP leaves to the CPU, and why: the end of a sentence about it.
+    """A node that an EP leaves to the CPU, and ``why``: the end of a sentence about it.
 
-    ``decider``: the value with which it would take the node if that were a constant; empty if none is.
+    ``decider``: the value with which it would take the node if that were a constant, the last word of the
+    sentence; empty if there is none.
     """
 
     node: onnx.NodeProto
-    reason: str
+    why: str
     decider: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The end of a sentence about the node."""
+        return f"{self.why} {self.decider!r}" if self.decider else self.why
 
 
 @dataclass(frozen=True)
@@ -151,13 +157,21 @@ def _rounded(share: float) -> float:
 
 def describe(refused: Sequence[Refused]) -> str:
     """The reasons of refused nodes, each once, with the operators that it is about."""
-    reasons: dict[str, Counter[str]] = {}
+    reasons: dict[str, list[Refused]] = {}
     for each in refused:
-        reasons.setdefault(each.reason, Counter())[graph.operator(each.node)] += 1
-    parts = [f"{_operators(ops)} {reason}" for reason, ops in reasons.items()]
+        reasons.setdefault(each.why, []).append(each)
+    parts = [_describe(why, some) for why, some in reasons.items()]
     more = len(parts) - _MOST_NAMES
     shown = "; ".join(parts[:_MOST_NAMES])
     return f"{shown}; and {count(more, 'more reason')}" if more > 0 else shown
+
+
+def _describe(why: str, refused: Sequence[Refused]) -> str:
+    operators = _operators(Counter(graph.operator(each.node) for each in refused))
+    deciders = list(dict.fromkeys(repr(each.decider) for each in refused if each.decider))
+    more = len(deciders) - _MOST_NAMES
+    which = ", ".join(deciders[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f"{operators} {why} {which}".rstrip()
 
 
 def _operators(operators: Counter[str]) -> str:
@@ -254,11 +268,9 @@ def _refused(
     for index in limits.shapes_from.get(operator, ()):
         name = node.input[index] if index < len(node.input) else ""
         if name and flow.depends([name]) and not fixed.issuperset(node.output):
-            reason = f"has an output whose shape depends on the values of {name!r}"
-            return Refused(node, reason, name)
+            return Refused(node, "has an output whose shape depends on the values of", name)
     if operator == "Loop" and not limits.loops and flow.depends(node.input[:1]):
-        reason = f"is repeated as often as {node.input[0]!r} says, which depends on the inputs"
-        return Refused(node, reason, node.input[0])
+        return Refused(node, "has a number of rounds that depends on", node.input[0])
     return None
 
 
