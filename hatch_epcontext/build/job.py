@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.build.artifact import (
@@ -90,7 +90,7 @@ class JobRunner:
             except BuildError as error:
                 raise with_notes(error, preparation.tried) from None
         alone = [self.run(each) for each in job.alone]
-        if job.can_be_unrolled and not job.target.from_cache:
+        if job.other_forms and not job.target.from_cache:
             artifact, runs = self._agreeing(job, key, artifact, cached=cached)
         else:
             runs = self._validations(job, key, artifact, alone)
@@ -123,49 +123,69 @@ class JobRunner:
     def _agreeing(
         self, job: Job, key: str, artifact: Artifact, *, cached: bool
     ) -> tuple[Artifact, dict[str, ValidationRun]]:
-        """The job's artifact and its validations; unrolled if it disagrees with the CPU as it is."""
-        unrolled, other = replace(job, unrolled=True), value_sha256([key, "unrolled"])
-        folder = self.staging / "artifacts" / unrolled.folder
+        """The job's artifact and its validations; in another form if it disagrees with the CPU as it is."""
         if cached and not self._is_validated(job, key, artifact):
             # Perhaps because it disagreed in an earlier build.
-            taken = self._cache(job).take(other, folder, self._check(job))
-            if taken is not None:
-                with contextlib.suppress(BuildError):
-                    runs = self._validations(unrolled, other, taken)
-                    self._cache(job).set_latest(self._fingerprint(job, {}), other)
-                    return taken, runs
-                return artifact, self._validations(job, key, artifact)
+            for other in job.other_forms:
+                if found := self._cached_in_form(job, other, key):
+                    return found
         try:
             return artifact, self._validations(job, key, artifact)
         except BuildError as error:
             if not all(problem.kind in _DISAGREEMENTS for problem in error.problems):
                 raise
             disagreement = error
+        notes: list[str] = []
+        for other in job.other_forms:
+            try:
+                if found := self._in_form(other, key, notes):
+                    self._set_latest(job, other, key)
+                    return found
+            finally:
+                self.executor.finished(other)
+        raise with_notes(disagreement, tuple(notes))
+
+    def _cached_in_form(
+        self, job: Job, other: Job, key: str
+    ) -> tuple[Artifact, dict[str, ValidationRun]] | None:
+        """The artifact of ``job`` in the form of ``other``, if the cache has it, and it agrees."""
+        other_key, folder = _key_in_form(other, key), self.staging / "artifacts" / other.folder
+        artifact = self._cache(job).take(other_key, folder, self._check(job))
+        if artifact is None:
+            return None
         try:
-            artifact, runs = self._unrolled(unrolled, other, folder, disagreement)
-        finally:
-            self.executor.finished(unrolled)
-        self._cache(job).set_latest(self._fingerprint(job, {}), other)
+            runs = self._validations(other, other_key, artifact)
+        except BuildError:
+            return None
+        self._set_latest(job, other, key)
         return artifact, runs
 
-    def _unrolled(
-        self, job: Job, key: str, folder: Path, disagreement: BuildError
-    ) -> tuple[Artifact, dict[str, ValidationRun]]:
-        """The artifact of ``job``, which is unrolled, and its validations.
+    def _in_form(
+        self, job: Job, key: str, notes: list[str]
+    ) -> tuple[Artifact, dict[str, ValidationRun]] | None:
+        """The artifact of ``job``, which is in another form, and its validations; None if it disagrees too.
 
-        Raises ``disagreement``, that of the job as it is, if this does not agree either.
+        ``key`` is the fingerprint of the plain one.
         """
+        own_key = _key_in_form(job, key)
         try:
-            artifact, _ = self._artifact(job, key, folder)
-        except BuildError:
-            # Most models have nothing to unroll.
-            raise disagreement from None
-        try:
-            return artifact, self._validations(job, key, artifact)
+            artifact, _ = self._artifact(job, own_key, self.staging / "artifacts" / job.folder)
         except BuildError as error:
+            if any(problem.kind is Kind.INTERRUPTED for problem in error.problems):
+                raise
+            # Most models have nothing to unroll, and many no convolutions.
+            return None
+        try:
+            return artifact, self._validations(job, own_key, artifact)
+        except BuildError as error:
+            if any(problem.kind is Kind.INTERRUPTED for problem in error.problems):
+                raise
             rewrites = "; ".join(artifact.record.preparations[0].rewrites)
-            note = f"{rewrites}: {error.problems[0].message}"
-            raise with_notes(disagreement, (note,)) from None
+            notes.append(f"{rewrites}: {error.problems[0].message.splitlines()[0]}")
+            return None
+
+    def _set_latest(self, job: Job, other: Job, key: str) -> None:
+        self._cache(job).set_latest(self._fingerprint(job, {}), _key_in_form(other, key))
 
     def _is_validated(self, job: Job, key: str, artifact: Artifact) -> bool:
         """Whether the cache has a validation of all models of the job."""
@@ -327,6 +347,11 @@ class JobRunner:
             raise inconclusive_error(job, model, run.validation)
         self._cache(job).store_validation(key, validated, run)
         return run
+
+
+def _key_in_form(job: Job, key: str) -> str:
+    """The fingerprint of ``job``, whose fingerprint in the plain form is ``key``."""
+    return value_sha256([key, job.form.value])
 
 
 def _build_elsewhere(job: Job) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from hatch_epcontext.build.requirements import FARM, requirements
 from hatch_epcontext.config.settings import Config, Model, Target
@@ -13,20 +14,30 @@ from hatch_epcontext.ipc.facts import ModelSpec, TargetSpec
 from hatch_epcontext.text import file_name, pairs
 
 
+class Form(Enum):
+    """A form in which the models of a job are compiled."""
+
+    PLAIN = "plain"
+    UNFUSED = "unfused"
+    """Nothing is folded into the weights of convolutions, which costs accuracy in float16."""
+    UNROLLED = "unrolled"
+    """All loops and recurrent layers are unrolled that can be: some EPs compute them wrong."""
+
+
 @dataclass(frozen=True)
 class Job:
     """Models that are compiled together for one target; several only when they share weights.
 
     ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that
-    name its chip, if its target is one of several chips. ``unrolled``: compiled with all loops and layers
-    unrolled that can be, because as they are the EP computes something else.
+    name its chip, if its target is one of several chips. ``form``: another one than the plain one is compiled
+    where the EP's results for that disagree with the CPU's.
     """
 
     models: tuple[Model, ...]
     target: Target
     group: str | None = None
     chip: str = ""
-    unrolled: bool = False
+    form: Form = Form.PLAIN
 
     @property
     def name(self) -> str:
@@ -57,11 +68,15 @@ class Job:
         return shared or self.has_several_chips
 
     @property
-    def can_be_unrolled(self) -> bool:
-        """Whether it can be compiled with loops and layers unrolled, if it disagrees with the CPU."""
-        product = self.target.provider.product
-        single = not (self.group or self.has_several_chips or self.unrolled)
-        return product == "context" and single and self.target.settings.unroll_limit > 0
+    def other_forms(self) -> tuple[Job, ...]:
+        """The job in the forms that are tried if it disagrees with the CPU, the gentlest first."""
+        single = not (self.group or self.has_several_chips or self.form is not Form.PLAIN)
+        if self.target.provider.product != "context" or not single:
+            return ()
+        settings = self.target.settings
+        forms = [Form.UNFUSED] if settings.optimization == "basic" else []
+        forms += [Form.UNROLLED] if settings.unroll_limit > 0 else []
+        return tuple(dataclasses.replace(self, form=form) for form in forms)
 
     @property
     def alone(self) -> tuple[Job, ...]:
@@ -78,7 +93,8 @@ class Job:
     def folder(self) -> str:
         """The artifact's folder below the output folder; a job for one of several chips is not shipped."""
         # No target's name has a plus.
-        folder = f"{self.name}/{self.target.name}{'+unrolled' if self.unrolled else ''}"
+        form = "" if self.form is Form.PLAIN else f"+{self.form.value}"
+        folder = f"{self.name}/{self.target.name}{form}"
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:

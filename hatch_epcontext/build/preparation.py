@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from hatch_epcontext.build.artifact import Preparation
 from hatch_epcontext.build.fingerprint import value_sha256
-from hatch_epcontext.build.plan import Job, model_spec_for
+from hatch_epcontext.build.plan import Form, Job, model_spec_for
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind, ModelError
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
 from hatch_epcontext.ipc.facts import SIMPLIFIERS, Precision, Range, Simplifier
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.serialize import to_plain
@@ -89,11 +89,22 @@ class Preparations:
                 scratch = self._folder / key[:16]
                 scratch.mkdir(parents=True)
                 try:
-                    self._prepared[key] = prepare(job, model, scratch, self._workers)
+                    self._prepared[key] = self._prepare(job, model, scratch)
                 except BuildError as error:
                     self._failed[key] = job, error
                     raise
             return self._prepared[key]
+
+    def _prepare(self, job: Job, model: Model, scratch: Path) -> Prepared:
+        if job.form is not Form.UNFUSED:
+            return prepare(job, model, scratch, self._workers)
+        plain = self.get(replace(job, form=Form.PLAIN), model)
+        prepared = prepare(job, model, scratch, self._workers, plain.reference)
+        if prepared.preparation.nodes == plain.preparation.nodes:
+            message = "there is nothing that was folded into convolutions."
+            raise BuildError(Problem(Kind.COMPILE_FAILED, job.location, message))
+        rewrites = ("nothing folded into convolutions",)
+        return replace(prepared, preparation=replace(prepared.preparation, rewrites=rewrites))
 
     def reference(self, job: Job, model: Model) -> str | None:
         """The file with the outputs of the source model, if ``model`` was prepared and it has one."""
@@ -137,6 +148,7 @@ def _key(job: Job, model: Model) -> str:
             _compare(model),
             _avoids_control_flow(job),
             to_plain(_precision(job, model)),
+            job.form is Form.UNFUSED,
         ]
     )
 
@@ -163,8 +175,10 @@ def _avoids_control_flow(job: Job) -> bool:
     return job.target.provider.static_shapes
 
 
-def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared:
-    """Prepare ``model`` below ``scratch``.
+def prepare(
+    job: Job, model: Model, scratch: Path, workers: Workers, reference: str | None = None
+) -> Prepared:
+    """Prepare ``model`` below ``scratch``; ``reference`` is the file with the outputs of its source, if any.
 
     EPs for fixed shapes compile no control flow: if a simplifier leaves some, the next one is tried,
     and the result with less of it is taken. Raises BuildError when no simplifier works, or when one fails
@@ -176,7 +190,9 @@ def prepare(job: Job, model: Model, scratch: Path, workers: Workers) -> Prepared
         if best is not None and simplifier == "none":
             break
         try:
-            reply = _simplify(job, model, simplifier, scratch, workers)
+            reply = _simplify(job, model, simplifier, scratch, workers, reference)
+            # Other simplifiers are compared with the same.
+            reference = reply.reference
         except ModelError:
             raise
         except BuildError as error:
@@ -203,19 +219,29 @@ def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:
 
 
 def _simplify(
-    job: Job, model: Model, simplifier: Simplifier, scratch: Path, workers: Workers
+    job: Job,
+    model: Model,
+    simplifier: Simplifier,
+    scratch: Path,
+    workers: Workers,
+    reference: str | None,
 ) -> PrepareReply:
     """The reply of ``simplifier``; after a crash that of a second try."""
     try:
-        return _try(job, model, simplifier, scratch / simplifier, workers)
+        return _try(job, model, simplifier, scratch / simplifier, workers, reference)
     except BuildError as error:
         if not _is_only(error, _CRASHES):
             raise
-    return _try(job, model, simplifier, scratch / f"{simplifier}-again", workers)
+    return _try(job, model, simplifier, scratch / f"{simplifier}-again", workers, reference)
 
 
 def _try(
-    job: Job, model: Model, simplifier: Simplifier, scratch: Path, workers: Workers
+    job: Job,
+    model: Model,
+    simplifier: Simplifier,
+    scratch: Path,
+    workers: Workers,
+    reference: str | None,
 ) -> PrepareReply:
     from hatch_epcontext.ipc.protocol import PrepareRequest
 
@@ -228,7 +254,9 @@ def _try(
             simplifier,
             str(folder),
             _compare(model),
+            reference,
             precision=_precision(job, model),
+            fuse=job.form is not Form.UNFUSED,
         ),
         scratch / "call",
         location=f"{job.location}: preparation",

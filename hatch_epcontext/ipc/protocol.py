@@ -174,6 +174,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
     ``reference``, if an earlier `PrepareReply` has it. ``precision``: how its numbers are changed.
+    Without ``fuse`` nothing is folded into the weights of convolutions.
     """
 
     model: ModelSpec
@@ -182,6 +183,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     compare: bool
     reference: str | None = None
     precision: Precision | None = None
+    fuse: bool = True
 
     def misfit(self, reply: PrepareReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))

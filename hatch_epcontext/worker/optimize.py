@@ -11,16 +11,25 @@ from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 
+_FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
+"""ONNX Runtime's names of what folds other nodes into the weights of convolutions."""
+
 
 def optimize(
-    source: Path, result: Path, level: str, target: TargetSpec | None = None
+    source: Path,
+    result: Path,
+    level: str,
+    target: TargetSpec | None = None,
+    *,
+    fuse: bool = True,
 ) -> ort.InferenceSession:
     """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``.
 
     Returns the session that has written it, and runs the same graph. Without ``target`` it is optimized
     for the CPU EP. ``level``: ``"none"`` or ``"basic"``, which are the same for all EPs and need only the
     CPU's; ``"extended"`` or ``"all"``, which insert operators that only that EP can run. Initializers stay
-    in external data where the source has them there. Raises UnavailableError when the EP is needed and
+    in external data where the source has them there. Without ``fuse`` nothing is folded into the weights of
+    convolutions. Raises UnavailableError when the EP is needed and
     unavailable.
     """
     if target is None or level in ("none", "basic"):
@@ -39,4 +48,4 @@ def optimize(
         session_options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", str(threshold)
         )
-    return open_session(source, session_options)
+    return open_session(source, session_options, without=() if fuse else _FUSIONS)

@@ -52,7 +52,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
         fixed = floats if done else fixed
     result = own / f"{spec.name}.onnx"
     step(f"simplifying the model ({request.simplifier})")
-    if (simplified := _simplify(fixed, result, request.simplifier)) is None:
+    if (simplified := _simplify(fixed, result, request)) is None:
         result = fixed
     if request.precision is not None and request.precision.quantize is not None:
         quantized = own / f"{spec.name}.quantized.onnx"
@@ -109,19 +109,19 @@ def _reference(request: PrepareRequest, model: onnx.ModelProto) -> Reference | N
     return reference(request.model, model)
 
 
-def _simplify(fixed: Path, result: Path, simplifier: Simplifier) -> ort.InferenceSession | None:
+def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:
     """Write the simplified model to ``result``; returns a session that runs it, None for ``"none"``."""
-    if simplifier == "none":
+    if request.simplifier == "none":
         return None
     source = fixed
-    if simplifier == "onnxslim":
+    if request.simplifier == "onnxslim":
         import onnxslim
 
         source = result.with_suffix(".slim")
         slim = onnxslim.slim(onnx.load(fixed))
         large = slim.ByteSize() > PROTOBUF_LIMIT
         onnx.save(slim, source, save_as_external_data=large, location=f"{source.name}.data")
-    return optimize(source, result, "basic")
+    return optimize(source, result, "basic", fuse=request.fuse)
 
 
 def _write_fixed(spec: ModelSpec, folder: Path, simplifier: Simplifier) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,16 @@ def _with_own_cache(value: str) -> str:
     return path
 
 
-def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a session without fallback: by default the CPU EP replaces an EP that fails."""
-    return ort.InferenceSession(model, session_options, enable_fallback=0)
+def open_session(
+    model: Path | bytes, session_options: ort.SessionOptions, *, without: Iterable[str] = ()
+) -> ort.InferenceSession:
+    """Open a session without fallback: by default the CPU EP replaces an EP that fails.
+
+    ``without``: the names of optimizations of ONNX Runtime that are left out.
+    """
+    return ort.InferenceSession(
+        model, session_options, enable_fallback=0, disabled_optimizers=[*without]
+    )
 
 
 def set_model_path(path: Path, session_options: ort.SessionOptions) -> None:

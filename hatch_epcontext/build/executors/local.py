@@ -28,6 +28,7 @@ from hatch_epcontext.build.attempts import (
     compile_unrolled,
 )
 from hatch_epcontext.build.plan import (
+    Form,
     Job,
     model_spec_for,
     model_spec_to_run,
@@ -134,7 +135,9 @@ class LocalExecutor:
             scratch = self._scratch("unroll")
             return unroll(job, job.models[index], model, refused, scratch, self.workers)
 
-        if job.unrolled:
+        if job.form is Form.UNFUSED:
+            return prepared, self._compile(job, prepared, folder)
+        if job.form is Form.UNROLLED:
             return compile_unrolled(
                 prepared, folder, lambda models, into: self._compile(job, models, into), unrolled
             )
@@ -163,10 +166,14 @@ class LocalExecutor:
 
         with writing("an artifact", folder, job.location):
             folder.mkdir(parents=True)
+        target = target_spec(job.target)
+        if job.form is Form.UNFUSED:
+            # ONNX Runtime would fuse what preparation has left as it is.
+            target = replace(target, settings=replace(target.settings, optimization="none"))
         request = CompileRequest(
             models=tuple(model_spec_for(model, job.target) for model in job.models),
             prepared=tuple(each.path for each in prepared),
-            target=target_spec(job.target),
+            target=target,
             folder=str(folder),
         )
         with self._device(job.target):
