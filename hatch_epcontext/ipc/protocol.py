@@ -449,10 +449,14 @@ class PreviewReply:
 
 @dataclass(frozen=True)
 class PreviewRequest(Request[PreviewReply], action="preview"):
-    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone."""
+    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone.
+
+    ``dequantized``: whether a build undoes dynamic quantization.
+    """
 
     model: ModelSpec
     target: ContextTarget
+    dequantized: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hatch_epcontext.build.cutting import cut_models
+from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import model_spec_for, target_spec
 from hatch_epcontext.build.requirements import check_environment, requirements
 from hatch_epcontext.config.settings import Config
@@ -41,15 +43,15 @@ def preview(config: Config) -> Preview:
     installed.
     """
     check_environment((), READING)
-    (model,) = config.models
-    (target,) = model.targets
-    spec = model_spec_for(model, target)
-    wanted = ContextTarget(
-        model.name, target.name, target.provider.name, target.key, target.min_coverage
-    )
     workers = Workers(config.build.timeout)
     with temp_dir() as folder:
-        request = PreviewRequest(spec, wanted)
+        (model,) = cut_models(config, Index(), workers, folder).models
+        (target,) = model.targets
+        spec = model_spec_for(model, target)
+        wanted = ContextTarget(
+            model.name, target.name, target.provider.name, target.key, target.min_coverage
+        )
+        request = PreviewRequest(spec, wanted, bool(target.settings.dequantize))
         known = workers.call(request, folder / "preview", location=model.name)
         if target.provider.reasons is None:
             reason = f"{target.provider.ep} does not say which nodes it refuses."

@@ -179,10 +179,12 @@ def _explanation(
             f"{provider.ep} cannot compile, because {name} is missing.",
             f"Install {supplier or 'the package that contains it'}.",
         )
-    return _refused_graph(message, provider, key)
+    return _refused_graph(message, provider, source, key)
 
 
-def _refused_graph(message: str, provider: Provider, key: Key | None) -> Problem | None:
+def _refused_graph(
+    message: str, provider: Provider, source: onnx.GraphProto, key: Key | None
+) -> Problem | None:
     """The problem of a graph that ONNX Runtime or the EP's compiler refuses, where it names the node."""
     if broken := _BROKEN.search(message):
         return _broken_graph(broken, key)
@@ -190,6 +192,8 @@ def _refused_graph(message: str, provider: Provider, key: Key | None) -> Problem
         settings = () if key is None else (Setting(key / "cut"),)
         hint = "Change the model there, or keep only the part before or after it."
         return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
+    if not_inferred := _NOT_INFERRED.search(message):
+        return _not_inferred(not_inferred, source, key)
     return None
 
 
@@ -199,6 +203,23 @@ _BROKEN = re.compile(
 )
 """ONNX Runtime's error about an invalid graph. Preparation has opened the graph before: it was valid when
 ONNX Runtime began to optimize it."""
+
+
+_NOT_INFERRED = re.compile(
+    r"Node \((?P<name>[^)]*)\) Op \((?P<op>\w+)\) \[\w+InferenceError\] (?P<reason>.*)", re.DOTALL
+)
+"""ONNX Runtime's error about types or shapes that do not fit each other; the first node is the outermost."""
+
+
+def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None) -> Problem:
+    reason = " ".join(found["reason"].split()).rstrip(".")
+    message = (
+        f"with these sizes the types or shapes in the node {found['name']!r} ({found['op']}) do not fit each "
+        f"other: {reason}."
+    )
+    # A branch that is never taken may be for other sizes.
+    hint, settings = advice(source, key) or ("Check dims, shapes and constants.", ())
+    return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
 
 
 def _broken_graph(found: re.Match[str], key: Key | None) -> Problem:

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.errors import Kind, Problem, Setting
-from hatch_epcontext.ipc.facts import ModelSpec, NodeFacts
+from hatch_epcontext.ipc.facts import NodeFacts
 from hatch_epcontext.ipc.protocol import PreviewReply, PreviewRequest
 from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, PROVIDERS, Limits
 from hatch_epcontext.worker import graph, reading, refusals
@@ -18,13 +18,15 @@ from hatch_epcontext.worker.fix import fix_inputs
 from hatch_epcontext.worker.flow import Flow
 
 
-def _likely(flow: Flow, model: onnx.ModelProto, spec: ModelSpec) -> Iterator[Problem]:
+def _likely(flow: Flow, model: onnx.ModelProto, request: PreviewRequest) -> Iterator[Problem]:
     """What keeps EPs from compiling all of a model, unless preparation finds a way."""
+    spec = request.model
     if found := advice(model.graph, spec.key):
         hint, settings = found
         message = "a condition depends on an input, and few EPs compile branches."
         yield Problem.at(spec.key, Kind.LOW_COVERAGE, message, hint, *settings)
-    if any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in flow.nodes):
+    dynamic = any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in flow.nodes)
+    if dynamic and not request.dequantized:
         yield Problem.at(
             spec.key,
             Kind.LOW_COVERAGE,
@@ -43,15 +45,16 @@ def handle(request: PreviewRequest) -> PreviewReply:
     limits = provider.limits or Limits(frozenset(), kinds=frozenset())
     findings = refusals.find(model, limits)
     refused = {id(each.node): each.reason for each in findings.refused}
+    lacks = provider.lacks - (DYNAMIC_QUANTIZATION if request.dequantized else set())
     for node in findings.flow.nodes:
-        if graph.operator(node) in provider.lacks:
+        if graph.operator(node) in lacks:
             refused.setdefault(id(node), "the EP does not have this operator")
     inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
     fixed_for = provider.ep if provider.static_shapes else None
     problems = [
         *check_fixed(inputs, spec, fixed_for),
         *refusals.problems(model, spec, [request.target]),
-        *(_likely(findings.flow, model, spec) if provider.product == "context" else ()),
+        *(_likely(findings.flow, model, request) if provider.product == "context" else ()),
     ]
     return PreviewReply(
         len(findings.flow.nodes),

@@ -262,6 +262,8 @@ def test_what_a_provider_cannot_compile_is_shown_without_its_ep(cli: Cli, tmp_pa
     assert "NonZero has an output whose shape depends on the values of 'r'" in printed
     assert "Add --set 'cut={ outputs = [\"r\"] }'" in printed
     assert "QNNExecutionProvider, as far as it is known: refuses 1 of 3 nodes" in printed
+    printed = cli("inspect", path, "-p", "qnn", "--set", 'cut={ outputs = ["r"] }').stdout
+    assert "NonZero has" not in printed
     found = json.loads(cli("inspect", path, "-p", "openvino", "--json").stdout)
     assert found["preview"]["known"] == {"nodes": 3, "refused": [], "problems": []}
 

@@ -223,6 +223,26 @@ def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dty
         assert raised.value.problems[0].settings == settings
 
 
+def test_types_that_do_not_fit_are_explained_with_the_input_that_chooses_the_branch() -> None:
+    error = RuntimeError(
+        "[ONNXRuntimeError] : 1 : FAIL : Node (If_0) Op (If) [TypeInferenceError] Graph inferencing "
+        "failed: Node (lstm) Op (LSTM) [ShapeInferenceError] First input tensor must have rank 3"
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
+        helper.make_node("If", ["c"], ["y"]),
+    ]
+    graph = helper.make_graph(nodes, "graph", [value("x", [], TensorProto.INT64)], [value("y", [])])
+    with (
+        pytest.raises(
+            BuildError, match=r"'If_0' \(If\) do not fit each other: .* rank 3\."
+        ) as raised,
+        explained(PROVIDERS["qnn"], lambda: graph, MODEL),
+    ):
+        raise error
+    assert raised.value.problems[0].settings == (Setting(MODEL / "constants"),)
+
+
 def test_a_graph_that_onnx_runtime_broke_itself_is_explained() -> None:
     error = RuntimeError(
         "[ONNXRuntimeError] : 10 : INVALID_GRAPH : This is an invalid model. In Node, "
