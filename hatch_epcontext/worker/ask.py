@@ -9,7 +9,7 @@ import onnx
 from hatch_epcontext.ipc.facts import NodeFacts
 from hatch_epcontext.ipc.protocol import AskReply, AskRequest, PrepareRequest
 from hatch_epcontext.worker import graph, prepare
-from hatch_epcontext.worker.reasons import ask, explained
+from hatch_epcontext.worker.refusals.reasons import ask, explained
 from hatch_epcontext.worker.session import provider_of
 
 

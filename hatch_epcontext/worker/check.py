@@ -11,11 +11,12 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker import external, graph, reading, refusals
+from hatch_epcontext.worker import external, graph, reading
+from hatch_epcontext.worker.comparison.states import state_pairs
+from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.dummy.kinds import dimension_kind
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
-from hatch_epcontext.worker.inputs import sized
-from hatch_epcontext.worker.kinds import dimension_kind
-from hatch_epcontext.worker.states import state_pairs
+from hatch_epcontext.worker.refusals import known_limits as refusals
 from hatch_epcontext.worker.step import step
 
 

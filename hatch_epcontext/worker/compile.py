@@ -16,7 +16,7 @@ from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.readback import read_context, read_optimized
-from hatch_epcontext.worker.reasons import nothing_compiled, with_reasons
+from hatch_epcontext.worker.refusals.reasons import nothing_compiled, with_reasons
 from hatch_epcontext.worker.session import provider_of
 from hatch_epcontext.worker.sharing import compile_group
 from hatch_epcontext.worker.step import step

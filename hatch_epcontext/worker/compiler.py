@@ -14,8 +14,8 @@ from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Proble
 from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, Provider, missing
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.conditions import advice
 from hatch_epcontext.worker.external import external_data
+from hatch_epcontext.worker.refusals.conditions import advice
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 
 _IR_VERSION = 10

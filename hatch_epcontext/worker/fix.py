@@ -10,8 +10,8 @@ from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, coll
 from hatch_epcontext.ipc.facts import ModelSpec, Range
 from hatch_epcontext.text import suggestion
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
-from hatch_epcontext.worker.ranges import input_ranges
+from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
+from hatch_epcontext.worker.dummy.ranges import input_ranges
 from hatch_epcontext.worker.tensors import Array
 
 

@@ -31,7 +31,7 @@ def handle(request: OpenRequest) -> OpenReply:
     memory = _peak_memory()
 
     # Imported only now, because they use memory of their own.
-    from hatch_epcontext.worker.inputs import dummy_inputs
+    from hatch_epcontext.worker.dummy.inputs import dummy_inputs
     from hatch_epcontext.worker.tensors import run
 
     feeds = dummy_inputs(request.inputs, request.model, request.ranges)

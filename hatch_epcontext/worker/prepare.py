@@ -13,17 +13,17 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
 from hatch_epcontext.ipc.protocol import PrepareReply, PrepareRequest
 from hatch_epcontext.worker import external, graph, reading
-from hatch_epcontext.worker.checking import SIMPLIFIED, check_runs
-from hatch_epcontext.worker.fix import fix_inputs, ranges_for
-from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.precision import explained, write_dequantized, write_quantized
-from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.runs import (
+from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
     read_reference,
     write_reference,
 )
+from hatch_epcontext.worker.fix import fix_inputs, ranges_for
+from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.precision.change import explained, write_dequantized, write_quantized
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
 

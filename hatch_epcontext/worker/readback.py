@@ -19,9 +19,9 @@ from hatch_epcontext.ipc.facts import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.covered import largest_covered
 from hatch_epcontext.worker.external import external_data, stays_inside
 from hatch_epcontext.worker.reading import load
+from hatch_epcontext.worker.refusals.covered import largest_covered
 from hatch_epcontext.worker.session import provider_of
 
 

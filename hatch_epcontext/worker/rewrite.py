@@ -13,14 +13,19 @@ from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.ipc.protocol import RewriteReply, RewriteRequest
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.checking import SIMPLIFIED, check_outputs, check_runs
+from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    for_other_numbers,
+    read_reference,
+    run_model,
+)
 from hatch_epcontext.worker.external import external_data
 from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.rewrites import REWRITES, rewrite
 from hatch_epcontext.worker.rewrites.base import Rewrite
 from hatch_epcontext.worker.rewrites.branches import BRANCHES, assignments, removed, with_inputs
-from hatch_epcontext.worker.runs import Reference, for_other_numbers, read_reference, run_model
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
 

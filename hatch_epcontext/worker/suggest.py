@@ -21,11 +21,11 @@ from hatch_epcontext.ipc.protocol import (
     SuggestRequest,
 )
 from hatch_epcontext.worker import graph, reading
-from hatch_epcontext.worker.forms import Form, Forms, follow
-from hatch_epcontext.worker.inputs import dummy_inputs
-from hatch_epcontext.worker.kinds import DimensionKind, dimension_kind, is_length_name
-from hatch_epcontext.worker.known import Known
-from hatch_epcontext.worker.ranges import input_ranges
+from hatch_epcontext.worker.dummy.forms import Form, Forms, follow
+from hatch_epcontext.worker.dummy.inputs import dummy_inputs
+from hatch_epcontext.worker.dummy.kinds import DimensionKind, dimension_kind, is_length_name
+from hatch_epcontext.worker.dummy.known import Known
+from hatch_epcontext.worker.dummy.ranges import input_ranges
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
 

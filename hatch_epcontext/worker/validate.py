@@ -11,12 +11,17 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.protocol import ValidateReply, ValidateRequest
 from hatch_epcontext.worker import reading
-from hatch_epcontext.worker.checking import check_outputs, check_runs
+from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    for_other_numbers,
+    read_reference,
+    run_model,
+)
+from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.fix import feeds_for, fix_inputs
-from hatch_epcontext.worker.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.libraries import UnavailableError
-from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.runs import Reference, for_other_numbers, read_reference, run_model
 from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,

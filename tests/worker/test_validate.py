@@ -15,7 +15,7 @@ from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.ipc.protocol import ValidateRequest
 from hatch_epcontext.providers import OutputLimits, Tolerance
 from hatch_epcontext.worker import compile as compile_worker
-from hatch_epcontext.worker.runs import read_reference, write_reference
+from hatch_epcontext.worker.comparison.runs import read_reference, write_reference
 from hatch_epcontext.worker.session import context_options
 from hatch_epcontext.worker.validate import handle
 from tests.conftest import needs_qnn

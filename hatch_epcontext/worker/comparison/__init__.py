@@ -1,0 +1,1 @@
+"""The source model on the CPU, and how near the outputs of others are to it."""

@@ -1,0 +1,172 @@
+"""Check the outputs of a model against its reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import onnxruntime as ort
+
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, ModelSpec, worst_agreement
+from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.text import count
+from hatch_epcontext.worker.comparison.measures import Comparison, compare
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
+from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.tensors import Arrays, refuse_not_finite
+
+SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
+"""A simplifier may change the order of additions, and nothing else."""
+
+
+def check_runs(
+    session: ort.InferenceSession,
+    expected: Reference,
+    tolerance: Tolerance,
+    spec: ModelSpec,
+    what: str,
+    reference_name: str,
+    *,
+    first: Arrays | None = None,
+) -> Checked:
+    """Run ``session``, the model ``what``, on those samples of the reference that a target is run on.
+
+    ``first``: its outputs for the first sample, if it was run on it already. Raises BuildError when an output
+    has NaN or Inf where the reference has none, or leaves the tolerance; ModelError when it takes too long.
+    """
+    found: list[Agreement] = []
+    warnings: list[str] = []
+    ran: list[str] = []
+    for index, each in enumerate(expected.runs):
+        if not each.on_target:
+            continue
+        ran.append(each.name)
+        if first is not None and index == 0:
+            outputs: Iterable[Arrays] = (first,)
+        else:
+            outputs = run_steps(session, each.feeds, expected.facts.states, spec, what)
+        try:
+            for number, (own, wanted) in enumerate(zip(outputs, each.outputs, strict=True)):
+                step(f"comparing the outputs with {reference_name}")
+                place = _place(each, number)
+                found += check_outputs(
+                    own, wanted, tolerance, spec, reference_name, expected, place
+                )
+        except ModelError:
+            raise
+        except BuildError as error:
+            if each.bounded:
+                raise
+            # Nothing says that the app ever has such inputs.
+            warnings.append(_warning(each, error))
+    worst: dict[str, Agreement] = {}
+    for agreement in found:
+        known = worst.get(agreement.output)
+        worst[agreement.output] = worst_agreement(known, agreement) if known else agreement
+    return Checked(tuple(worst.values()), tuple(warnings), tuple(ran))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The worst agreement of each output, disagreements on inputs that nothing says are ever so large, and
+    the names of the samples.
+    """
+
+    agreements: tuple[Agreement, ...]
+    warnings: tuple[str, ...]
+    samples: tuple[str, ...]
+
+
+def _warning(each: Run, error: BuildError) -> str:
+    first, *others = (problem.message.splitlines()[0] for problem in error.problems)
+    more = f" So do {count(len(others), 'other output')}." if others else ""
+    return f"inputs such as these may never occur in the app, but {first}{more}"
+
+
+def _place(each: Run, number: int) -> str:
+    if len(each.feeds) > 1:
+        return f" in step {number + 1} of {len(each.feeds)}, with its own states"
+    return "" if each.name in ("random", "given") else f" for the sample {each.name!r}"
+
+
+def check_outputs(
+    outputs: Arrays,
+    wanted: Arrays,
+    tolerance: Tolerance,
+    spec: ModelSpec,
+    reference_name: str,
+    expected: Reference | None = None,
+    place: str = "",
+) -> list[Agreement]:
+    """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
+
+    ``expected``: the reference that ``wanted`` is from, and ``place`` where in it, for messages. Raises
+    BuildError when an output has NaN or Inf where ``wanted`` has none, or leaves the tolerance.
+    """
+    facts = expected.facts if expected else Facts()
+    outputs = {name: array for name, array in outputs.items() if name not in facts.random}
+    refuse_not_finite(outputs, wanted)
+    agreements = [
+        Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it depends on chance")
+        for name in facts.random
+    ]
+    problems = []
+    for name, output in outputs.items():
+        if name not in wanted:
+            continue
+        compared = compare(
+            name,
+            output,
+            wanted[name],
+            tolerance.of(name),
+            samples=expected.others(name) if expected else (),
+            nature=facts.natures.get(name, "any"),
+        )
+        agreement = compared.agreement
+        if reason := facts.inconclusive.get(name):
+            agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
+        agreements.append(agreement)
+        if compared.excesses:
+            problems.append(_differs(compared, spec, reference_name, place, facts))
+    if problems:
+        raise BuildError(*problems)
+    return agreements
+
+
+def _differs(
+    compared: Comparison, spec: ModelSpec, reference_name: str, place: str, facts: Facts
+) -> Problem:
+    agreement = compared.agreement
+    message = (
+        f"the output {agreement.output!r} differs from {reference_name}{place}: "
+        f"{' and '.join(compared.excesses)}; the largest difference is {agreement.max_abs:.3g}."
+    )
+    large = next((each for each in facts.large if each.output == agreement.output), None)
+    if large is not None:
+        message += (
+            f"\nThe value {large.value!r} inside the model reaches {large.largest:.3g}, and float16 "
+            "ends at 65504."
+        )
+    key = spec.key / "validate"
+    if facts.guessed:
+        names = ", ".join(map(repr, facts.guessed))
+        return Problem(
+            Kind.OUTPUT_DIFFERS,
+            "",
+            message,
+            f"Nothing in the graph bounds {names}, which got values up to 255. Feed real inputs:",
+            settings=(Setting(key / "inputs"),),
+        )
+    if min(compared.needed.values()) <= 0:
+        hint = "The compiled model is wrong there. If the app never has such inputs, give its real ones:"
+        return Problem(Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "inputs"),))
+    allowed = {name: math.floor(limit * 1000) / 1000 for name, limit in compared.needed.items()}
+    return Problem(
+        Kind.OUTPUT_DIFFERS,
+        "",
+        message,
+        "Find the cause, or allow more if the difference is acceptable:",
+        settings=(Setting(key / "tolerance", {"outputs": {agreement.output: allowed}}),),
+    )

@@ -1,0 +1,136 @@
+"""What a graph says of its outputs: the nature of their values, chance, and what they depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import onnx
+
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.comparison.measures import Nature
+
+_SAME_VALUES = frozenset(
+    {
+        *("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice"),
+        *("Gather", "Split", "Expand", "Tile", "Dropout", "ReduceMean", "ReduceMax", "ReduceMin"),
+        *("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "DepthToSpace"),
+    }
+)
+"""Operators whose results are some of the values of their first input, or means of them."""
+
+_WHOLE = _SAME_VALUES - {"Slice", "Gather", "Split", "ReduceMean", "ReduceMax", "ReduceMin"}
+"""Those that leave the shares of a Softmax together."""
+
+_UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softsign"})
+
+_INDICES = frozenset({"ArgMax", "ArgMin", "NonZero"})
+
+_CHANCE = frozenset(
+    {
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+        *("Multinomial", "Bernoulli"),
+    }
+)
+
+
+Makers = Mapping[str, onnx.NodeProto]
+"""The nodes by the values that they make."""
+
+
+def natures(main: onnx.GraphProto) -> dict[str, Nature]:
+    """The nature of the values of each output of ``main``."""
+    makers = _makers(main)
+    return {value.name: _nature(value.name, makers) for value in main.output}
+
+
+def _makers(part: onnx.GraphProto, around: Makers | None = None) -> Makers:
+    own = {name: node for node in part.node for name in node.output if name}
+    return {**(around or {}), **own}
+
+
+def _nature(name: str, makers: Makers) -> Nature:
+    whole = True
+    # Each step goes back to an earlier value; a graph with a cycle would be invalid.
+    for _ in range(len(makers) + 1):
+        node = makers.get(name)
+        if node is None:
+            break
+        if node.op_type not in _SAME_VALUES or not node.input:
+            nature = _made(node, name, makers)
+            return "unit" if nature == "shares" and not whole else nature
+        whole = whole and node.op_type in _WHOLE
+        name = node.input[0]
+    return "any"
+
+
+def _made(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
+    """The nature of the value ``name``, which ``node`` makes anew."""
+    if node.op_type == "If":
+        return _of_branches(node, name, makers)
+    if node.op_type == "Concat":
+        parts = {_nature(each, makers) for each in node.input}
+        return "unit" if parts <= {"unit", "shares"} else "any"
+    if node.op_type in _INDICES or (node.op_type == "TopK" and name == node.output[-1]):
+        return "indices"
+    is_unit = node.op_type in _UNIT or (node.op_type in ("LSTM", "GRU") and _is_state(node, name))
+    return "shares" if node.op_type == "Softmax" else "unit" if is_unit else "any"
+
+
+def _of_branches(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
+    """The nature of an output of an If: that of both branches, if they have the same."""
+    index = list(node.output).index(name)
+    found = {
+        _nature(branch.output[index].name, _makers(branch, makers))
+        for attribute in node.attribute
+        for branch in graph.attribute_graphs(attribute)
+        if index < len(branch.output)
+    }
+    return found.pop() if len(found) == 1 else "any"
+
+
+def _is_state(node: onnx.NodeProto, name: str) -> bool:
+    """Whether ``name`` is a hidden state, which is behind a Tanh, and not the cell state of an LSTM."""
+    default = all(each.name not in ("activations", "clip") for each in node.attribute)
+    return default and name in list(node.output)[:2]
+
+
+def depend_on_chance(main: onnx.GraphProto) -> bool:
+    """Whether there is a random operator in ``main`` or the graphs inside it."""
+    return any(node.op_type in _CHANCE for node in graph.nodes(main))
+
+
+def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
+    """The outputs of ``main`` that depend on the values of its inputs, and not only on their shapes."""
+    depending = {value.name for value in graph.inputs(main)}
+    for node in main.node:
+        if node.op_type in ("Shape", "Size"):
+            continue
+        if not depending.isdisjoint(_used(node)):
+            depending.update(filter(None, node.output))
+    return frozenset(value.name for value in main.output if value.name in depending)
+
+
+def ancestors(main: onnx.GraphProto) -> Mapping[str, frozenset[str]]:
+    """For each output of ``main`` the values that it is computed from, itself included."""
+    makers = {name: node for node in main.node for name in node.output if name}
+    result = {}
+    for output in main.output:
+        seen = {output.name}
+        waiting = [output.name]
+        while waiting:
+            node = makers.get(waiting.pop())
+            new = [each for each in _used(node) if each not in seen] if node is not None else []
+            seen.update(new)
+            waiting += new
+        result[output.name] = frozenset(seen)
+    return result
+
+
+def _used(node: onnx.NodeProto) -> Iterator[str]:
+    """The values that ``node`` uses, the graphs inside it included."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for inner in graph.attribute_graphs(attribute):
+            for each in graph.nodes(inner):
+                yield from filter(None, each.input)
+            yield from (value.name for value in inner.output)

@@ -1,0 +1,128 @@
+"""Why a source model cannot be run on the CPU: the node, the inputs on which it depends, what to set."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import onnx
+
+from hatch_epcontext.errors import Kind, Problem, Setting
+from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
+from hatch_epcontext.text import listing
+from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.refusals.conditions import advice
+
+_FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
+
+_MOST_NAMED = 3
+"""Inputs that a message names: those nearest to the node."""
+
+_DECIDING = {
+    **dict.fromkeys(("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Tile"), 1),
+    **dict.fromkeys(("ScatterElements", "ScatterND", "Slice", "TopK", "OneHot", "CumSum"), 1),
+    "ConstantOfShape": 0,
+}
+"""The operand because of which a node of these operators fails."""
+
+
+def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> Problem:
+    """The problem of a source model for which ONNX Runtime raised ``error``.
+
+    ``fixed``: the model with what its configuration fixes.
+    """
+    text = str(error)
+    message = f"the source model itself cannot be run on the CPU: {text}"
+    inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
+    node = _node(fixed, text)
+    named: list[TensorFacts] = []
+    if node is not None:
+        named = _inputs_of(node, fixed, inputs)
+        reason = text.rsplit("Status Message: ", 1)[-1].strip()
+        message = (
+            f"the source model itself cannot be run on the CPU: its node {node.name!r} "
+            f"({graph.operator(node)}) fails: {reason}{'' if reason.endswith('.') else '.'}"
+        )
+        if named:
+            names = listing(repr(each.name) for each in named)
+            message += (
+                f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
+            )
+    hint, settings = (not spec.constants and advice(fixed.graph, spec.key)) or ("", ())
+    return Problem.at(
+        spec.key,
+        Kind.SOURCE_FAILED,
+        message,
+        f"{hint}\n{_hint(named, spec)}".strip(),
+        *settings,
+        *_settings(named, spec),
+        Setting(spec.key / "validate" / "tolerance", False),
+    )
+
+
+def _node(model: onnx.ModelProto, text: str) -> onnx.NodeProto | None:
+    """The innermost node that the message of ONNX Runtime names, if the model has it."""
+    nodes = {(node.op_type, node.name): node for node in graph.nodes(model.graph) if node.name}
+    # An outer node is named first.
+    found = (nodes.get(each) for each in reversed(_FAILED.findall(text)))
+    return next((node for node in found if node is not None), None)
+
+
+def _inputs_of(
+    node: onnx.NodeProto, model: onnx.ModelProto, inputs: Sequence[TensorFacts]
+) -> list[TensorFacts]:
+    """The inputs on which ``node`` depends, the nearest first: those that decide whether it fails."""
+    by_name = {each.name: each for each in inputs}
+    producers = {
+        output: each for each in graph.nodes(model.graph) for output in each.output if output
+    }
+    deciding = _DECIDING.get(node.op_type)
+    waiting = deque(node.input if deciding is None else node.input[deciding : deciding + 1])
+    seen = set(waiting)
+    found: list[TensorFacts] = []
+    while waiting and len(found) < _MOST_NAMED:
+        name = waiting.popleft()
+        if name in by_name:
+            found.append(by_name[name])
+        for source in _sources(producers.get(name)):
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return found
+
+
+def _sources(node: onnx.NodeProto | None) -> Iterator[str]:
+    """What ``node`` takes, also inside its graphs."""
+    if node is not None:
+        yield from node.input
+        for attribute in node.attribute:
+            for inner in graph.attribute_graphs(attribute):
+                for each in graph.nodes(inner):
+                    yield from each.input
+
+
+def _is_number(facts: TensorFacts) -> bool:
+    return "int" in facts.dtype and all(size == 1 for size in facts.shape)
+
+
+def _hint(named: Sequence[TensorFacts], spec: ModelSpec) -> str:
+    given = "random" if spec.inputs == "random" else spec.inputs
+    if not named:
+        return "Give inputs that the model takes, or switch off the comparison."
+    numbers = [each.name for each in named if _is_number(each)]
+    whole = f"Give inputs that it takes instead of {given} ones"
+    if numbers:
+        whole += f", or a value that never changes for {listing(map(repr, numbers))}"
+    sizes = ", or other sizes" if spec.dims or spec.shapes else ""
+    return f"{whole}{sizes}, or switch off the comparison."
+
+
+def _settings(named: Sequence[TensorFacts], spec: ModelSpec) -> Iterator[Setting]:
+    yield Setting(spec.key / "validate" / "inputs")
+    if any(_is_number(each) for each in named):
+        yield Setting(spec.key / "constants")
+    if spec.dims:
+        yield Setting(spec.place("dims"))
+    elif spec.shapes:
+        yield Setting(spec.place("shapes"))

@@ -1,0 +1,1 @@
+"""Dummy inputs: what values a model takes, and samples of them."""

@@ -1,0 +1,96 @@
+"""Dummy inputs that a model takes: gentler ones where it refuses the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from hatch_epcontext.errors import ModelError
+from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.dummy.kinds import is_length_name
+from hatch_epcontext.worker.dummy.samples import Sample, samples
+
+T = TypeVar("T")
+
+Ranges = Mapping[str, Range]
+
+_MOST_SIZES = 4
+"""Sizes that are tried as a length."""
+
+
+def run_samples(
+    run: Callable[[Sample], T], inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Ranges
+) -> tuple[list[tuple[Sample, T]], Ranges]:
+    """Return the samples of ``inputs``, each with what ``run`` returns for it, and the ranges that they have.
+
+    If ``run`` raises an error for the first one, gentler inputs are tried; further samples are left out if it
+    does so for them. Raises ModelError at once, and the first error if all inputs fail.
+    """
+    failure: _Failure | None = None
+    for each in _attempts(inputs, spec, ranges):
+        first, *others = samples(inputs, spec, each)
+        result = _try(run, first)
+        if isinstance(result, _Failure):
+            failure = failure or result
+            continue
+        further = ((sample, _try(run, sample)) for sample in others)
+        # Those that fail are extremes that the graph forbids in a way that nobody could see.
+        kept = [(sample, found) for sample, found in further if not isinstance(found, _Failure)]
+        return [(first, result), *kept], each
+    assert failure is not None
+    raise failure.error
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: Exception
+
+
+def _try(run: Callable[[Sample], T], sample: Sample) -> T | _Failure:
+    try:
+        return run(sample)
+    except ModelError:
+        raise
+    except Exception as error:
+        return _Failure(error)
+
+
+def _attempts(inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Ranges) -> Iterator[Ranges]:
+    """Yield ``ranges``, and then gentler ones: other lengths, and values that are all 1 or 0."""
+    tried = [dict(ranges)]
+    yield ranges
+    if spec.inputs != "random":
+        return
+    for gentler in _gentler(inputs, ranges):
+        if gentler not in tried:
+            tried.append(gentler)
+            yield gentler
+
+
+def _gentler(inputs: Sequence[TensorFacts], ranges: Ranges) -> Iterator[dict[str, Range]]:
+    lengths = [name for name, each in ranges.items() if _is_length(name, each)]
+    sizes = {
+        size
+        for each in inputs
+        if each.name not in lengths
+        for size in each.shape
+        if isinstance(size, int) and size > 1
+    }
+    for size in sorted(sizes, reverse=True)[:_MOST_SIZES]:
+        yield {**ranges, **{name: _only(ranges[name], size) for name in lengths}}
+    whole = {name: each for name, each in ranges.items() if each.whole}
+    for number in (1, 0):
+        yield {**ranges, **{name: _only(each, number) for name, each in whole.items()}}
+    for number in (1, 0):
+        yield {name: _only(each, number) for name, each in ranges.items()}
+
+
+def _is_length(name: str, range_: Range) -> bool:
+    return range_.whole and (is_length_name(name) or (range_.low == 1 and range_.usual is not None))
+
+
+def _only(range_: Range, number: float) -> Range:
+    """``range_`` with ``number`` as the usual value, also outside of it: the graph may say too little."""
+    low, high = min(range_.low, number), max(range_.high, number)
+    return replace(range_, low=low, high=high, usual=float(number))

@@ -1,0 +1,207 @@
+"""Dummy inputs of a model, generated or read from a file, and its constants."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.config.settings import SYNTHETIC
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.ipc.facts import ModelSpec, Range, Size, TensorFacts
+from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range, values
+from hatch_epcontext.worker.tensors import Array, numpy_dtype
+
+_SEED = 20240229
+
+_SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=False)}
+"""The ranges of the inputs of which all values are to be the same, whatever the graph says."""
+
+_MOST_VALUES = 2**29
+"""Values of a generated input: 4 GiB while they are made."""
+
+
+def dummy_inputs(
+    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range] | None = None
+) -> dict[str, Array]:
+    """Return an array for each of ``inputs``, of its shape and dtype, as ``spec.inputs`` says.
+
+    ``spec.inputs`` is ``"ones"``, ``"zeros"``, ``"random"``, or the path of an ``.npz`` or of a folder
+    with ``input_*.pb``. Random values are the same in every run, and within their range in ``ranges``:
+    without one, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one
+    of two words. An open dimension gets its size in ``spec``, or else 1. Raises ModelError when the file
+    does not fit the model, or a dtype cannot be generated.
+    """
+    if spec.inputs == "random":
+        return generated_inputs("random", inputs, spec, ranges or {})
+    if (same := _SAME.get(spec.inputs)) is not None:
+        return generated_inputs("zeros", inputs, spec, {each.name: same for each in inputs})
+    path = Path(spec.inputs)
+    found = _read(path, inputs, spec)
+    return {each.name: _checked(found, each, path, spec) for each in inputs}
+
+
+def generated_inputs(
+    name: SampleName,
+    inputs: Sequence[TensorFacts],
+    spec: ModelSpec,
+    ranges: Mapping[str, Range],
+) -> dict[str, Array]:
+    """Return synthetic values of the kind ``name`` for ``inputs``; see `dummy_inputs`."""
+    rng = np.random.default_rng(_SEED)
+    return {
+        each.name: _generate(name, each, rng, ranges.get(each.name), spec)
+        for each in sized(inputs, spec)
+    }
+
+
+def sized(inputs: Sequence[TensorFacts], spec: ModelSpec) -> list[TensorFacts]:
+    """Return ``inputs`` with the sizes that ``spec`` has for their open dimensions."""
+    shapes = {e.name: spec.shapes.get(e.name, e.shape) for e in inputs}
+    sizes: dict[Size, Size] = dict(spec.dims.items())
+    for each in inputs:
+        # A named dimension has one size in the whole model.
+        for size, given in zip(each.shape, shapes[each.name], strict=True):
+            if isinstance(size, str) and isinstance(given, int):
+                sizes.setdefault(size, given)
+    return [
+        replace(each, shape=tuple(sizes.get(size, size) for size in shapes[each.name]))
+        for each in inputs
+    ]
+
+
+def expected_outputs(outputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[str, Array]:
+    """Return the outputs that ONNX's test data record: ``output_*.pb`` beside the inputs, if any."""
+    path = Path(spec.inputs)
+    if spec.inputs in SYNTHETIC or not path.is_dir():
+        return {}
+    return read_folder(path, "output", outputs, _key(spec))
+
+
+def constant(spec: ModelSpec, facts: TensorFacts) -> Array:
+    """Return the constant of ``spec`` for an input: of its dtype, and of its rank if it is one number.
+
+    Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
+    """
+    array: Array = np.asarray(spec.constants[facts.name], dtype=numpy_dtype(facts.dtype))
+    if len(facts.shape) != array.ndim and array.size == 1:
+        array = array.reshape([1] * len(facts.shape))
+    return array
+
+
+def _key(spec: ModelSpec) -> Key:
+    return spec.key / "validate" / "inputs"
+
+
+def _invalid(
+    spec: ModelSpec, message: str, hint: str | None = None, *settings: Setting
+) -> ModelError:
+    return ModelError(Problem.at(_key(spec), Kind.INVALID_INPUTS, message, hint, *settings))
+
+
+def _generate(
+    name: SampleName,
+    tensor: TensorFacts,
+    rng: np.random.Generator,
+    range_: Range | None,
+    spec: ModelSpec,
+) -> Array:
+    count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
+    try:
+        if count <= _MOST_VALUES:
+            return values(name, tensor, range_ or assumed_range(tensor), rng)
+    except TypeError:
+        raise _invalid(
+            spec,
+            f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
+            "Give an .npz with an array for each input.",
+        ) from None
+    except (ValueError, MemoryError):
+        # NumPy's errors for a size that it cannot count, and for more memory than there is.
+        pass
+    raise _invalid(
+        spec,
+        f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
+        "Check the sizes of the model's inputs.",
+        Setting(spec.place("dims")),
+        Setting(spec.place("shapes")),
+    )
+
+
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    BadZipFile,
+    zlib.error,
+    # For a single array instead of an archive: the first before Python 3.11, the second since.
+    AttributeError,
+    TypeError,
+)
+
+
+def _read(path: Path, inputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[str, Array]:
+    key = _key(spec)
+    return read_folder(path, "input", inputs, key) if path.is_dir() else read_npz(path, key)
+
+
+def read_npz(path: Path, key: Key) -> dict[str, Array]:
+    """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is none."""
+    try:
+        # Opened here, because NumPy does not close a file that it cannot read.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except _UNREADABLE as error:
+        message = f"{path.name} is not an .npz of plain arrays: {error}."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
+    # NumPy's own strings have a fixed length; ONNX Runtime takes Python's.
+    return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
+
+
+def read_folder(
+    path: Path, prefix: str, tensors: Sequence[TensorFacts], key: Key
+) -> dict[str, Array]:
+    """Return ONNX's test data: ``<prefix>_<n>.pb`` for the tensor that it names, or else the n-th.
+
+    Raises ModelError, at ``key``, when a file is no tensor.
+    """
+    found: dict[str, Array] = {}
+    names = [each.name for each in tensors]
+    for file in sorted(path.glob(f"{prefix}_*.pb")):
+        try:
+            tensor = onnx.load_tensor(file)
+            array = onnx.numpy_helper.to_array(tensor)
+        except Exception as error:
+            message = f"{file.name} is not an ONNX tensor: {error}."
+            raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
+        number = file.stem.removeprefix(f"{prefix}_")
+        if tensor.data_type == onnx.TensorProto.STRING:
+            array = np.array([s.decode() for s in tensor.string_data], object).reshape(array.shape)
+        if tensor.name in names:
+            found[tensor.name] = array
+        elif number.isdigit() and int(number) < len(names):
+            found[names[int(number)]] = array
+    return found
+
+
+def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: ModelSpec) -> Array:
+    if tensor.name not in found:
+        raise _invalid(
+            spec,
+            f"{path.name} has no array for the input {tensor.name!r}.",
+            f"It has: {', '.join(sorted(found)) or 'none'}.",
+        )
+    array = found[tensor.name]
+    if array.dtype != numpy_dtype(tensor.dtype) or not tensor.takes(array.shape):
+        raise _invalid(
+            spec,
+            f"{path.name} has {array.dtype.name} {list(array.shape)} for the input "
+            f"{tensor.name!r}, which takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}.",
+        )
+    return array

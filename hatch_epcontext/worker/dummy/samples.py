@@ -1,0 +1,87 @@
+"""Several dummy inputs of a model, of different kinds, with which its intermediate values differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
+from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range
+from hatch_epcontext.worker.tensors import Array, Arrays
+
+_MOST_BYTES = 2**25
+"""Bytes of one sample beyond which there is only the first: all are in memory at once."""
+
+_EXTREMES: tuple[SampleName, ...] = ("largest", "smallest", "scaled")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Dummy inputs, by name.
+
+    ``name``: ``"random"``, ``"zeros"`` and so on, and ``"given"`` for those from a file. ``bounded``: whether
+    an app can have such values: the random ones, and others of inputs that the graph bounds. Floats that
+    nothing bounds may never be all zero, rising, or as large as in the others.
+    """
+
+    name: str
+    feeds: dict[str, Array]
+    bounded: bool
+
+    @property
+    def is_extreme(self) -> bool:
+        """Whether it has inputs that are larger than usual, although nothing says that they can be."""
+        return self.name in _EXTREMES and not self.bounded
+
+
+def samples(
+    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range]
+) -> tuple[Sample, ...]:
+    """Return up to seven different samples, the first of which is what `dummy_inputs` returns.
+
+    There is one alone where ``spec.inputs`` is not ``"random"``, or where a sample is large. ``ranges``:
+    those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
+    """
+    first = dummy_inputs(inputs, spec, ranges)
+    if spec.inputs != "random":
+        name = spec.inputs if spec.inputs in ("zeros", "ones") else "given"
+        return (Sample(name, first, bounded=True),)
+    chosen = [Sample("random", first, bounded=True)]
+    if sum(array.nbytes for array in first.values()) <= _MOST_BYTES:
+        # As in real data, and unlike in noise, neighbours are alike: what a model adds up becomes larger.
+        smooth = {name: _sorted(array) for name, array in first.items()}
+        has_open = any((ranges.get(each.name) or assumed_range(each)).is_open for each in inputs)
+        for sample in (
+            Sample("sorted", smooth, bounded=not has_open),
+            *_further(inputs, spec, ranges, has_open=has_open),
+        ):
+            if not any(_are_equal(sample.feeds, other.feeds) for other in chosen):
+                chosen.append(sample)
+    return tuple(chosen)
+
+
+def _further(
+    inputs: Sequence[TensorFacts],
+    spec: ModelSpec,
+    ranges: Mapping[str, Range],
+    *,
+    has_open: bool,
+) -> Iterator[Sample]:
+    """The other samples; ``has_open``: whether nothing bounds some of the floats."""
+    for name in ("zeros", "ones", *_EXTREMES):
+        # Without open floats it would be one more random sample.
+        if name != "scaled" or has_open:
+            yield Sample(name, generated_inputs(name, inputs, spec, ranges), bounded=not has_open)
+
+
+def _sorted(array: Array) -> Array:
+    if array.dtype.kind not in "iuf":
+        return array
+    return np.sort(array, axis=None).reshape(array.shape)
+
+
+def _are_equal(one: Arrays, other: Arrays) -> bool:
+    return all(np.array_equal(array, other[name]) for name, array in one.items())

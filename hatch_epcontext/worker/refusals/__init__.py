@@ -1,0 +1,1 @@
+"""What an EP does not compile of a graph, and why."""

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import ArrayLike
+
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.providers import OutputLimits
+from hatch_epcontext.worker.comparison.measures import Comparison, Nature, compare
+from hatch_epcontext.worker.tensors import Array
+
+HALF = OutputLimits(20, 0.99, unit=0.1)
+RNG = np.random.default_rng(1)
+LOGITS = RNG.standard_normal((4, 50)) * 5
+SHARES = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
+
+
+def noise(reference: Array, part: float) -> Array:
+    """``reference`` with noise that is ``part`` of its largest value."""
+    values = np.asarray(reference, np.float64)
+    return np.asarray(values + part * np.abs(values).max() * RNG.standard_normal(values.shape))
+
+
+def compared(
+    output: ArrayLike, reference: ArrayLike, limits: OutputLimits = HALF, nature: Nature = "any"
+) -> Comparison:
+    return compare("y", np.asarray(output), np.asarray(reference), limits, nature=nature)
+
+
+def agrees(output: ArrayLike, reference: ArrayLike, nature: Nature = "any") -> bool:
+    return not compared(output, reference, nature=nature).excesses
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_noise_counts_relative_to_the_signal(scale: float) -> None:
+    reference = RNG.standard_normal((20, 50)) * scale
+    assert agrees(noise(reference, 0.01), reference)
+    assert not agrees(noise(reference, 0.1), reference)
+
+
+def test_the_largest_of_many_differences_alone_fails_nothing() -> None:
+    reference = RNG.standard_normal((100, 100))
+    output = reference.copy()
+    output[3, 4] += 1.0
+    assert agrees(output, reference)
+    strict = compared(output, reference, OutputLimits(20, 0.99, atol=0.5))
+    assert strict.excesses == ("a largest difference of 1 (allowed: atol 0.5, rtol 0)",)
+    assert strict.needed["atol"] == pytest.approx(1.0)
+
+
+def test_another_scale_and_another_sign_fail() -> None:
+    reference = RNG.standard_normal((20, 50))
+    assert not agrees(2 * reference, reference), "its cosine is 1"
+    assert not agrees(-reference, reference)
+    assert not agrees(reference[::-1], reference)
+
+
+def head(scores: Array) -> Array:
+    """The output of a detector: four coordinates up to 640, and the scores of three classes."""
+    boxes = np.random.default_rng(2).uniform(0, 640, (1, 4, 300))
+    return np.concatenate([boxes, scores[None]], axis=1)
+
+
+def test_wrong_scores_beside_large_boxes_fail() -> None:
+    scores = np.random.default_rng(3).uniform(0, 1, (3, 300))
+    reference = head(scores)
+    output = head(np.random.default_rng(4).uniform(0, 1, (3, 300)))
+    found = compared(output, reference)
+    assert found.agreement.snr is not None
+    assert found.agreement.snr > 50, "as a whole it is near"
+    assert found.agreement.worst is not None
+    assert found.agreement.worst.text in ("[:, 4, :]", "[:, 5, :]", "[:, 6, :]")
+    assert "in [:, " in found.excesses[0]
+    assert agrees(head(noise(scores, 0.005)), reference)
+
+
+def test_a_row_of_zeros_among_shares_fails() -> None:
+    output = SHARES.copy()
+    output[2] = 0
+    assert not agrees(output, SHARES, "shares")
+    assert agrees(SHARES + 0.004 * RNG.standard_normal(SHARES.shape), SHARES, "shares")
+
+
+def test_small_differences_of_values_up_to_one_are_rounding() -> None:
+    # A Sigmoid on an NPU gives 0 for 0.0026.
+    assert agrees([[0.0]], [[0.0026]], "unit")
+    assert not agrees([[0.0]], [[0.0026]])
+    assert not agrees([[0.2]], [[0.0026]], "unit")
+    exact = OutputLimits(20, 0.99)
+    assert compared([[0.0]], [[0.0026]], exact, "unit").excesses, "on a CPU it is not"
+
+
+def test_what_is_near_zero_is_compared_with_other_samples() -> None:
+    usual = np.sign(RNG.standard_normal((1, 50)))
+    near_zero = usual * 0.001
+    output = near_zero + 0.002 * np.ones((1, 50))
+    found = compare("y", output, near_zero, HALF, samples=[usual])
+    assert not found.excesses
+    assert found.agreement.cosine is None
+    assert compare("y", output, near_zero, HALF).excesses
+
+
+def test_indices_booleans_and_strings_are_equal_or_not() -> None:
+    reference = np.arange(40)
+    output = reference.copy()
+    output[3] = 39
+    assert agrees(output, reference, "indices"), "a near tie"
+    output[10:20] = 0
+    assert not agrees(output, reference, "indices")
+    words = np.array(["x", "y"], object)
+    assert agrees(words, words)
+    assert not agrees(words[::-1], words)
+    assert not agrees([True, False], [True, True])
+
+
+def test_equal_outputs_have_no_noise() -> None:
+    for values in ([0.0, 0.0], [], [1.0, 2.0], [np.nan, 1.0], [np.inf]):
+        found = compared(values, values)
+        assert not found.excesses
+        agreement = found.agreement
+        assert (agreement.max_abs, agreement.snr, agreement.worst) == (0.0, None, None)
+
+
+def test_zeros_where_the_reference_has_none_fail() -> None:
+    assert not agrees([[0.0, 0.0]], [[2.0, 1.0]])
+    assert not agrees([[0.002, 0.001]], [[0.0, 0.0]])
+
+
+def test_needed_limits_are_those_that_let_it_pass() -> None:
+    reference = RNG.standard_normal((20, 50))
+    output = noise(reference, 0.1)
+    found = compared(output, reference)
+    needed = OutputLimits(**{"snr": 20, "cosine": 0.99, "unit": 0.1, **found.needed})
+    assert found.excesses
+    assert not compared(output, reference, needed).excesses
+
+
+def test_another_shape_is_an_error() -> None:
+    with pytest.raises(BuildError, match=r"has the shape \[2\], but \[1, 2\] on the CPU") as raised:
+        compared(np.zeros(2), np.zeros((1, 2)))
+    assert raised.value.problems[0].kind is Kind.OUTPUT_SHAPE

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from hatch_epcontext.worker.comparison.measures import Nature
+from hatch_epcontext.worker.comparison.outputs import (
+    ancestors,
+    depend_on_chance,
+    depend_on_inputs,
+    natures,
+)
+from tests.models import model, value
+
+
+def chain(*operators: str) -> onnx.ModelProto:
+    """``x`` (1 x 4) -> ``operators`` in a row -> ``y``."""
+    names = ["x", *(f"v{number}" for number in range(1, len(operators))), "y"]
+    nodes = [
+        helper.make_node(operator, [before], [after])
+        for operator, before, after in zip(operators, names[:-1], names[1:], strict=True)
+    ]
+    graph = helper.make_graph(nodes, "graph", [value("x", [1, 4])], [value("y", None)])
+    return helper.make_model(graph)
+
+
+@pytest.mark.parametrize(
+    ("operators", "nature"),
+    [
+        (("Relu",), "any"),
+        (("Sigmoid",), "unit"),
+        (("Tanh", "Transpose"), "unit"),
+        (("Sigmoid", "Exp"), "any"),
+        (("Softmax",), "shares"),
+        (("Softmax", "Flatten"), "shares"),
+        (("Softmax", "ReduceMax"), "unit"),
+        (("ArgMax",), "indices"),
+    ],
+)
+def test_the_last_operator_that_makes_new_values_says_their_nature(
+    operators: tuple[str, ...], nature: Nature
+) -> None:
+    outputs = chain(*operators).graph
+    assert natures(outputs) == {"y": nature}
+
+
+def test_joined_values_have_a_nature_if_all_parts_have_it() -> None:
+    nodes = [
+        helper.make_node("Sigmoid", ["x"], ["a"]),
+        helper.make_node("Softmax", ["x"], ["b"]),
+        helper.make_node("Concat", ["a", "b"], ["units"], axis=0),
+        helper.make_node("Concat", ["a", "x"], ["others"], axis=0),
+    ]
+    made = model(nodes, [value("x", [1, 4])], [value("units", [2, 4]), value("others", [2, 4])])
+    assert natures(made.graph) == {"units": "unit", "others": "any"}
+
+
+def test_both_branches_say_the_nature_of_an_if() -> None:
+    def branch(operator: str, name: str) -> onnx.GraphProto:
+        return helper.make_graph(
+            [helper.make_node(operator, ["x"], [name])], name, [], [value(name, None)]
+        )
+
+    def chosen(other: str) -> onnx.GraphProto:
+        node = helper.make_node(
+            "If", ["k"], ["y"], then_branch=branch("Sigmoid", "t"), else_branch=branch(other, "e")
+        )
+        inputs = [value("x", [1, 4]), value("k", [], onnx.TensorProto.BOOL)]
+        return model([node], inputs, [value("y", [1, 4])]).graph
+
+    assert natures(chosen("Tanh")) == {"y": "unit"}
+    assert natures(chosen("Relu")) == {"y": "any"}
+
+
+def test_what_depends_on_inputs_is_no_shape() -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Add", ["x", "one"], ["y"]),
+        helper.make_node("RandomNormalLike", ["x"], ["noise"]),
+    ]
+    one = numpy_helper.from_array(np.ones((1, 4), np.float32), "one")
+    outputs = [value("shape", [2], onnx.TensorProto.INT64), value("y", [1, 4])]
+    made = model(nodes, [value("x", [1, 4])], outputs, [one])
+    assert depend_on_inputs(made.graph) == {"y"}
+    assert depend_on_chance(made.graph)
+    assert not depend_on_chance(chain("Relu").graph)
+    assert ancestors(made.graph)["y"] == {"y", "x", "one"}

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.errors import Key, Kind, ModelError
+from hatch_epcontext.worker.comparison.states import state_pairs
+from tests.models import model, value, weights
+
+KEY = Key(("states",))
+
+
+def lstm(*, stacked: bool = False, branch: bool = False) -> onnx.ModelProto:
+    """An LSTM whose states are inputs and outputs: each its own, or ``stacked`` in one."""
+    layer = helper.make_node(
+        "LSTM", ["x", "w", "r", "", "", "h0", "c0"], ["y", "h1", "c1"], hidden_size=4
+    )
+    initializers = [weights("w", 1, 16, 3), weights("r", 1, 16, 4)]
+    if branch:
+        inner = helper.make_graph([layer], "then", [], [value("h1", None), value("c1", None)])
+        other = helper.make_graph(
+            [
+                helper.make_node("Identity", ["h0"], ["a"]),
+                helper.make_node("Identity", ["c0"], ["b"]),
+            ],
+            "else",
+            [],
+            [value("a", None), value("b", None)],
+        )
+        layer = helper.make_node("If", ["k"], ["h", "c"], then_branch=inner, else_branch=other)
+        inputs = [value("x", [2, 1, 3]), value("k", [], TensorProto.BOOL)]
+        states = [value("h0", [1, 1, 4]), value("c0", [1, 1, 4])]
+        outputs = [value("h", [1, 1, 4]), value("c", [1, 1, 4])]
+        return model([layer], [*inputs, *states], outputs, initializers)
+    if not stacked:
+        inputs = [value("x", [2, 1, 3]), value("h0", [1, 1, 4]), value("c0", [1, 1, 4])]
+        outputs = [value(name, [1, 1, 4]) for name in ("c1", "h1")]
+        return model([layer], inputs, outputs, initializers)
+    nodes = [
+        helper.make_node("Split", ["state"], ["h0", "c0"], axis=0),
+        layer,
+        helper.make_node("Concat", ["h1", "c1"], ["state_out"], axis=0),
+    ]
+    inputs = [value("x", [2, 1, 3]), value("state", [2, 1, 4])]
+    return model(nodes, inputs, [value("state_out", [2, 1, 4])], initializers)
+
+
+def test_the_states_of_a_layer_are_found() -> None:
+    assert state_pairs(lstm(), {}, KEY) == {"h0": "h1", "c0": "c1"}
+    assert state_pairs(lstm(stacked=True), {}, KEY) == {"state": "state_out"}
+    assert state_pairs(lstm(branch=True), {}, KEY) == {"h0": "h", "c0": "c"}
+
+
+def test_only_layers_have_states_unless_they_are_given() -> None:
+    made = model(
+        [helper.make_node("Add", ["x", "state"], ["next"])],
+        [value("x", [1, 4]), value("state", [1, 4])],
+        [value("next", [1, 4])],
+    )
+    assert state_pairs(made, {}, KEY) == {}
+    assert state_pairs(made, {"state": "next"}, KEY) == {"state": "next"}
+
+
+@pytest.mark.parametrize(
+    ("pair", "message", "kind"),
+    [
+        ({"h": "h1"}, "has no input 'h'", Kind.UNKNOWN_INPUT),
+        ({"h0": "h2"}, "has no output 'h2'", Kind.UNKNOWN_INPUT),
+        (
+            {"x": "h1"},
+            r"'h1' \(float32 1 x 1 x 4\) cannot be fed to the input 'x'",
+            Kind.VALUE_MISMATCH,
+        ),
+    ],
+)
+def test_pairs_that_are_none_are_errors(pair: dict[str, str], message: str, kind: Kind) -> None:
+    with pytest.raises(ModelError, match=message) as raised:
+        state_pairs(lstm(), pair, KEY)
+    assert raised.value.problems[0].kind is kind

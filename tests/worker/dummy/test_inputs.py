@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from hatch_epcontext.errors import Key, Kind, ModelError
+from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.dummy.inputs import dummy_inputs
+
+
+def spec(inputs: object) -> ModelSpec:
+    return ModelSpec("a", "a.onnx", Key(("models", 0)), inputs=str(inputs))
+
+
+X = TensorFacts("x", "float32", (2, "n"))
+I = TensorFacts("i", "int64", (3,))  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    "float64 float32 float16 bfloat16 float8_e4m3fn int8 uint64 int4 bool".split(),  # noqa: SIM905
+)
+def test_synthetic_inputs_have_the_shape_and_dtype(dtype: str) -> None:
+    tensor = TensorFacts("x", dtype, (2, 3))
+    for kind in ("ones", "zeros", "random"):
+        array = dummy_inputs([tensor], spec(kind))["x"]
+        assert (array.shape, array.dtype.name) == ((2, 3), dtype)
+    assert (dummy_inputs([tensor], spec("ones"))["x"] == 1).all()
+    assert (dummy_inputs([tensor], spec("zeros"))["x"] == 0).all()
+
+
+def test_random_inputs_are_the_same_in_every_run_and_differ_by_input() -> None:
+    tensors = [X, TensorFacts("z", "float32", (2, 1))]
+    one, two = (dummy_inputs(tensors, spec("random")) for _ in range(2))
+    assert np.array_equal(one["x"], two["x"])
+    assert not np.array_equal(one["x"], one["z"])
+
+
+def test_random_integers_without_a_graph_are_indices_of_any_table() -> None:
+    array = dummy_inputs([TensorFacts("i", "int64", (100,))], spec("random"))["i"]
+    assert set(array.tolist()) == {0, 1}
+
+
+def test_an_open_dimension_has_the_size_one() -> None:
+    assert dummy_inputs([X], spec("ones"))["x"].shape == (2, 1)
+
+
+def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> None:
+    np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
+    sizes = dataclasses.replace(spec(tmp_path / "inputs.npz"), dims={"n": 3}, static_shapes=False)
+    assert dummy_inputs([X], sizes)["x"].shape == (2, 7)
+    generated = dataclasses.replace(sizes, inputs="ones")
+    assert dummy_inputs([X], generated)["x"].shape == (2, 3)
+
+
+def test_random_integers_are_all_of_their_range() -> None:
+    ranges = {"i": Range(2, 4, known=True, whole=True)}
+    array = dummy_inputs([I], spec("random"), ranges)["i"]
+    assert sorted(array.tolist()) == [2, 3, 4]
+
+
+def test_random_strings_are_words() -> None:
+    words = dummy_inputs([TensorFacts("s", "string", (20,))], spec("random"))["s"]
+    assert set(words.tolist()) == {"alpha", "beta"}
+
+
+def test_a_single_string_is_an_array() -> None:
+    array = dummy_inputs([TensorFacts("s", "string", ())], spec("random"))["s"]
+    assert (array.dtype, array.shape) == (np.dtype(object), ())
+
+
+def test_a_dtype_that_cannot_be_generated_is_an_error() -> None:
+    with pytest.raises(ModelError, match="which cannot be generated") as raised:
+        dummy_inputs([TensorFacts("x", "sequence_type", (1,))], spec("random"))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.INVALID_INPUTS
+    assert problem.location == "tool.epcontext.models[0].validate.inputs"
+
+
+@pytest.mark.parametrize("size", [10**17, 10**15])
+def test_an_input_that_is_too_large_is_an_error(size: int) -> None:
+    with pytest.raises(
+        ModelError, match=f"the input 'x' \\({size} x 8\\) is too large to be generated"
+    ):
+        dummy_inputs([TensorFacts("x", "float32", (size, 8))], spec("random"))
+
+
+def test_inputs_from_an_npz(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.npz"
+    np.savez(path, x=np.full((2, 7), 3, np.float32), i=np.arange(3), more=np.zeros(1))
+    arrays = dummy_inputs([X, I], spec(path))
+    assert arrays.keys() == {"x", "i"}
+    assert arrays["x"].shape == (2, 7)
+
+
+def test_inputs_from_onnx_test_data_by_name_or_by_number(tmp_path: Path) -> None:
+    first = numpy_helper.from_array(np.arange(3), "i")
+    second = numpy_helper.from_array(np.zeros((2, 2), np.float32))
+    onnx.save_tensor(second, tmp_path / "input_0.pb")
+    onnx.save_tensor(first, tmp_path / "input_1.pb")
+    onnx.save_tensor(first, tmp_path / "output_0.pb")
+    arrays = dummy_inputs([X, I], spec(tmp_path))
+    assert arrays["i"].tolist() == [0, 1, 2]
+    assert arrays["x"].shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"i": np.arange(3)}, "has no array for the input 'x'"),
+        ({"x": np.zeros((2, 2)), "i": np.arange(3)}, r"has float64 \[2, 2\] for the input 'x'"),
+        ({"x": np.zeros((3, 2), np.float32), "i": np.arange(3)}, "takes float32 2 x n"),
+        ({"x": np.zeros(2, np.float32), "i": np.arange(3)}, "takes float32 2 x n"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_an_error(
+    tmp_path: Path, arrays: dict[str, np.ndarray[Any, Any]], message: str
+) -> None:
+    path = tmp_path / "inputs.npz"
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=message):
+        dummy_inputs([X, I], spec(path))
+
+
+def test_an_invalid_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.npz"
+    np.savez_compressed(path, x=np.zeros((2, 7), np.float32))
+    whole = path.read_bytes()
+    damaged = whole[:60] + bytes(8) + whole[68:]
+    np.save(tmp_path / "single.npy", np.zeros(2))
+    single = (tmp_path / "single.npy").read_bytes()
+    for contents in (
+        single,
+        b"text",
+        b"",
+        b"PK\x03\x04 and no more",
+        whole[: len(whole) // 2],
+        damaged,
+    ):
+        path.write_bytes(contents)
+        with pytest.raises(ModelError, match=r"is not an \.npz of plain arrays"):
+            dummy_inputs([X], spec(path))
+    (tmp_path / "input_0.pb").write_bytes(b"text")
+    with pytest.raises(ModelError, match="is not an ONNX tensor"):
+        dummy_inputs([X], spec(tmp_path))
