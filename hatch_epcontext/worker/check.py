@@ -49,17 +49,17 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
     outputs_problems = list(_check_outputs(model.graph, spec))
     problems = [
         *_check_types(inputs, spec),
-        *outputs_problems,
         *check_fixed(inputs, spec, request.static.get(spec.name)),
         *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
     ]
     for given in request.profiles:
         if given.model == spec.name:
             problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
-    # What makes such an output is refused with it.
-    if not outputs_problems:
-        targets = [each for each in request.contexts if each.model == spec.name]
-        problems += refusals.problems(model, spec, targets)
+    targets = [each for each in request.contexts if each.model == spec.name]
+    refused = list(refusals.problems(model, spec, targets))
+    # Other outputs do not help where nothing is worth compiling; otherwise what makes them is refused too.
+    hopeless = [each for each in refused if not each.settings]
+    problems += hopeless or outputs_problems or refused
     if problems:
         raise ModelError(*problems)
     state_pairs(model, spec.states, spec.key / "validate" / "states")

@@ -194,6 +194,10 @@ def test_a_refused_model_fails_before_anything_is_compiled(tmp_path: Path) -> No
     spec = ModelSpec("m", str(path), SPEC.key)
     target = ContextTarget("m", "npu", "qnn", Key(), 1.0)
     check.handle(CheckRequest((spec,), {}))
+    trees = tmp_path / "trees.onnx"
+    onnx.save(model([TREE, node("ZipMap", "t", "z", ML)], [value("x")], [SEQUENCE]), trees)
+    with pytest.raises(ModelError, match="an ensemble of trees"):
+        check.handle(CheckRequest((ModelSpec("m", str(trees), SPEC.key),), {}, contexts=(target,)))
     with pytest.raises(ModelError) as caught:
         check.handle(CheckRequest((spec,), {}, contexts=(target,)))
     assert [each.kind for each in caught.value.problems] == [Kind.NOT_COMPILABLE]
