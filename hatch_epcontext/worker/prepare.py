@@ -23,7 +23,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.fix import fix_inputs, ranges_for
 from hatch_epcontext.worker.optimize import optimize
-from hatch_epcontext.worker.precision.change import explained, write_dequantized, write_quantized
+from hatch_epcontext.worker.precision.change import explained, write_dequantized
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
 
@@ -55,6 +55,9 @@ def handle(request: PrepareRequest) -> PrepareReply:
     if (simplified := _simplify(fixed, result, request)) is None:
         result = fixed
     if request.precision is not None and request.precision.quantize is not None:
+        # Few builds need it, and importing it takes long.
+        from hatch_epcontext.worker.precision.quantize import write_quantized
+
         quantized = own / f"{spec.name}.quantized.onnx"
         done = write_quantized(result, quantized, spec, request.precision)
         result, simplified = quantized, None
