@@ -64,7 +64,7 @@ FIVE = named("ocr-detection", "ocr-recognition", "ocr-direction", "voice-16k", "
 
 ELEVEN = (
     *FIVE,
-    *named("voice-sequence", "voice-without-if", "noise", "words", "syllables", "file-type"),
+    *named("voice-sequence", "voice-without-if", "noise", "words", "syllables", "wake-embedding"),
 )
 """Models that QNN compiles as one context each, which need shapes and constants only."""
 
