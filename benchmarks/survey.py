@@ -44,7 +44,8 @@ class Try:
     """What came out of one model on one target; times in seconds, None where there is none.
 
     ``why``: why it is not whole, as the error says it. ``nodes``: those of the prepared graph, and
-    ``compiled`` those of them that are inside contexts. ``cosine``: the smallest of all outputs.
+    ``compiled`` those of them that are inside contexts. ``snr``: the smallest ratio of signal to noise of all outputs in decibels, None if it was not
+    compared, or if all are ``equal``.
     ``accepts_less``: whether the error names ``min-coverage`` as a way to go on.
     """
 
@@ -60,7 +61,8 @@ class Try:
     compile: float | None = None
     open: float | None = None
     validation: str = ""
-    cosine: float | None = None
+    snr: float | None = None
+    equal: bool = False
     accepts_less: bool = False
 
 
@@ -183,7 +185,13 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
     (job,) = report["jobs"]
     (facts,) = job["models"]
     coverage, validation = facts["coverage"] or {}, facts["validation"]
-    cosines = [each["cosine"] for each in validation["agreements"] if each["cosine"] is not None]
+    compared = [each for each in validation["agreements"] if each["status"] == "agrees"]
+    ratios = [each["snr"] for each in compared if each["snr"] is not None]
+    others = [
+        f"{each['output']} is {each['status']}: {each['reason']}"
+        for each in validation["agreements"]
+        if each["status"] != "agrees"
+    ]
     result: Outcome = "optimized"
     if coverage:
         result = "partial" if coverage["uncovered"] else "whole"
@@ -198,7 +206,9 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
         compile=job["times"]["compile"],
         open=facts["load"],
         validation=validation["status"],
-        cosine=min(cosines, default=None),
+        snr=min(ratios, default=None),
+        equal=bool(compared) and not ratios,
+        why="; ".join(others),
     )
 
 
@@ -278,7 +288,7 @@ def _table(target: str, tries: Sequence[Try]) -> str:
             "",
             f"{len(tries)} models: {summary}.",
             "",
-            "| model | outcome | nodes in contexts | compile | open | cosine | why |",
+            "| model | outcome | nodes in contexts | compile | open | agreement | why |",
             "| --- | --- | --- | --- | --- | --- | --- |",
             *map(_row, tries),
         ]
@@ -295,7 +305,7 @@ def _row(done: Try) -> str:
         nodes,
         "" if done.compile is None else f"{done.compile:.2f} s",
         "" if done.open is None else f"{done.open:.3f} s",
-        "" if done.cosine is None else f"{done.cosine:.5f}",
+        "equal" if done.equal else "" if done.snr is None else f"{done.snr:.0f} dB",
         _why(done)
         if done.why
         else ("" if not ran or done.validation == "ran" else done.validation),

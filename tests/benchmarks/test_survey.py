@@ -23,7 +23,11 @@ _JOB: dict[str, Any] = {
             "coverage": {"nodes": 9, "compiled": 9, "partitions": 1, "uncovered": []},
             "validation": {
                 "status": "ran",
-                "agreements": [{"cosine": 0.9}, {"cosine": None}, {"cosine": 0.5}],
+                "agreements": [
+                    {"output": "a", "status": "agrees", "snr": 40.0, "reason": None},
+                    {"output": "b", "status": "agrees", "snr": None, "reason": None},
+                    {"output": "c", "status": "random", "snr": None, "reason": "chance"},
+                ],
             },
             "load": 0.25,
         }
@@ -72,7 +76,8 @@ def test_a_compressed_model_is_unpacked_and_its_sha256_checked(downloads: Path) 
 
 def test_a_job_is_whole_partial_or_optimized() -> None:
     done = outcome("a", "qnn", 2.0, _printed(jobs=[_JOB]))
-    assert (done.outcome, done.compile, done.open, done.cosine) == ("whole", 0.5, 0.25, 0.5)
+    assert (done.outcome, done.compile, done.open, done.snr) == ("whole", 0.5, 0.25, 40.0)
+    assert done.why == "c is random: chance"
     model = _JOB["models"][0]
     coverage = {**model["coverage"], "compiled": 8, "uncovered": [{"op": "LSTM"}]}
     partial = {**_JOB, "models": [{**model, "coverage": coverage}]}
