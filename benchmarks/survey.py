@@ -44,8 +44,8 @@ class Try:
     """What came out of one model on one target; times in seconds, None where there is none.
 
     ``why``: why it is not whole, as the error says it. ``nodes``: those of the prepared graph, and
-    ``compiled`` those of them that are inside contexts. ``snr``: the smallest ratio of signal to noise of all outputs in decibels, None if it was not
-    compared, or if all are ``equal``.
+    ``compiled`` those of them that are inside contexts. ``snr``: the smallest ratio of signal to noise of all
+    outputs in decibels, None if none was compared, or if all are ``equal``.
     ``accepts_less``: whether the error names ``min-coverage`` as a way to go on.
     """
 
