@@ -71,7 +71,7 @@ def read_sources(
     _for_each(index, lambda item: index.store_facts(*item), kept.items())
     if problems := [p for m in config.models for p in _unknown_outputs(m, known[m.name])]:
         # The shapes of one model have the same tolerance.
-        raise ModelError(*dict.fromkeys(problems))
+        raise ModelError(*{str(problem): problem for problem in problems}.values())
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 

@@ -93,7 +93,8 @@ class FailedPackageError(BuildError):
     def __init__(self, validated: ValidatedPackage) -> None:
         problems = [each for variant in validated.variants for each in variant.problems]
         # A damaged source is a problem of all that are compared with it.
-        super().__init__(*dict.fromkeys((*validated.problems, *problems)))
+        # A setting can have values that cannot be hashed.
+        super().__init__(*{str(each): each for each in (*validated.problems, *problems)}.values())
         self.validated = validated
 
 
