@@ -50,9 +50,18 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
     printed = cli("validate", context, "--source", source).stdout
     assert printed.startswith(
         f"{context}: 1 context of QNNExecutionProvider, for soc_model 60, htp_arch 73, nothing left to "
-        "the CPU, ran and agrees with the CPU (cosine 1.00000"
+        "the CPU, ran and agrees with the CPU on synthetic inputs ("
     )
     assert {path: path.read_bytes() for path in context.parent.iterdir()} == before
+
+
+@needs_qnn
+def test_limits_of_an_output_that_is_not_there_are_an_error(
+    cli: Cli, context: Path, source: Path
+) -> None:
+    limits = "validate.tolerance={ outputs = { nope = { snr = 1 } } }"
+    printed = cli("validate", context, "--source", source, "--set", limits, code=1).stderr
+    assert "the model has no output 'nope'." in printed
 
 
 @needs_qnn
