@@ -11,7 +11,7 @@ from onnx import helper
 
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn
-from tests.models import network, save, transformer
+from tests.models import model, network, save, transformer, value
 
 
 @pytest.fixture
@@ -218,3 +218,19 @@ def test_the_mode_cannot_be_set(cli: Cli, source: Path, setting: str, flag: str)
     printed = cli("validate", source, "-p", "cpu", "--set", setting, code=2).stderr
     assert f"--set {flag}: EPC007\n    cannot be set" in printed
     assert "check only the structure" in printed
+
+
+def test_what_a_comparison_leaves_open_is_a_warning(cli: Cli, tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Abs", ["x"], ["a"]),
+            helper.make_node("Neg", ["a"], ["n"]),
+            helper.make_node("Sqrt", ["n"], ["y"]),
+        ],
+        [value("x", [1, 8])],
+        [value("y", [1, 8])],
+    )
+    path = save(made, tmp_path / "a.onnx")
+    run = cli("validate", path, "--source", path, "--provider", "cpu")
+    assert "NOT compared; 'y' is inconclusive" in run.stdout
+    assert "the comparison of the output 'y' proves nothing" in run.stderr
