@@ -24,6 +24,9 @@ SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 _WRONG = 6.0
 """Decibels of signal to noise below which no limit is suggested: the error is half of the signal."""
 
+_WRONG_SLICE = 3.0
+"""The same for a slice, such as all scores of one class."""
+
 
 def check_runs(
     session: ort.InferenceSession,
@@ -164,7 +167,7 @@ def _differs(
             f"Nothing in the graph bounds {names}, which got values up to 255. Feed real inputs:",
             settings=(Setting(key / "inputs"),),
         )
-    if compared.needed.get("snr", math.inf) < _WRONG or compared.needed.get("cosine", 1.0) <= 0:
+    if _is_wrong(compared):
         if are_given:
             hint = "The compiled model is wrong there. Use another provider for this model."
             return Problem(Kind.OUTPUT_DIFFERS, "", message, hint)
@@ -178,6 +181,15 @@ def _differs(
         "Find the cause, or allow more if the difference is acceptable:",
         settings=(Setting(key / "tolerance", {"outputs": {agreement.output: allowed}}),),
     )
+
+
+def _is_wrong(compared: Comparison) -> bool:
+    """Whether an output is so far away that no limit should allow it."""
+    needed, worst = compared.needed, compared.agreement.worst
+    if "snr" in needed:
+        slice_is_wrong = worst is not None and worst.snr < _WRONG_SLICE
+        return needed["snr"] < _WRONG or slice_is_wrong
+    return needed.get("cosine", 1.0) <= 0
 
 
 def _rounded(name: str, limit: float) -> float:

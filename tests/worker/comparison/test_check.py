@@ -40,3 +40,12 @@ def test_inputs_that_are_given_are_not_asked_for() -> None:
     assert "inputs" in str(setting)
     given = failed(outputs, Tolerance(20, 0.99), replace(SPEC, inputs="/tmp/a.npz"))
     assert not given.problems[0].settings
+
+
+def test_no_limits_are_suggested_for_a_slice_that_is_wrong() -> None:
+    wanted = np.tile(np.array([600, 1], np.float32), (20, 1))
+    wrong = wanted * np.array([1, 0], np.float32)
+    with pytest.raises(BuildError, match=r"dB in \[:, 1\]") as caught:
+        check_outputs({"y": wrong}, {"y": wanted}, Tolerance(20, 0.99), SPEC, "the CPU's")
+    (setting,) = caught.value.problems[0].settings
+    assert setting.key == SPEC.key / "validate" / "inputs"
