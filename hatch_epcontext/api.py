@@ -136,9 +136,9 @@ def compile_models(
     ``optimization``: ONNX Runtime's graph optimization before partitioning; the default is basic.
     ``embed``: whether the compiled blob is inside the context model; the default is a sidecar beside it.
     ``share_weights``: compile all models together, with one sidecar.
-    ``validate``: the mode, or a table with ``mode``, ``inputs``, ``tolerance`` and ``timeout`` (seconds
-    for one run of the model). An ``inputs`` file is an ``.npz`` with an array for each input, of its
-    dtype and shape.
+    ``validate``: the mode, or a table with ``mode``, ``inputs``, ``states`` (outputs, by the input to which
+    they are fed back), ``tolerance`` and ``timeout`` (seconds for one run of the model). An ``inputs``
+    file is an ``.npz`` with an array for each input, of its dtype and shape.
     ``settings``: any other keys of a target, a model or the build, as in TOML, such as
     ``{"min-coverage": 0.9, "build.timeout": 600}`` (seconds).
     ``package``: make ``output`` the folder of a model package, with a manifest and the source models.
@@ -220,7 +220,7 @@ def validate_context(
     shapes: Mapping[str, Sequence[int]] | None = None,
     constants: Mapping[str, Any] | None = None,
     inputs: StrPath = "random",
-    tolerance: Mapping[str, float] | Literal[False] | None = None,
+    tolerance: Mapping[str, Any] | Literal[False] | None = None,
     settings: Mapping[str, Any] | None = None,
     structure_only: bool = False,
     log: Callable[[str], None] | None = None,
@@ -237,8 +237,8 @@ def validate_context(
     the context.
     ``inputs``: ``"random"`` (seeded), ``"ones"``, ``"zeros"``, an ``.npz`` with an array for each input
     (of its dtype and shape), or a folder with ``input_*.pb``.
-    ``tolerance``: limits that differ from the provider's: ``rtol``, ``atol``, ``cosine``; False to compare
-    nothing.
+    ``tolerance``: limits that differ from the provider's, as in TOML: ``snr`` (decibels), ``cosine``,
+    ``atol``, ``rtol``, ``outputs`` (the same by output) and ``targets``; False to compare nothing.
     ``settings``: any other keys of a target, a model or the build, as in TOML, except for the mode of the
     validation.
     ``structure_only``: check the files only, and run nothing.
@@ -253,7 +253,7 @@ def validate_context(
     ...     Path("out/digits_ctx.onnx"), source=Path("digits.onnx")
     ... )  # doctest: +SKIP
     >>> validated.validation.agreements  # doctest: +SKIP
-    (Agreement(output='probs', max_abs=0.0007, cosine=0.99999),)
+    (Agreement(output='probs', max_abs=0.0007, cosine=0.99999, snr=61.3, ...),)
     """
     table: dict[str, Any] = {"inputs": os.fspath(inputs)}
     if tolerance is not None:

@@ -17,7 +17,7 @@ from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, too_large
-from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelFacts
+from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelFacts, TensorFacts
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.serialize import to_plain
@@ -69,23 +69,23 @@ def read_sources(
     kept = {_unchecked_key(model, index): known[model.name] for model in sent}
     kept |= {keys[model.name]: known[model.name] for model in unknown}
     _for_each(index, lambda item: index.store_facts(*item), kept.items())
-    if problems := [p for m in config.models for p in _unknown_outputs(m, known[m.name])]:
+    if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
         # The shapes of one model have the same tolerance.
         raise ModelError(*{str(problem): problem for problem in problems}.values())
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 
-def _unknown_outputs(model: Model, facts: ModelFacts) -> Iterator[Problem]:
-    """The outputs in the tolerance of ``model`` that it does not have."""
+def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
+    """The outputs in the tolerance of ``model`` that are not among its ``outputs``."""
     tolerance = model.validate.tolerance
     if tolerance is None:
         return
-    names = [output.name for output in facts.outputs]
+    names = [output.name for output in outputs]
     key = model.key / "validate" / "tolerance"
     given = [(key / "outputs", tolerance.outputs)]
     given += [(key / "targets" / n / "outputs", t.outputs) for n, t in tolerance.targets.items()]
-    for place, outputs in given:
-        for name in outputs:
+    for place, limits in given:
+        for name in limits:
             if name not in names:
                 message = f"the model has no output {name!r}."
                 yield Problem.at(place / name, Kind.UNKNOWN_INPUT, message, suggestion(name, names))

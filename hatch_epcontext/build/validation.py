@@ -14,7 +14,13 @@ from hatch_epcontext.build.artifact import Artifact, Record, Validation, Validat
 from hatch_epcontext.build.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job
-from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model, ValidateSettings
+from hatch_epcontext.config.settings import (
+    SYNTHETIC,
+    CompileSettings,
+    Model,
+    Target,
+    ValidateSettings,
+)
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, worst_agreement
 from hatch_epcontext.providers import Provider
@@ -223,5 +229,29 @@ def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
             f'{reason.rstrip(".")}, and validate is "require".',
             "Build on another machine, or check only what this one can:",
             settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
+        )
+    )
+
+
+def with_limits_of_target(error: BuildError, model: Model, target: Target) -> BuildError:
+    """``error`` with the limits that it suggests for ``target`` alone, if the model has other targets.
+
+    So nobody allows all of them what one of them needs.
+    """
+    tolerance = model.validate.tolerance
+    own = tolerance is not None and target.name in tolerance.targets
+    if len(model.targets) < 2 and not own:
+        return error
+    key = model.key / "validate" / "tolerance"
+
+    def narrowed(setting: Setting) -> Setting:
+        if setting.key != key or not isinstance(setting.value, dict):
+            return setting
+        return Setting(key, {"targets": {target.name: setting.value}})
+
+    return type(error)(
+        *(
+            dataclasses.replace(problem, settings=tuple(map(narrowed, problem.settings)))
+            for problem in error.problems
         )
     )

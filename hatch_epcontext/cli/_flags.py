@@ -121,9 +121,12 @@ _OPTIMIZATION = click.option(
     help="ONNX Runtime's graph optimization before partitioning. The default is basic.",
 )
 
-_SETTING = _pairs(
+# Not a mapping: tables of one key are merged.
+_SETTING = click.option(
     "--set",
     "settings",
+    type=_Pair(),
+    multiple=True,
     metavar="KEY=TOML",
     help="Any other key of a target, a model or the build, such as min-coverage=0.9, "
     "'validate.tolerance={atol=0.1}' or build.timeout=600; repeatable.",

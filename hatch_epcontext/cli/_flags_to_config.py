@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hatch_epcontext.config.pyproject import parse
@@ -20,11 +20,14 @@ def job_settings(
     dims: _Texts,
     shapes: _Texts,
     constants: _Texts,
-    settings: _Texts,
+    settings: Iterable[tuple[str, str]],
     inputs: str | None = None,
     optimization: str | None = None,
 ) -> JobSettings:
-    """The settings that flags give; a text that is not a valid value stays as it is, for the checks."""
+    """The settings that flags give; a text that is not a valid value stays as it is, for the checks.
+
+    ``settings``: a key may occur several times. Its tables are merged; of other values the last one counts.
+    """
     return JobSettings(
         provider_options=options,
         session_options=configs,
@@ -34,12 +37,25 @@ def job_settings(
         shapes=_read(shapes, _sizes),
         constants=_read(constants, value),
         validate={} if inputs is None else {"inputs": inputs},
-        settings=_read(settings, value),
+        settings=_merged(settings),
     )
 
 
 def _read(texts: _Texts, read: Callable[[str], Any]) -> dict[str, Any]:
     return {key: read(text) for key, text in texts.items()}
+
+
+def _merged(settings: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, text in settings:
+        found[key] = _merge(found.get(key), value(text))
+    return found
+
+
+def _merge(first: Any, second: Any) -> Any:
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second
+    return {**first, **{key: _merge(first.get(key), each) for key, each in second.items()}}
 
 
 def _whole(text: str) -> Any:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.build.validation import describe_validation
-from hatch_epcontext.cli._common import Verbosity, verbosity_options
+from hatch_epcontext.build.artifact import Validation
+from hatch_epcontext.build.validation import describe_validation, validation_warnings
+from hatch_epcontext.cli._common import Verbosity, verbosity_options, warn
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import loading_flags, provider_option
 from hatch_epcontext.cli._output import echo
@@ -119,6 +120,7 @@ def validate(
         elif not quiet:
             parts = _describe_model(validated.model, validated.ep, validated.provider)
             echo(f"{path}: {', '.join([*parts, describe_validation(validated.validation)])}")
+            _warn(str(path), validated.validation)
         return
     if provider is not None:
         raise click.UsageError("--provider is for a single file: a model package names its own.")
@@ -126,6 +128,8 @@ def validate(
     def done(variant: ValidatedVariant) -> None:
         if not quiet and not as_json:
             echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
+            if variant.validation is not None:
+                _warn(variant.name, variant.validation)
 
     try:
         package = validate_package(
@@ -144,6 +148,11 @@ def validate(
         raise
     if as_json:
         click.echo(to_json(package), nl=False)
+
+
+def _warn(name: str, validation: Validation) -> None:
+    for warning in validation_warnings(name, validation):
+        warn(warning)
 
 
 def _describe_variant(variant: ValidatedVariant) -> list[str]:

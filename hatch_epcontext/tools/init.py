@@ -247,13 +247,16 @@ def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
         for each in model.suggested.constants
         if static and each.needed and each.value is not None
     ]
+    values = {each.input: each.value for each in needed}
     if needed:
-        values = {each.input: each.value for each in needed}
         notes = dict.fromkeys(_one_line(each.note) for each in needed)
         yield f"constants = {_written(values)}  # {'; '.join(notes)}"
-    for each in model.suggested.constants:
-        if each not in needed:
-            yield f"# constants = {_written({each.input: each.value})}  # {_one_line(each.note)}"
+    others = [each for each in model.suggested.constants if each not in needed]
+    if others:
+        # A table has one such line: the values that are needed belong to it too.
+        values |= {each.input: each.value for each in others}
+        notes = dict.fromkeys(_one_line(each.note) for each in others)
+        yield f"# constants = {_written(values)}  # {'; '.join(notes)}"
 
 
 def _comment(tensor: TensorFacts) -> str:

@@ -13,6 +13,7 @@ from hatch_epcontext.build.cutting import cut_plan
 from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.build.requirements import check_environment
+from hatch_epcontext.build.sources import unknown_outputs
 from hatch_epcontext.build.validation import reason_not_to_run, validation_of
 from hatch_epcontext.config.settings import CompileSettings, Config
 from hatch_epcontext.errors import (
@@ -22,6 +23,7 @@ from hatch_epcontext.errors import (
     InspectionError,
     Key,
     Kind,
+    ModelError,
     Problem,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
@@ -256,6 +258,8 @@ def _run(
                 "Check only the structure of its files (on the command line: --structure).",
             )
         )
+    if problems := list(unknown_outputs(job.models[0], model.outputs)):
+        raise ModelError(*problems)
     moved = staging / "moved"
     copy_named_files(path, model, moved)
     request = ValidateRequest(

@@ -64,6 +64,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         refuse_not_finite(outputs, {})
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
+    _check_outputs(request, expected)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
     first = run_model(session, expected.feeds, spec, "the compiled model")
@@ -111,6 +112,27 @@ def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
                 Setting(spec.key / "constants"),
             )
         )
+
+
+def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
+    """Raise ModelError where the compiled model has other outputs: they would not be compared."""
+    own = {tensor.name for tensor in request.context.outputs}
+    wanted = expected.runs[0].outputs[0].keys()
+    for names, one, other in (
+        (wanted - own, "source", "compiled"),
+        (own - wanted, "compiled", "source"),
+    ):
+        if names:
+            outputs = "the outputs" if len(names) > 1 else "the output"
+            raise ModelError(
+                Problem.at(
+                    request.model.key,
+                    Kind.VALUE_MISMATCH,
+                    f"the {one} model has {outputs} {', '.join(map(repr, sorted(names)))}, and the {other} "
+                    "model does not.",
+                    "Compare with the model that it was compiled from.",
+                )
+            )
 
 
 def _unavailable(request: ValidateRequest) -> str | None:

@@ -32,11 +32,19 @@ def test_the_texts_of_flags_become_values() -> None:
         shapes={"x": "1, 3", "y": "", "z": "1,n"},
         constants={"c": "[1.5]", "d": "text"},
         inputs="ones",
-        settings={"min-coverage": "0.5", "validate.tolerance": "{atol=0.1}"},
+        settings=[
+            ("min-coverage", "0.4"),
+            ("min-coverage", "0.5"),
+            ("validate.tolerance", "{atol=0.1, outputs={a={snr=10}}}"),
+            ("validate.tolerance", "{atol=0.2, outputs={b={snr=20}}}"),
+        ],
     )
     assert found.provider_options == {"soc_model": "60"}
     assert found.dims == {"n": 1, "a:m": -2, "k": "many"}
     assert found.shapes == {"x": [1, 3], "y": [], "z": [1, "n"]}
     assert found.constants == {"c": [1.5], "d": "text"}
     assert found.validate == {"inputs": "ones"}
-    assert found.settings == {"min-coverage": 0.5, "validate.tolerance": {"atol": 0.1}}
+    assert found.settings == {
+        "min-coverage": 0.5,
+        "validate.tolerance": {"atol": 0.2, "outputs": {"a": {"snr": 10}, "b": {"snr": 20}}},
+    }

@@ -11,7 +11,7 @@ from onnx import helper
 
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn
-from tests.models import network, save, transformer
+from tests.models import model, network, save, transformer, value
 
 
 @pytest.fixture
@@ -53,6 +53,15 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
         "the CPU, ran and agrees with the CPU on synthetic inputs ("
     )
     assert {path: path.read_bytes() for path in context.parent.iterdir()} == before
+
+
+@needs_qnn
+def test_limits_of_an_output_that_is_not_there_are_an_error(
+    cli: Cli, context: Path, source: Path
+) -> None:
+    limits = "validate.tolerance={ outputs = { nope = { snr = 1 } } }"
+    printed = cli("validate", context, "--source", source, "--set", limits, code=1).stderr
+    assert "the model has no output 'nope'." in printed
 
 
 @needs_qnn
@@ -209,3 +218,19 @@ def test_the_mode_cannot_be_set(cli: Cli, source: Path, setting: str, flag: str)
     printed = cli("validate", source, "-p", "cpu", "--set", setting, code=2).stderr
     assert f"--set {flag}: EPC007\n    cannot be set" in printed
     assert "check only the structure" in printed
+
+
+def test_what_a_comparison_leaves_open_is_a_warning(cli: Cli, tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Abs", ["x"], ["a"]),
+            helper.make_node("Neg", ["a"], ["n"]),
+            helper.make_node("Sqrt", ["n"], ["y"]),
+        ],
+        [value("x", [1, 8])],
+        [value("y", [1, 8])],
+    )
+    path = save(made, tmp_path / "a.onnx")
+    run = cli("validate", path, "--source", path, "--provider", "cpu")
+    assert "NOT compared; 'y' is inconclusive" in run.stdout
+    assert "the comparison of the output 'y' proves nothing" in run.stderr

@@ -101,11 +101,11 @@ def test_constants_are_comments_unless_an_ep_of_fixed_shapes_needs_them(project:
     model = replace(new("models/a.onnx", *tensors), suggested=SuggestReply((), constants))
     made = add_models(project, "", [model], [QNN])
     assert models_of(made) == [{"path": "models/a.onnx", "constants": {"sr": 16000}}]
-    assert '# constants = { "quo\\"ted" = ? }  # for an input that never changes' in made
-    assert "# constants = { n = 32 }  # the length" in made
+    others = '"quo\\"ted" = ?, n = 32 }  # for an input that never changes; the length'
+    assert f"# constants = {{ sr = 16000, {others}" in made
     made = add_models(project, "", [model], [CPU])
     assert models_of(made) == [{"path": "models/a.onnx"}]
-    assert "# constants = { sr = 16000 }  # compared" in made
+    assert '# constants = { sr = 16000, "quo\\"ted" = ?, n = 32 }  # compared; for an' in made
 
 
 @pytest.mark.parametrize(

@@ -288,3 +288,13 @@ def test_a_worker_has_a_user_cache_of_its_own(
     load_options = {**to.load_options, "profiling_file_path": "{user-cache}/profiles"}
     context_options(dataclasses.replace(to, load_options=load_options), "context")
     assert (tmp_path / "user-cache" / "profiles").is_dir()
+
+
+def test_other_outputs_than_the_source_has_are_an_error(tmp_path: Path) -> None:
+    request = built(square_root(), "cpu", tmp_path)
+    renamed = square_root()
+    renamed.graph.node[0].output[0] = renamed.graph.output[0].name = "z"
+    path = save(renamed, tmp_path / "other" / "a.onnx")
+    other = dataclasses.replace(request.model, path=str(path))
+    with pytest.raises(ModelError, match="the source model has the output 'z', and the compiled"):
+        handle(dataclasses.replace(request, model=other))

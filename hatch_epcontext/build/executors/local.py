@@ -37,7 +37,11 @@ from hatch_epcontext.build.plan import (
 )
 from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
 from hatch_epcontext.build.requirements import versions_of
-from hatch_epcontext.build.validation import reason_not_to_run, validation_from_reply
+from hatch_epcontext.build.validation import (
+    reason_not_to_run,
+    validation_from_reply,
+    with_limits_of_target,
+)
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.files import link_or_copy, record_files
@@ -204,7 +208,10 @@ class LocalExecutor:
             else None,
         )
         with self._device(job.target), self._cores(job.target, artifact):
-            reply = self.workers.call(request, scratch, location=f"{job.location}: validation")
+            try:
+                reply = self.workers.call(request, scratch, location=f"{job.location}: validation")
+            except BuildError as error:
+                raise with_limits_of_target(error, model, job.target) from error
         shutil.rmtree(moved)
         return ValidationRun(
             validation_from_reply(artifact, reply, model.validate.inputs), reply.load

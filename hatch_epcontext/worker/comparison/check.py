@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, ModelSpec, worst_agreement
 from hatch_epcontext.providers import Tolerance
@@ -19,6 +20,12 @@ from hatch_epcontext.worker.tensors import Arrays, refuse_not_finite
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 """A simplifier may change the order of additions, and nothing else."""
+
+_WRONG = 6.0
+"""Decibels of signal to noise below which no limit is suggested: the error is half of the signal."""
+
+_WRONG_SLICE = 3.0
+"""The same for a slice, such as all scores of one class."""
 
 
 def check_runs(
@@ -150,7 +157,8 @@ def _differs(
             "ends at 65504."
         )
     key = spec.key / "validate"
-    if facts.guessed:
+    are_given = spec.inputs not in SYNTHETIC
+    if facts.guessed and not are_given:
         names = ", ".join(map(repr, facts.guessed))
         return Problem(
             Kind.OUTPUT_DIFFERS,
@@ -159,10 +167,13 @@ def _differs(
             f"Nothing in the graph bounds {names}, which got values up to 255. Feed real inputs:",
             settings=(Setting(key / "inputs"),),
         )
-    if min(compared.needed.values()) <= 0:
+    if _is_wrong(compared):
+        if are_given:
+            hint = "The compiled model is wrong there. Use another provider for this model."
+            return Problem(Kind.OUTPUT_DIFFERS, "", message, hint)
         hint = "The compiled model is wrong there. If the app never has such inputs, give its real ones:"
         return Problem(Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "inputs"),))
-    allowed = {name: math.floor(limit * 1000) / 1000 for name, limit in compared.needed.items()}
+    allowed = {name: _rounded(name, limit) for name, limit in compared.needed.items()}
     return Problem(
         Kind.OUTPUT_DIFFERS,
         "",
@@ -170,3 +181,21 @@ def _differs(
         "Find the cause, or allow more if the difference is acceptable:",
         settings=(Setting(key / "tolerance", {"outputs": {agreement.output: allowed}}),),
     )
+
+
+def _is_wrong(compared: Comparison) -> bool:
+    """Whether an output is so far away that no limit should allow it."""
+    needed, worst = compared.needed, compared.agreement.worst
+    if "snr" in needed:
+        slice_is_wrong = worst is not None and worst.snr < _WRONG_SLICE
+        return needed["snr"] < _WRONG or slice_is_wrong
+    return needed.get("cosine", 1.0) <= 0
+
+
+def _rounded(name: str, limit: float) -> float:
+    """``limit`` with few digits, and no stricter."""
+    if name != "atol":
+        return math.floor(limit * 1000) / 1000
+    exponent = math.floor(math.log10(limit))
+    # In decimals, so that no digits follow from the rounding of powers of ten.
+    return float(f"{math.ceil(limit / 10.0**exponent * 100) / 100:.2f}e{exponent}")

@@ -67,13 +67,17 @@ def _add(main: onnx.GraphProto, value: str) -> None:
 
 
 def read(outputs: Arrays) -> tuple[dict[str, float], Arrays]:
-    """Split the outputs of a run into magnitudes by value (infinite for NaN), and the model's own."""
+    """Split the outputs of a run into magnitudes by value, and the model's own.
+
+    Values with NaN or Inf have no magnitude: there is nothing to compare, and finite ones must count.
+    """
     found = {}
     own = {}
     for name, array in outputs.items():
         if name.startswith(_PREFIX):
             largest = float(array)
-            found[name.removeprefix(_PREFIX)] = math.inf if math.isnan(largest) else largest
+            if math.isfinite(largest):
+                found[name.removeprefix(_PREFIX)] = largest
         else:
             own[name] = array
     return found, own

@@ -6,7 +6,7 @@ the scores beside the boxes of a detector. So each slice of each axis is compare
 
 What is near zero has more noise than signal. So the signal of an output, and of a slice, counts as no
 less than a part of what it is in other samples, and a smaller part of the largest value of the output.
-The numbers were chosen on real models: `docs/validation.md` has the distribution.
+`docs/validation.md` says what that means for a user.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,7 +184,22 @@ def _choose(measured: Sequence[tuple[Run, Mapping[str, float]]]) -> list[Run]:
         ):
             chosen.add(each.name)
             covered = {n: max(m, covered.get(n, 0.0)) for n, m in largest.items()}
+    for output in first.outputs[0]:
+        if not _tells(output, [each for each, _ in measured if each.name in chosen]):
+            # The target may be right there by accident, as with zeros behind a Relu.
+            telling = (each for each, _ in others if _tells(output, [first, each]))
+            chosen.update(each.name for each in itertools.islice(telling, 1))
     return [replace(each, on_target=each.name in chosen) for each, _ in measured]
+
+
+def _tells(output: str, runs: Sequence[Run]) -> bool:
+    """Whether ``output`` has values in ``runs`` that are finite, and not all the same."""
+    values = _values(output, runs)
+    return values[0].dtype.kind in "OSU" or not (_is_nowhere_finite(values) or _is_constant(values))
+
+
+def _values(output: str, runs: Iterable[Run]) -> list[Array]:
+    return [outputs[output] for each in runs for outputs in each.outputs if output in outputs]
 
 
 def _different(one: Arrays, other: Arrays) -> Iterator[str]:
@@ -198,23 +214,29 @@ def _inconclusive(
 ) -> Iterator[tuple[str, str]]:
     """The outputs whose reference proves nothing, each with the reason."""
     for name in runs[0].outputs[0]:
-        values = [outputs[name] for each in runs for outputs in each.outputs if name in outputs]
+        values = _values(name, runs)
         if name in random or values[0].dtype.kind in "OSU":
             continue
         if not any(array.size for array in values):
             yield name, "it has no values"
-        elif not any(_finite(array).any() for array in values):
+        elif _is_nowhere_finite(_values(name, (each for each in runs if each.on_target))):
             yield name, "the CPU's values are NaN or Inf everywhere"
         elif name in depending and _is_constant(values):
-            yield name, f"the CPU's value is {values[0].ravel()[0]} everywhere, for all inputs"
+            value = next(array[_finite(array)][0] for array in values if _finite(array).any())
+            yield name, f"the CPU's value is {value} everywhere, for all inputs"
+
+
+def _is_nowhere_finite(values: Sequence[Array]) -> bool:
+    return not any(_finite(array).any() for array in values)
 
 
 def _is_constant(values: Sequence[Array]) -> bool:
     # One number alone cannot differ.
     if len(values) == 1 and values[0].size == 1:
         return False
-    first = values[0].ravel()[:1]
-    return all(bool((array == first).all()) for array in values)
+    numbers = [array[_finite(array)] for array in values]
+    first = next((array[:1] for array in numbers if array.size), None)
+    return first is None or all(bool((array == first).all()) for array in numbers)
 
 
 def _finite(array: Array) -> Array:
@@ -236,5 +258,4 @@ def _large(main: onnx.GraphProto, found: Iterable[Mapping[str, float]]) -> Itera
     for output, before in ancestors(main).items():
         if names := sorted(before & near.keys()):
             value = max(names, key=lambda name: near[name])
-            # JSON has no infinity.
-            yield Magnitude(output, value, min(near[value], float(np.finfo(np.float64).max)))
+            yield Magnitude(output, value, near[value])

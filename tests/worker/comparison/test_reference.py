@@ -198,6 +198,15 @@ def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
             [helper.make_node("Mul", ["x", "zero"], ["n"]), helper.make_node("Cos", ["n"], ["y"])],
             "the CPU's value is 1.0 everywhere, for all inputs",
         ),
+        (
+            # Finite in one sample only, which is 0 everywhere.
+            [
+                helper.make_node("Abs", ["x"], ["a"]),
+                helper.make_node("Neg", ["a"], ["n"]),
+                helper.make_node("Sqrt", ["n"], ["y"]),
+            ],
+            "the CPU's values are NaN or Inf everywhere",
+        ),
     ],
 )
 def test_a_reference_that_proves_nothing_is_inconclusive(
@@ -213,6 +222,40 @@ def test_a_reference_that_proves_nothing_is_inconclusive(
     assert agreement.reason == reason
     wanted = AgreementStatus.AGREES if reason is None else AgreementStatus.INCONCLUSIVE
     assert agreement.status is wanted
+
+
+def test_a_sample_in_which_an_output_has_several_values_is_run_on_the_target(
+    tmp_path: Path,
+) -> None:
+    nodes = [helper.make_node("Greater", ["x", "limit"], ["y"])]
+    limit = numpy_helper.from_array(np.linspace(5, 20, 10, dtype=np.float32), "limit")
+    outputs = [value("y", [1, 10], TensorProto.BOOL)]
+    spec, expected = referred(model(nodes, [value("x", [1, 10])], outputs, [limit]), tmp_path)
+    assert not expected.facts.inconclusive
+    chosen = [each.name for each in expected.runs if each.on_target]
+    assert chosen[0] == "random"
+    assert len(chosen) == 2
+    nothing = numpy_helper.from_array(np.full(10, 100, np.float32), "limit")
+    wrong = model(nodes, [value("x", [1, 10])], outputs, [nothing])
+    assert check(wrong, spec, expected, tmp_path).warnings
+
+
+def test_a_sample_with_nan_hides_no_larger_values(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Mul", ["x", "x"], ["squares"]),
+            helper.make_node("Mul", ["squares", "scale"], ["large"]),
+            helper.make_node("Div", ["large", "x"], ["y"]),
+        ],
+        [value("x", [1, 10])],
+        [value("y", [1, 10])],
+        [numpy_helper.from_array(np.float32(1000), "scale")],
+    )
+    _, expected = referred(made, tmp_path)
+    assert "scaled" in [each.name for each in expected.runs if each.on_target]
+    (large,) = expected.facts.large
+    assert large.value == "large"
+    assert large.largest < 1e6
 
 
 def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.ipc.facts import ModelSpec
+from hatch_epcontext.providers import OutputLimits, Tolerance
+from hatch_epcontext.worker.comparison.check import check_outputs
+from hatch_epcontext.worker.tensors import Arrays
+from tests.worker.test_compile import MODEL
+
+SPEC = ModelSpec("a", "a.onnx", MODEL)
+WANTED: Arrays = {"y": np.linspace(1, 2, 10, dtype=np.float32)}
+
+
+def failed(outputs: Arrays, tolerance: Tolerance, spec: ModelSpec = SPEC) -> BuildError:
+    with pytest.raises(BuildError) as caught:
+        check_outputs(outputs, WANTED, tolerance, spec, "the CPU's")
+    return caught.value
+
+
+@pytest.mark.parametrize("difference", [1e-6, 0.0123456, 3.0])
+def test_the_limits_of_a_message_are_enough(difference: float) -> None:
+    outputs = {"y": WANTED["y"] + np.float32(difference)}
+    error = failed(outputs, Tolerance(-200, 0.0, atol=1e-9))
+    (setting,) = error.problems[0].settings
+    assert isinstance(setting.value, dict)
+    allowed = setting.value["outputs"]["y"]
+    assert 0 < allowed["atol"] < 1.1 * difference
+    limits = OutputLimits(-200, 0.0, **allowed)
+    check_outputs(outputs, WANTED, Tolerance(-200, 0.0, outputs={"y": limits}), SPEC, "the CPU's")
+
+
+def test_inputs_that_are_given_are_not_asked_for() -> None:
+    outputs = {"y": np.float32(0.2) * WANTED["y"]}
+    (setting,) = failed(outputs, Tolerance(20, 0.99)).problems[0].settings
+    assert "inputs" in str(setting)
+    given = failed(outputs, Tolerance(20, 0.99), replace(SPEC, inputs="/tmp/a.npz"))
+    assert not given.problems[0].settings
+
+
+def test_no_limits_are_suggested_for_a_slice_that_is_wrong() -> None:
+    wanted = np.tile(np.array([600, 1], np.float32), (20, 1))
+    wrong = wanted * np.array([1, 0], np.float32)
+    with pytest.raises(BuildError, match=r"dB in \[:, 1\]") as caught:
+        check_outputs({"y": wrong}, {"y": wanted}, Tolerance(20, 0.99), SPEC, "the CPU's")
+    (setting,) = caught.value.problems[0].settings
+    assert setting.key == SPEC.key / "validate" / "inputs"
