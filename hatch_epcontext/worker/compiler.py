@@ -189,8 +189,11 @@ def _refused_graph(
     if broken := _BROKEN.search(message):
         return _broken_graph(broken, key)
     if words := provider.error_in_words(message):
-        settings = () if key is None else (Setting(key / "cut"),)
         hint = "Change the model there, or keep only the part before or after it."
+        settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
+        if decides := advice(source, key):
+            # The node may be in a branch that never runs.
+            hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1] + settings
         return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
