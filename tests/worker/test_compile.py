@@ -269,7 +269,16 @@ def test_a_node_that_an_ep_cannot_convert_is_named_with_the_input_that_chooses_t
     assert problem.settings == (*frozen, Setting(MODEL / "cut"))
 
 
-def test_a_graph_that_onnx_runtime_broke_itself_is_explained() -> None:
+@pytest.mark.parametrize(
+    ("optimizes", "message", "setting"),
+    [
+        (True, r"optimizations broke the graph: .*'If_32' \(If\)", ("optimization", "none")),
+        (False, r"broke the graph when it gave parts of it to the EP: .*'If_32'", ("cut", None)),
+    ],
+)
+def test_a_graph_that_onnx_runtime_broke_itself_is_explained(
+    optimizes: bool, message: str, setting: tuple[str, str | None]
+) -> None:
     error = RuntimeError(
         "[ONNXRuntimeError] : 10 : INVALID_GRAPH : This is an invalid model. In Node, "
         '("If_32", If, "", -1) : ("c": tensor(bool),) -> ("53": tensor(float),) , Error Nodes in a graph '
@@ -277,13 +286,11 @@ def test_a_graph_that_onnx_runtime_broke_itself_is_explained() -> None:
     )
     graph = network(1).graph
     with (
-        pytest.raises(
-            BuildError, match=r"optimizations broke the graph: .*'If_32' \(If\)"
-        ) as raised,
-        explained(PROVIDERS["qnn"], lambda: graph, MODEL),
+        pytest.raises(BuildError, match=message) as raised,
+        explained(PROVIDERS["qnn"], lambda: graph, MODEL, optimizes=optimizes),
     ):
         raise error
-    assert raised.value.problems[0].settings == (Setting(MODEL / "optimization", "none"),)
+    assert raised.value.problems[0].settings == (Setting(MODEL / setting[0], setting[1]),)
 
 
 @needs_qnn
