@@ -299,6 +299,16 @@ def test_dynamic_quantization_that_the_ep_takes_is_no_problem(cli: Cli, tmp_path
     assert "QNNExecutionProvider itself, after simplifying: refuses 0 of 5 nodes" in printed
 
 
+@needs_qnn
+def test_what_the_ep_refuses_is_shown_for_nodes_without_names(cli: Cli, tmp_path: Path) -> None:
+    # Without the zero point QNN does not take them.
+    other = DYNAMIC.replace("(q, w, zero)", "(q, w)")
+    path = save(onnx.parser.parse_model(other), tmp_path / "m.onnx")
+    printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
+    assert "does not take all of the model's dynamic quantization" in printed
+    assert "Add --set dequantize=true" in printed
+
+
 def test_dynamic_quantization_is_to_be_undone_for_an_ep_of_which_nothing_is_known(
     cli: Cli, tmp_path: Path
 ) -> None:
