@@ -72,9 +72,10 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
     """What to do about the uncovered nodes: in words, and what to set."""
     nodes = coverage.uncovered
     if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
-        known = None if None in freeze.values() else freeze
-        inputs = listing(map(repr, freeze))
-        return f"Freeze what decides them ({inputs}).", (Setting(model / "constants", known),)
+        hint = f"Freeze what decides them ({listing(map(repr, freeze))})."
+        if None in freeze.values():
+            return hint, tuple(Setting(model / "constants" / name) for name in freeze)
+        return hint, (Setting(model / "constants", freeze),)
     if not target.settings.dequantize and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
         hint = (
             "The model is dynamically quantized: it measures its activations while it runs, which "

@@ -90,6 +90,8 @@ def _show_preview(preview: Preview, names: FlagNames) -> None:
             echo(f"    {line}")
     if asked is not None:
         _show_refused(asked.refused, asked.nodes, f"{preview.ep} itself, after simplifying")
+        if asked.refused:
+            echo("A build also tries other forms of these nodes, which compute the same.")
     else:
         _show_refused(known.refused, known.nodes, f"{preview.ep}, as far as it is known")
     if preview.not_asked:

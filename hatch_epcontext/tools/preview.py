@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hatch_epcontext.build.cutting import cut_models
 from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import model_spec_for, target_spec
 from hatch_epcontext.build.requirements import check_environment, requirements
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import BuildError, EpcontextError, RequirementError
+from hatch_epcontext.errors import (
+    BuildError,
+    EpcontextError,
+    Kind,
+    Problem,
+    RequirementError,
+    Setting,
+)
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import (
@@ -19,6 +26,7 @@ from hatch_epcontext.ipc.protocol import (
     PreviewReply,
     PreviewRequest,
 )
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
 from hatch_epcontext.tools.inspect import READING
 
 
@@ -67,6 +75,12 @@ def preview(config: Config) -> Preview:
         except (BuildError, RequirementError) as error:
             reason = f"{target.provider.ep} itself could not be asked: {_first_line(error)}"
             return Preview(target.provider.ep, known, None, reason)
+    dynamic = any(node.op in DYNAMIC_QUANTIZATION for node in asked.refused)
+    if dynamic and not target.settings.dequantize:
+        message = f"{target.provider.ep} does not take all of the model's dynamic quantization."
+        setting = Setting(spec.key / "dequantize", True)
+        problem = Problem.at(spec.key, Kind.LOW_COVERAGE, message, "Undo that.", setting)
+        known = replace(known, problems=(*known.problems, problem))
     return Preview(target.provider.ep, known, asked, None)
 
 

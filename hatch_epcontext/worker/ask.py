@@ -18,12 +18,27 @@ def handle(request: AskRequest) -> AskReply:
     # Not compared with the source, which would have to run.
     wanted = PrepareRequest(request.model, "onnxruntime", request.folder, compare=False)
     prepared = Path(prepare.handle(wanted).path)
+    _name_nodes(prepared)
     logged = ask(prepared, request.target)
     main = onnx.load(prepared, load_external_data=False).graph
     nodes = graph.compute_nodes(main)
-    refused = [
-        NodeFacts(node.name, graph.operator(node))
-        for node in nodes
-        if node.name and node.name in logged
-    ]
+    refused = [NodeFacts(node.name, graph.operator(node)) for node in nodes if node.name in logged]
     return AskReply(len(nodes), explained(refused, logged, main, main, provider_of(request.target)))
+
+
+def _name_nodes(path: Path) -> None:
+    """Give the nodes of the model at ``path`` that have no name that of their first output.
+
+    The EP says by their names which nodes it refuses.
+    """
+    model = onnx.load(path, load_external_data=False)
+    nodes = graph.compute_nodes(model.graph)
+    taken = {node.name for node in nodes}
+    for node in nodes:
+        if not node.name:
+            name = next(filter(None, node.output), node.op_type)
+            while name in taken:
+                name += "_"
+            node.name = name
+            taken.add(name)
+    onnx.save(model, path)

@@ -39,7 +39,8 @@ def compile_context(
     Raises BuildError with an explanation of the EP's error where there is one.
     """
     provider = provider_of(target)
-    with explained(provider, lambda: _graph(prepared), key):
+    optimizes = target.settings.optimization != "none"
+    with explained(provider, lambda: _graph(prepared), key, optimizes=optimizes):
         if target.settings.in_memory:
             model = onnx.load(prepared, load_external_data=False)
             data = {
@@ -100,19 +101,29 @@ def compile_buffers(model: bytes, data: Mapping[str, bytes], target: TargetSpec)
 
 @contextlib.contextmanager
 def explained(
-    provider: Provider, graph_of: Callable[[], onnx.GraphProto], key: Key | None = None
+    provider: Provider,
+    graph_of: Callable[[], onnx.GraphProto],
+    key: Key | None = None,
+    *,
+    optimizes: bool = True,
 ) -> Iterator[None]:
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
     An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled,
-    and ``key`` is its model's place in the configuration, if it has one.
+    and ``key`` is its model's place in the configuration, if it has one. ``optimizes``: whether ONNX
+    Runtime optimizes the graph.
     """
     try:
         yield
     except EpcontextError:
         raise
     except Exception as error:
-        if (problem := _explanation(str(error), provider, graph_of(), key)) is None:
+        message = str(error)
+        if broken := _BROKEN.search(message):
+            problem: Problem | None = _broken_graph(broken, key, optimizes=optimizes)
+        else:
+            problem = _explanation(message, provider, graph_of(), key)
+        if problem is None:
             raise
         raise BuildError(problem) from error
 
@@ -186,11 +197,12 @@ def _refused_graph(
     message: str, provider: Provider, source: onnx.GraphProto, key: Key | None
 ) -> Problem | None:
     """The problem of a graph that ONNX Runtime or the EP's compiler refuses, where it names the node."""
-    if broken := _BROKEN.search(message):
-        return _broken_graph(broken, key)
     if words := provider.error_in_words(message):
-        settings = () if key is None else (Setting(key / "cut"),)
         hint = "Change the model there, or keep only the part before or after it."
+        settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
+        if decides := advice(source, key):
+            # The node may be in a branch that never runs.
+            hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1] + settings
         return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
@@ -222,14 +234,22 @@ def _not_inferred(found: re.Match[str], source: onnx.GraphProto, key: Key | None
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
 
 
-def _broken_graph(found: re.Match[str], key: Key | None) -> Problem:
+def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> Problem:
     reason = " ".join(found["reason"].split()).rstrip(".")
-    message = (
-        f"ONNX Runtime's optimizations broke the graph: they made a node {found['name']!r} "
-        f"({found['op']}) that ONNX Runtime itself refuses ({reason})."
-    )
-    hint = "The source model is not at fault. Compile it without these optimizations."
-    settings = () if key is None else (Setting(key / "optimization", "none"),)
+    node = f"a node {found['name']!r} ({found['op']}) that ONNX Runtime itself refuses ({reason})"
+    hint = "The source model is not at fault."
+    value: str | None
+    if optimizes:
+        message = f"ONNX Runtime's optimizations broke the graph: they made {node}."
+        hint += " Compile it without these optimizations."
+        name, value = "optimization", "none"
+    else:
+        message = (
+            f"ONNX Runtime broke the graph when it gave parts of it to the EP: it made {node}."
+        )
+        hint += " Keep only the part before or after the node, and compute the rest in the app."
+        name, value = "cut", None
+    settings = () if key is None else (Setting(key / name, value),)
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
 
 

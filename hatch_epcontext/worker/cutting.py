@@ -93,7 +93,8 @@ def _part(
     needed = {name for its in reached.values() for name in its}
     named = set(cut.inputs) if cut.inputs else set(own)
     for name, its in reached.items():
-        yield from _check_output(name, its, named, frozen, cut, key)
+        kept = [each for each in cut.inputs if each in needed]
+        yield from _check_output(name, its, named, frozen, kept, key)
     for name in cut.inputs:
         if name not in needed:
             message = f"no output depends on {name!r}, which is one of the inputs."
@@ -137,7 +138,12 @@ def _above(
 
 
 def _check_output(
-    name: str, reached: set[str], named: set[str], frozen: Collection[str], cut: Cut, key: Key
+    name: str,
+    reached: set[str],
+    named: set[str],
+    frozen: Collection[str],
+    kept: Sequence[str],
+    key: Key,
 ) -> Iterator[Problem]:
     more = sorted(reached - named - set(frozen))
     if more:
@@ -147,7 +153,7 @@ def _check_output(
             Kind.INVALID_CUT,
             f"the output {name!r} also needs {also} of the model, which the cut takes away.",
             "Keep what it needs, or cut behind it:",
-            Setting(key / "inputs", [*cut.inputs, *more]),
+            Setting(key / "inputs", [*kept, *more]),
         )
     elif not reached & named:
         yield Problem.at(

@@ -26,7 +26,10 @@ def _likely(flow: Flow, model: onnx.ModelProto, request: PreviewRequest) -> Iter
         hint, settings = found
         message = "a condition depends on an input, and few EPs compile branches."
         yield Problem.at(spec.key, Kind.LOW_COVERAGE, message, hint, *settings)
-    dynamic = any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in flow.nodes)
+    lacks = PROVIDERS[request.target.provider].lacks
+    # Some EPs take parts of it; where nothing is known of an EP, none is expected.
+    refused = DYNAMIC_QUANTIZATION & lacks if lacks else DYNAMIC_QUANTIZATION
+    dynamic = any(graph.operator(node) in refused for node in flow.nodes)
     if dynamic and not request.dequantized:
         yield Problem.at(
             spec.key,

@@ -72,6 +72,7 @@ def test_inputs_that_decide_are_to_be_frozen(project: Path) -> None:
     text = failure(Coverage(3, 1, 1, (known, unknown)), project)
     assert "('sr' and 'lengths')" in text
     assert "16000" not in text
+    assert "Change constants.lengths in the model's table" in text
 
 
 def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:

@@ -274,6 +274,46 @@ def test_the_ep_itself_says_what_it_refuses_and_compiles_nothing(cli: Cli, tmp_p
     printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
     assert "QNNExecutionProvider itself, after simplifying: refuses 1 of 5 nodes" in printed
     assert "the EP does not have this operator" in printed
+    assert "A build also tries other forms of these nodes" in printed
+
+
+DYNAMIC = """
+<ir_version: 8, opset_import: ["" : 17]>
+main (float[1, 4] x) => (float[1, 2] y)
+<uint8[4, 2] w = {1, 2, 3, 4, 5, 6, 7, 8}, float its = {0.1}>
+{
+    q, scale, zero = DynamicQuantizeLinear (x)
+    product = MatMulInteger (q, w, zero)
+    sum = Cast <to: int = 1> (product)
+    both = Mul (scale, its)
+    y = Mul (sum, both)
+}
+"""
+
+
+@needs_qnn
+def test_dynamic_quantization_that_the_ep_takes_is_no_problem(cli: Cli, tmp_path: Path) -> None:
+    path = save(onnx.parser.parse_model(DYNAMIC), tmp_path / "m.onnx")
+    printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
+    assert "problem" not in printed
+    assert "QNNExecutionProvider itself, after simplifying: refuses 0 of 5 nodes" in printed
+
+
+@needs_qnn
+def test_what_the_ep_refuses_is_shown_for_nodes_without_names(cli: Cli, tmp_path: Path) -> None:
+    # Without the zero point QNN does not take them.
+    other = DYNAMIC.replace("(q, w, zero)", "(q, w)")
+    path = save(onnx.parser.parse_model(other), tmp_path / "m.onnx")
+    printed = cli("inspect", path, "-p", "qnn", "-O", "soc_model=60").stdout
+    assert "does not take all of the model's dynamic quantization" in printed
+    assert "Add --set dequantize=true" in printed
+
+
+def test_dynamic_quantization_is_to_be_undone_for_an_ep_of_which_nothing_is_known(
+    cli: Cli, tmp_path: Path
+) -> None:
+    path = save(onnx.parser.parse_model(DYNAMIC), tmp_path / "m.onnx")
+    assert "Add --set dequantize=true" in cli("inspect", path, "-p", "vitisai").stdout
 
 
 def test_an_open_dimension_is_named_before_the_ep_is_asked(cli: Cli, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dty
     branches = helper.make_graph(nodes, "graph", [value("x", [], dtype)], [value("y", [])])
     error = RuntimeError("Unable to compile any nodes")
     # Data cannot be frozen.
-    frozen = (Setting(MODEL / "constants"),) if dtype == TensorProto.BOOL else ()
+    frozen = (Setting(MODEL / "constants" / "x"),) if dtype == TensorProto.BOOL else ()
     for key, settings in ((MODEL, frozen), (None, ())):
         with (
             pytest.raises(BuildError, match="It has If, which few EPs compile") as raised,
@@ -240,10 +240,45 @@ def test_types_that_do_not_fit_are_explained_with_the_input_that_chooses_the_bra
         explained(PROVIDERS["qnn"], lambda: graph, MODEL),
     ):
         raise error
-    assert raised.value.problems[0].settings == (Setting(MODEL / "constants"),)
+    assert raised.value.problems[0].settings == (Setting(MODEL / "constants" / "x"),)
 
 
-def test_a_graph_that_onnx_runtime_broke_itself_is_explained() -> None:
+@pytest.mark.parametrize("dtype", [TensorProto.INT64, TensorProto.FLOAT])
+def test_a_node_that_an_ep_cannot_convert_is_named_with_the_input_that_chooses_the_branch(
+    dtype: int,
+) -> None:
+    error = RuntimeError(
+        "-- Conv-11 with a message:\nWhile validating ONNX node '<Node(Conv): then/y>': Check 'false' failed "
+        "at a.cpp:38:\nThe rank has to be known\n\nSummary:"
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
+        helper.make_node("If", ["c"], ["y"], "choice"),
+    ]
+    graph = helper.make_graph(nodes, "graph", [value("x", [], dtype)], [value("y", [])])
+    with (
+        pytest.raises(BuildError, match=r"cannot convert the node Conv") as raised,
+        explained(PROVIDERS["openvino"], lambda: graph, MODEL),
+    ):
+        raise error
+    (problem,) = raised.value.problems
+    # Data cannot be frozen.
+    decides = dtype == TensorProto.INT64
+    assert ("branch of the If 'choice'" in (problem.hint or "")) is decides
+    frozen = (Setting(MODEL / "constants" / "x"),) if decides else ()
+    assert problem.settings == (*frozen, Setting(MODEL / "cut"))
+
+
+@pytest.mark.parametrize(
+    ("optimizes", "message", "setting"),
+    [
+        (True, r"optimizations broke the graph: .*'If_32' \(If\)", ("optimization", "none")),
+        (False, r"broke the graph when it gave parts of it to the EP: .*'If_32'", ("cut", None)),
+    ],
+)
+def test_a_graph_that_onnx_runtime_broke_itself_is_explained(
+    optimizes: bool, message: str, setting: tuple[str, str | None]
+) -> None:
     error = RuntimeError(
         "[ONNXRuntimeError] : 10 : INVALID_GRAPH : This is an invalid model. In Node, "
         '("If_32", If, "", -1) : ("c": tensor(bool),) -> ("53": tensor(float),) , Error Nodes in a graph '
@@ -251,13 +286,11 @@ def test_a_graph_that_onnx_runtime_broke_itself_is_explained() -> None:
     )
     graph = network(1).graph
     with (
-        pytest.raises(
-            BuildError, match=r"optimizations broke the graph: .*'If_32' \(If\)"
-        ) as raised,
-        explained(PROVIDERS["qnn"], lambda: graph, MODEL),
+        pytest.raises(BuildError, match=message) as raised,
+        explained(PROVIDERS["qnn"], lambda: graph, MODEL, optimizes=optimizes),
     ):
         raise error
-    assert raised.value.problems[0].settings == (Setting(MODEL / "optimization", "none"),)
+    assert raised.value.problems[0].settings == (Setting(MODEL / setting[0], setting[1]),)
 
 
 @needs_qnn

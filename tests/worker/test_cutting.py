@@ -125,6 +125,13 @@ def test_a_cut_that_is_no_model_is_an_error(
     assert "models[0].cut." in str(raised.value)
 
 
+def test_inputs_that_no_output_needs_are_not_proposed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as raised:
+        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("b",), ("a",))
+    (setting,) = (each for problem in raised.value.problems for each in problem.settings)
+    assert setting.value == ["x"]
+
+
 def test_an_output_that_depends_on_no_input_is_an_error(tmp_path: Path) -> None:
     made = model(
         [

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import onnx
@@ -159,7 +159,11 @@ def read_npz(path: Path, key: Key) -> dict[str, Array]:
             found = {name: file[name] for name in file.files}
     except _UNREADABLE as error:
         message = f"{path.name} is not an .npz of plain arrays: {error}."
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
+        if not is_zipfile(path):
+            # NumPy takes any other file for an unsafe format of its own.
+            message = f"{path.name} is not an .npz file."
+        hint = "Save it with numpy.savez, with an array for each input."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint)) from None
     # NumPy's own strings have a fixed length; ONNX Runtime takes Python's.
     return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
 

@@ -29,13 +29,12 @@ class Decided:
     def __str__(self) -> str:
         return listing(_described(name, values) for name, values in self.inputs.items())
 
-    def setting(self, model: Key) -> Setting:
+    def settings(self, model: Key) -> tuple[Setting, ...]:
         """The constants to set in the table at ``model``, with values if all are known."""
         if not all(self.inputs.values()):
-            return Setting(model / "constants")
-        return Setting(
-            model / "constants", {name: values[0] for name, values in self.inputs.items()}
-        )
+            return tuple(Setting(model / "constants" / name) for name in self.inputs)
+        known = {name: values[0] for name, values in self.inputs.items()}
+        return (Setting(model / "constants", known),)
 
 
 def _described(name: str, values: tuple[Any, ...]) -> str:
@@ -87,4 +86,4 @@ def advice(main: onnx.GraphProto, model: Key | None) -> tuple[str, tuple[Setting
     whole = Decided(found)
     which = listing(map(repr, dict.fromkeys(names[:_MOST_VALUES])))
     hint = f"The input {whole} decides which branch of the If {which} runs: freeze it."
-    return hint, () if model is None else (whole.setting(model),)
+    return hint, () if model is None else whole.settings(model)

@@ -194,7 +194,7 @@ def _advice(
     after, before = _reached(findings, refused), _reached(findings, refused, backward=True)
     if not any(after.intersection(node.output) for node in rest):
         outputs = _last_outputs(model, rest, findings, refused)
-        cut: dict[str, Any] = {"outputs": outputs}
+        cut: dict[str, Any] | None = {"outputs": outputs}
         hint = (
             f"Keep the part before them, up to {_quoted(outputs)}, and compute the rest in the app."
         )
@@ -204,10 +204,11 @@ def _advice(
         cut = {"inputs": inputs}
         hint = f"Keep the part after them, from {_quoted(inputs)}, and compute the rest in the app."
     else:
-        cut, hint = {}, "Split the model there."
+        cut = None
+        hint = "Keep only the part before or after them, and compute the rest in the app."
     lower = Setting(target.key / "min-coverage", _rounded(findings.share))
     hint = f"{hint} Or let the CPU compute them, with a lower min-coverage."
-    return hint, (*([Setting(spec.key / "cut", cut)] if cut else []), lower)
+    return hint, (Setting(spec.key / "cut", cut), lower)
 
 
 def _frozen(
@@ -221,7 +222,7 @@ def _frozen(
             return None
         found |= by.inputs
     whole = Decided(found)
-    return f"Freeze {whole}, which decides it.", (whole.setting(spec.key),)
+    return f"Freeze {whole}, which decides it.", whole.settings(spec.key)
 
 
 def _reached(findings: Findings, names: set[str], *, backward: bool = False) -> set[str]:

@@ -69,5 +69,5 @@ def test_a_folder_without_samples_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no sample: no \.npz"):
         found(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"no archive")
-    with pytest.raises(ModelError, match=r"is not an \.npz of plain arrays"):
+    with pytest.raises(ModelError, match=r"is not an \.npz file"):
         found(tmp_path)

@@ -103,6 +103,16 @@ def test_min_coverage_counts() -> None:
     assert problems(given, min_coverage=0.6) == []
 
 
+def test_what_is_between_parts_that_can_be_compiled_is_to_be_cut_away() -> None:
+    nodes = [MATMUL, node("Scaler", "y", "s", ML), node("MatMul", "s w", "z")]
+    (problem,) = problems(model(nodes, [value("x")], [value("z")]))
+    assert "Keep only the part before or after them" in (problem.hint or "")
+    assert [str(each) for each in problem.settings] == [
+        "tool.epcontext.models[0].cut",
+        f"{problem.settings[1].key} = 0.6",
+    ]
+
+
 def test_what_only_constants_need_is_not_refused() -> None:
     inner = node("NonZero", "shape", "n")
     nodes = [MATMUL, node("Shape", "y", "shape"), inner, node("Reshape", "n two", "m")]
@@ -129,7 +139,7 @@ def test_an_input_that_decides_a_shape_is_to_be_frozen_and_then_nothing_is_refus
     given = model(nodes, inputs, [value("z", FLOAT, [None, None])])
     (problem,) = problems(given)
     assert "'size'" in (problem.hint or "")
-    assert [str(each) for each in problem.settings] == ["tool.epcontext.models[0].constants"]
+    assert [str(each) for each in problem.settings] == ["tool.epcontext.models[0].constants.size"]
     fix_constants(given, ModelSpec("m", "m", SPEC.key, constants={"size": [2, 2]}))
     assert problems(given) == []
 
