@@ -314,7 +314,7 @@ def _compile_settings(
         "device": device,
         "static_shapes": static_shapes,
         "device_filter": {name: str(value) for name, value in table.device_filter.items()},
-        "quantize": _quantize(table),
+        "quantize": _quantize(table, provider),
         # Beside the model is what large models need, and no EP is known to want it otherwise.
         "embed": bool(table.in_memory) if table.embed == "auto" else table.embed,
         "external_initializers": table.external_initializers_threshold
@@ -340,10 +340,11 @@ def _limits(table: LimitsTable) -> SomeLimits:
     return SomeLimits(table.snr, table.cosine, table.atol, table.rtol)
 
 
-def _quantize(table: TargetTable) -> Quantize | None:
+def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:
     if not isinstance(given := table.quantize, QuantizeTable):
         return None
-    return Quantize(given.activation, given.weight, given.per_channel)
+    activation = given.activation or provider.quantized_activation
+    return Quantize(activation, given.weight, given.per_channel)
 
 
 def _sha256_if_readable(path: Path) -> str | None:

@@ -159,7 +159,9 @@ class QuantizeTable:
         "with all samples along the first axis.",
         "",
     )
-    activation: QuantizedType = _key("The integers of activations.", "uint16")
+    activation: QuantizedType | None = _key(
+        "The integers of activations.", when_missing="`uint16`, and `uint8` for OpenVINO"
+    )
     weight: QuantizedType = _key("The integers of weights.", "uint8")
     per_channel: bool = _key("Whether each channel of a weight has a scale of its own.", False)
 

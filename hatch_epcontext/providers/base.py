@@ -191,6 +191,9 @@ class Provider:
     more_coverage: MoreCoverage | None = None
     """Options that are tried where the EP leaves nodes to the CPU, unless the configuration sets them."""
 
+    quantized_activation: Literal["uint8", "uint16"] = "uint16"
+    """The integers to which activations are quantized by default."""
+
     float16_on: tuple[Device, ...] = ()
     """The devices on which it computes floats in float16 by default, whose largest number is 65504."""
 

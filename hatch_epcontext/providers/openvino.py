@@ -95,6 +95,8 @@ PROVIDER = Provider(
     # model: probabilities that differ by 0.056, with a cosine of 0.9989.
     tolerance=Tolerance(snr=20, cosine=0.99),
     float16_on=("gpu", "npu"),
+    # Its CPU device computes wrong with 16 bits: -2 dB in a small network, and 37 dB with 8.
+    quantized_activation="uint8",
     needs="Intel hardware: on other processors it offers no device, not even the CPU",
     verified="The CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded.",
     hardware="CPU: verified. GPU and NPU: not verified on hardware.",

@@ -89,7 +89,7 @@ class Checked:
 def _warning(each: Run, error: BuildError) -> str:
     first, *others = (problem.message.splitlines()[0] for problem in error.problems)
     more = f" So do {count(len(others), 'other output')}." if others else ""
-    return f"inputs such as these may never occur in the app, but {first}{more}"
+    return f"{first}{more} This counts only if the app can have such inputs."
 
 
 def _place(each: Run, number: int) -> str:

@@ -16,6 +16,9 @@ from hatch_epcontext.worker.refusals.conditions import advice
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 
+_NOT_LOADED = " failed:"
+"""What ONNX Runtime writes after "Load model from" and the file; the reason follows it."""
+
 _MOST_NAMED = 3
 """Inputs that a message names: those nearest to the node."""
 
@@ -33,6 +36,11 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
     ``fixed``: the model with what its configuration fixes.
     """
     text = str(error)
+    if _NOT_LOADED in text:
+        message = f"ONNX Runtime cannot load the source model: {text.split(_NOT_LOADED, 1)[1]}"
+        return Problem.at(
+            spec.key, Kind.SOURCE_FAILED, message, "Mend the model, and check it with onnx.checker."
+        )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     node = _node(fixed, text)
