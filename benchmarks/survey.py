@@ -1,4 +1,4 @@
-"""Tries each open model on each target, and writes the tables in docs/models.md from what came out.
+"""Tries each open model on each target, and writes the tables in docs/models.md from the results.
 
     pip install -e . --group bench
     python -m benchmarks.survey run --results survey.json
@@ -6,7 +6,7 @@
     python -m benchmarks.survey table --results survey.json
 
 Each try is a command of its own, which cannot stop the run: `epcontext compile`, with what the list says
-and nothing else. What came out is written after each try. A run that is started again goes on where it
+and nothing else. Results are written after each try. A run that is started again goes on where it
 ended: only what ``--again`` names is tried again.
 """
 
@@ -41,7 +41,7 @@ Outcome = Literal["whole", "partial", "optimized", "refused", "timeout"]
 
 @dataclass(frozen=True)
 class Try:
-    """What came out of one model on one target; times in seconds, None where there is none.
+    """The result of one model on one target; times in seconds, None where there is none.
 
     ``why``: why it is not whole, as the error says it. ``nodes``: those of the prepared graph, and
     ``compiled`` those of them that are inside contexts. ``snr``: the smallest ratio of signal to noise of all
@@ -333,7 +333,7 @@ def table(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    runs = commands.add_parser("run", help="try the models, and write what came out")
+    runs = commands.add_parser("run", help="try the models, and write the results")
     runs.set_defaults(run=run)
     runs.add_argument("--models", type=Path, help="a folder that keeps the downloaded packages")
     runs.add_argument("--target", action="append", choices=TARGETS, help="only this; repeatable")

@@ -31,7 +31,7 @@ class Preparation:
 
     ``precision``: how its numbers were changed, in words. ``rewrites``: what was rewritten, because the EP
     refuses the original; ``options``: those with which it took more. ``tried``: other ways to compile it,
-    each with what came of it.
+    each with its result.
     """
 
     simplifier: Simplifier

@@ -96,7 +96,7 @@ class Attempt:
         return tuple(each.coverage for each in contexts if each.coverage is not None)
 
     def describe(self) -> str:
-        """The way and what came of it."""
+        """The way and its result."""
         done = (each.preparation for each in self.prepared)
         names = dict.fromkeys(name for each in done for name in (*each.options, *each.rewrites))
         if self.error is not None:

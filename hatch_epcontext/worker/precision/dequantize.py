@@ -211,13 +211,13 @@ class _Rewriter:
             same = node.op_type in (*_SAME_NUMBERS, "Concat", "Resize") and not node.domain
             if same and data and all(name in floats for name in data):
                 # The same with floats, beside the node itself, which goes if nobody reads it any more.
-                twin = onnx.NodeProto()
-                twin.CopyFrom(node)
-                twin.input[: len(data)] = [floats[name] for name in data]
-                twin.output[:] = [self._name(f"{name}_floats") for name in node.output]
-                floats |= dict(zip(node.output, twin.output, strict=True))
-                twin.name = self._name(f"{node.name}_floats")
-                nodes.append(twin)
+                copied = onnx.NodeProto()
+                copied.CopyFrom(node)
+                copied.input[: len(data)] = [floats[name] for name in data]
+                copied.output[:] = [self._name(f"{name}_floats") for name in node.output]
+                floats |= dict(zip(node.output, copied.output, strict=True))
+                copied.name = self._name(f"{node.name}_floats")
+                nodes.append(copied)
             nodes.append(node)
         self._replace(nodes)
 
@@ -272,11 +272,11 @@ class _Rewriter:
         """Copies of the nodes ``moves``, the last one first, which move ``first``; and their result."""
         made = []
         for move in reversed(moves):
-            twin = onnx.NodeProto()
-            twin.CopyFrom(move)
-            twin.input[0], twin.name = first, self._name(f"{move.name}_dequantized")
-            first = twin.output[0] = self._name(f"{move.output[0]}_dequantized")
-            made.append(twin)
+            copied = onnx.NodeProto()
+            copied.CopyFrom(move)
+            copied.input[0], copied.name = first, self._name(f"{move.name}_dequantized")
+            first = copied.output[0] = self._name(f"{move.output[0]}_dequantized")
+            made.append(copied)
         return made, first
 
     def _makers(self) -> Mapping[str, onnx.NodeProto]:
@@ -308,13 +308,13 @@ class _Rewriter:
         known = self.known.get(node.input[0]) if node.input else None
         if not isinstance(known, _Quantized):
             return None
-        twin = onnx.NodeProto()
-        twin.CopyFrom(node)
-        twin.input[0], twin.name = known.real, self._name(f"{node.name}_dequantized")
-        twin.output[:] = [self._name(f"{name}_dequantized") for name in node.output]
-        for name, real in zip(node.output, twin.output, strict=True):
+        copied = onnx.NodeProto()
+        copied.CopyFrom(node)
+        copied.input[0], copied.name = known.real, self._name(f"{node.name}_dequantized")
+        copied.output[:] = [self._name(f"{name}_dequantized") for name in node.output]
+        for name, real in zip(node.output, copied.output, strict=True):
             self.known[name] = replace(known, real=real)
-        return [twin, node]
+        return [copied, node]
 
     def _dequantize(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         known = self.known.get(node.input[0])
