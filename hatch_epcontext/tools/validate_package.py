@@ -91,10 +91,12 @@ class FailedPackageError(BuildError):
     """Variants failed, or were not run; ``validated`` has all variants."""
 
     def __init__(self, validated: ValidatedPackage) -> None:
-        problems = [each for variant in validated.variants for each in variant.problems]
-        # A damaged source is a problem of all that are compared with it.
-        # A setting can have values that cannot be hashed.
-        super().__init__(*{str(each): each for each in (*validated.problems, *problems)}.values())
+        problems = list(validated.problems)
+        for variant in validated.variants:
+            # A damaged source is a problem of all that are compared with it. Not in a dict: the settings
+            # of a problem can have tables.
+            problems += [each for each in variant.problems if each not in problems]
+        super().__init__(*problems)
         self.validated = validated
 
 
