@@ -64,7 +64,7 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     for each in validation.inconclusive:
         yield (
             f"{name}: the comparison of the output {each.output!r} proves nothing, because {each.reason}; "
-            "give real inputs with validate.inputs"
+            "give real inputs (validate.inputs, or --inputs on the command line)"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
 

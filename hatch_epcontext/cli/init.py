@@ -89,7 +89,7 @@ def init(
         echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
         for model in found:
             for question in model.questions if model.path in after else ():
-                echo(f"{model.path}: fill in {question}")
+                echo(f"{model.path}: still open: {question}")
 
 
 def _default(text: str) -> list[Provider]:

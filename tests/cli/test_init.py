@@ -99,7 +99,7 @@ def test_a_link_is_taken_and_sizes_are_asked_for(
     link = new_project / "models" / "link.onnx"
     link.symlink_to(elsewhere)
     printed = cli("init", link, "--project", new_project, "-p", "cpu").stdout
-    assert "models/link.onnx: fill in width: how long is it?" in printed
+    assert "models/link.onnx: still open: width: how long is it?" in printed
     text = (new_project / "pyproject.toml").read_text(encoding="utf-8")
     assert 'path = "models/link.onnx"' in text
     assert "# dims = { batch = 1, width = ? }" in text
