@@ -14,9 +14,9 @@ from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, PROVIDERS, Limits
 from hatch_epcontext.worker import graph, reading
 from hatch_epcontext.worker.check import check_fixed
 from hatch_epcontext.worker.fix import fix_inputs
+from hatch_epcontext.worker.flow import Flow
 from hatch_epcontext.worker.refusals import known_limits as refusals
 from hatch_epcontext.worker.refusals.conditions import advice
-from hatch_epcontext.worker.refusals.flow import Flow
 
 
 def _likely(flow: Flow, model: onnx.ModelProto, request: PreviewRequest) -> Iterator[Problem]:

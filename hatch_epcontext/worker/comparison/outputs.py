@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import onnx
 
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.comparison.measures import Nature
+from hatch_epcontext.worker.flow import Flow, used_values
 
 _SAME_VALUES = frozenset(
     {
@@ -101,36 +102,21 @@ def depend_on_chance(main: onnx.GraphProto) -> bool:
 
 def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
     """The outputs of ``main`` that depend on the values of its inputs, and not only on their shapes."""
-    depending = {value.name for value in graph.inputs(main)}
-    for node in main.node:
-        if node.op_type in ("Shape", "Size"):
-            continue
-        if not depending.isdisjoint(_used(node)):
-            depending.update(filter(None, node.output))
-    return frozenset(value.name for value in main.output if value.name in depending)
+    flow = Flow(main)
+    return frozenset(value.name for value in main.output if flow.depends([value.name]))
 
 
 def ancestors(main: onnx.GraphProto) -> Mapping[str, frozenset[str]]:
     """For each output of ``main`` the values that it is computed from, itself included."""
-    makers = {name: node for node in main.node for name in node.output if name}
+    makers = _makers(main)
     result = {}
     for output in main.output:
         seen = {output.name}
         waiting = [output.name]
         while waiting:
             node = makers.get(waiting.pop())
-            new = [each for each in _used(node) if each not in seen] if node is not None else []
+            new = [each for each in used_values(node) if each not in seen] if node else []
             seen.update(new)
             waiting += new
         result[output.name] = frozenset(seen)
     return result
-
-
-def _used(node: onnx.NodeProto) -> Iterator[str]:
-    """The values that ``node`` uses, the graphs inside it included."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in graph.attribute_graphs(attribute):
-            for each in graph.nodes(inner):
-                yield from filter(None, each.input)
-            yield from (value.name for value in inner.output)

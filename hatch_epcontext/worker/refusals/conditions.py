@@ -10,7 +10,7 @@ import onnx
 
 from hatch_epcontext.errors import Key, Setting
 from hatch_epcontext.text import listing, show
-from hatch_epcontext.worker.refusals.flow import Flow
+from hatch_epcontext.worker.flow import Flow
 
 _MOST_VALUES = 4
 """Values of an input that a message names."""

@@ -20,8 +20,8 @@ from hatch_epcontext.ipc.protocol import ContextTarget
 from hatch_epcontext.providers import PROVIDERS, TREES, Limits, Provider
 from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.flow import Flow
 from hatch_epcontext.worker.refusals.conditions import Decided, decided
-from hatch_epcontext.worker.refusals.flow import Flow
 
 _MOST_NAMES = 3
 """Names or reasons in one message."""

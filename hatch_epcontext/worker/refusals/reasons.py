@@ -18,8 +18,8 @@ from hatch_epcontext.errors import BuildError
 from hatch_epcontext.ipc.facts import Context, NodeFacts, TargetSpec, TensorFacts
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.flow import Flow
 from hatch_epcontext.worker.refusals.conditions import Decided, decided
-from hatch_epcontext.worker.refusals.flow import Flow
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 from hatch_epcontext.worker.step import step
 
