@@ -37,9 +37,14 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
     """
     text = str(error)
     if _NOT_LOADED in text:
-        message = f"ONNX Runtime cannot load the source model: {text.split(_NOT_LOADED, 1)[1]}"
+        reason = text.split(_NOT_LOADED, 1)[1]
         return Problem.at(
-            spec.key, Kind.SOURCE_FAILED, message, "Mend the model, and check it with onnx.checker."
+            spec.key,
+            Kind.SOURCE_FAILED,
+            "the source model itself cannot be run on the CPU, because ONNX Runtime cannot load it: "
+            f"{reason}",
+            "Mend the model, or switch off the comparison.",
+            Setting(spec.key / "validate" / "tolerance", False),
         )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
