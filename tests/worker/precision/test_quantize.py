@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnxruntime.quantization import quantize_dynamic
 
 from hatch_epcontext.config.settings import Quantize
 from hatch_epcontext.errors import Kind, ModelError
@@ -37,3 +38,18 @@ def test_a_model_of_floats_is_quantized_and_compared(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="quantized already") as raised:
         quantized(made, tmp_path / "second", samples)
     assert raised.value.problems[0].kind is Kind.NOT_APPLICABLE
+
+
+def test_dynamic_quantization_is_undone_and_compared(tmp_path: Path) -> None:
+    save(network(1), tmp_path / "floats.onnx")
+    path = tmp_path / "a.onnx"
+    quantize_dynamic(tmp_path / "floats.onnx", path, op_types_to_quantize=["MatMul"])
+    (tmp_path / "out").mkdir()
+    precision = Precision(True, None, "", Tolerance(15, 0.98))
+    spec = ModelSpec("a", str(path), MODEL)
+    request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "out"), True, precision=precision)
+    reply = handle(request)
+    assert reply.precision == "dequantized (2 operators)"
+    operators = {node.op_type for node in onnx.load(reply.path).graph.node}
+    assert "MatMul" in operators
+    assert "MatMulInteger" not in operators
