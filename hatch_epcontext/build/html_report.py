@@ -276,12 +276,12 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
         f"{each.value!r} reaches {each.largest:.3g} before the output {each.output!r}"
         for each in validation.large
     )
-    yield _facts(
-        [
-            *(("warning", text) for text in validation_warnings(model.model, validation)),
-            *(("near float16's limit of 65504", text) for text in large),
-        ]
-    )
+    doubts = [
+        *(("warning", text) for text in validation_warnings(model.model, validation)),
+        *(("near float16's limit of 65504", text) for text in large),
+    ]
+    if doubts:
+        yield _facts(doubts)
 
 
 def _section(heading: str, *children: ET.Element, note: str = "") -> ET.Element:

@@ -23,7 +23,7 @@ from hatch_epcontext.build.fingerprint import fingerprint, value_sha256
 from hatch_epcontext.build.index import Index, changed_error
 from hatch_epcontext.build.plan import Job
 from hatch_epcontext.build.validation import (
-    inconclusive_error,
+    check_conclusive,
     input_files,
     inputs_digest,
     not_run_error,
@@ -323,8 +323,7 @@ class JobRunner:
         cached = self._cache(job).validation(key, validated)
         # A machine without the EP's device then may have one now.
         if cached and (cached.validation.status is ValidationStatus.RAN or job.target.from_cache):
-            if cached.validation.inconclusive and model.validate.mode == "require":
-                raise inconclusive_error(job, model, cached.validation)
+            check_conclusive(job, model, cached.validation)
             return cached
         if not_run:
             return ValidationRun(not_run)
@@ -343,8 +342,7 @@ class JobRunner:
         unavailable = run.validation.status is not ValidationStatus.RAN
         if unavailable and model.validate.mode == "require":
             raise not_run_error(job, model, run.validation.reason or "it was not run")
-        if run.validation.inconclusive and model.validate.mode == "require":
-            raise inconclusive_error(job, model, run.validation)
+        check_conclusive(job, model, run.validation)
         self._cache(job).store_validation(key, validated, run)
         return run
 

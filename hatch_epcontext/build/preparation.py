@@ -21,7 +21,7 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
-    from hatch_epcontext.ipc.protocol import PrepareReply, RewriteReply, RewriteRequest
+    from hatch_epcontext.ipc.protocol import PrepareReply, RewriteReply
 
 
 _CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
@@ -270,42 +270,20 @@ def rewrite(
     refused: frozenset[str] | None,
     scratch: Path,
     workers: Workers,
+    *,
+    unroll: bool = False,
 ) -> Rewritten:
     """``prepared``, which is ``model`` as ``job`` wants it, without the operators that its EP refuses.
 
-    ``refused`` is None where that is not known. Raises BuildError when the source model fails.
+    ``refused`` is None where that is not known. With ``unroll``, the refused loops and recurrent layers are
+    unrolled. Raises BuildError when the source model fails.
     """
-    request = _rewrite_request(job, model, prepared, refused, scratch)
-    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
-    return _rewritten(prepared, reply)
-
-
-def unroll(
-    job: Job,
-    model: Model,
-    prepared: Prepared,
-    refused: frozenset[str] | None,
-    scratch: Path,
-    workers: Workers,
-) -> Rewritten:
-    """As `rewrite`, with the loops and recurrent layers unrolled that the EP refuses."""
-    from hatch_epcontext.ipc.protocol import UnrollRequest
-
-    rewrite_request = _rewrite_request(job, model, prepared, refused, scratch)
-    request = UnrollRequest(rewrite_request, job.target.settings.unroll_limit)
-    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
-    return _rewritten(prepared, reply)
-
-
-def _rewrite_request(
-    job: Job, model: Model, prepared: Prepared, refused: frozenset[str] | None, scratch: Path
-) -> RewriteRequest:
-    from hatch_epcontext.ipc.protocol import RewriteRequest
+    from hatch_epcontext.ipc.protocol import RewriteRequest, UnrollRequest
 
     folder = scratch / "result"
     with writing("a rewritten model", folder, job.location):
         folder.mkdir(parents=True)
-    return RewriteRequest(
+    request = RewriteRequest(
         model_spec_for(model, job.target),
         prepared.path,
         None if refused is None else tuple(sorted(refused)),
@@ -315,6 +293,13 @@ def _rewrite_request(
         reference=prepared.reference,
         tolerance=model.tolerance_for(job.target) if prepared.preparation.precision else None,
     )
+    limit = job.target.settings.unroll_limit
+    reply = workers.call(
+        UnrollRequest(request, limit) if unroll else request,
+        scratch / "call",
+        location=f"{job.location}: preparation",
+    )
+    return _rewritten(prepared, reply)
 
 
 def _rewritten(prepared: Prepared, reply: RewriteReply) -> Rewritten:

@@ -129,9 +129,8 @@ def build(
 
     ``staging`` is a folder of this build, which has the files of the result; ``log`` gets one line for each
     finished job, in the plan's order, and ``warn`` what a validation leaves open; ``workers`` have the plan's
-    limits by default. Raises
-    RequirementError when the environment cannot build the plan, BuildError when a model cannot be read,
-    and IncompleteError when jobs failed, after all others are finished and stored.
+    limits by default. Raises RequirementError when the environment cannot build the plan, BuildError when a
+    model cannot be read, and IncompleteError when jobs failed, after all others are finished and stored.
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:

@@ -22,7 +22,7 @@ from hatch_epcontext.config.settings import (
     ValidateSettings,
 )
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
-from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, worst_agreement
+from hatch_epcontext.ipc.facts import AgreementStatus, worst_agreements
 from hatch_epcontext.providers import Provider
 
 if TYPE_CHECKING:
@@ -69,9 +69,11 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     yield from (f"{name}: {warning}" for warning in validation.warnings)
 
 
-def inconclusive_error(job: Job, model: Model, validation: Validation) -> BuildError:
-    """The error for a model whose validation is required, and proves nothing."""
-    return BuildError(
+def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
+    """Raise BuildError if the validation of ``model`` is required, and proves nothing."""
+    if not validation.inconclusive or model.validate.mode != "require":
+        return
+    raise BuildError(
         *(
             Problem(
                 Kind.INCONCLUSIVE,
@@ -201,21 +203,11 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
     return dataclasses.replace(
         alone[0],
         status=ValidationStatus.RAN_ALONE,
-        agreements=_worst(alone),
+        agreements=worst_agreements(found for each in alone for found in each.agreements),
         reason=reason,
         warnings=tuple(dict.fromkeys(text for each in alone for text in each.warnings)),
         large=tuple(dict.fromkeys(found for each in alone for found in each.large)),
     )
-
-
-def _worst(validations: Sequence[Validation]) -> tuple[Agreement, ...]:
-    """The worst agreement of each output in all validations."""
-    by_output: dict[str, Agreement] = {}
-    for each in validations:
-        for agreement in each.agreements:
-            known = by_output.get(agreement.output)
-            by_output[agreement.output] = worst_agreement(known, agreement) if known else agreement
-    return tuple(by_output.values())
 
 
 def not_run_error(job: Job, model: Model, reason: str) -> BuildError:

@@ -5,7 +5,7 @@ Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
@@ -248,7 +248,16 @@ class Agreement:
     reason: str | None = None
 
 
-def worst_agreement(one: Agreement, other: Agreement) -> Agreement:
+def worst_agreements(found: Iterable[Agreement]) -> tuple[Agreement, ...]:
+    """The worst agreement of each output in ``found``."""
+    worst: dict[str, Agreement] = {}
+    for each in found:
+        known = worst.get(each.output)
+        worst[each.output] = _worst_of(known, each) if known else each
+    return tuple(worst.values())
+
+
+def _worst_of(one: Agreement, other: Agreement) -> Agreement:
     """The worst of two agreements of the same output."""
     slices = [each for each in (one.worst, other.worst) if each is not None]
     statuses = (one, other) if one.status is not AgreementStatus.AGREES else (other, one)

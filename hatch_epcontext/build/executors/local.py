@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from hatch_epcontext.build.artifact import (
 from hatch_epcontext.build.attempts import (
     REFUSALS,
     Compile,
+    Refused,
     Ways,
     compile_best,
     compile_unrolled,
@@ -35,7 +37,7 @@ from hatch_epcontext.build.plan import (
     target_spec,
     with_options,
 )
-from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite, unroll
+from hatch_epcontext.build.preparation import Preparations, Prepared, Rewritten, rewrite
 from hatch_epcontext.build.requirements import versions_of
 from hatch_epcontext.build.validation import (
     reason_not_to_run,
@@ -135,10 +137,15 @@ class LocalExecutor:
         if job.target.provider.product != "context":
             return prepared, self._compile(job, prepared, folder)
 
-        def unrolled(index: int, model: Prepared, refused: frozenset[str] | None) -> Rewritten:
-            scratch = self._scratch("unroll")
-            return unroll(job, job.models[index], model, refused, scratch, self.workers)
+        def rewritten(
+            index: int, model: Prepared, refused: Refused, *, unroll: bool = False
+        ) -> Rewritten:
+            scratch = self._scratch("unroll" if unroll else "rewrite")
+            return rewrite(
+                job, job.models[index], model, refused, scratch, self.workers, unroll=unroll
+            )
 
+        unrolled = partial(rewritten, unroll=True)
         if job.form is Form.UNFUSED:
             return prepared, self._compile(job, prepared, folder)
         if job.form is Form.UNROLLED:
@@ -147,9 +154,7 @@ class LocalExecutor:
             )
         ways = Ways(
             lambda models, into: self._compile(job, models, into),
-            lambda index, model, refused: rewrite(
-                job, job.models[index], model, refused, self._scratch("rewrite"), self.workers
-            ),
+            rewritten,
             unrolled if job.target.settings.unroll_limit else None,
             self._options(job),
         )

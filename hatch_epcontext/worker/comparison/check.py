@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, ModelSpec, worst_agreement
+from hatch_epcontext.ipc.facts import Agreement, AgreementStatus, ModelSpec, worst_agreements
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
@@ -68,11 +68,7 @@ def check_runs(
                 raise
             # Nothing says that the app ever has such inputs.
             warnings.append(_warning(each, error))
-    worst: dict[str, Agreement] = {}
-    for agreement in found:
-        known = worst.get(agreement.output)
-        worst[agreement.output] = worst_agreement(known, agreement) if known else agreement
-    return Checked(tuple(worst.values()), tuple(warnings), tuple(ran))
+    return Checked(worst_agreements(found), tuple(warnings), tuple(ran))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx
 
@@ -81,6 +81,15 @@ def read(outputs: Arrays) -> tuple[dict[str, float], Arrays]:
         else:
             own[name] = array
     return found, own
+
+
+def largest(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest magnitude of each value in what `read` has ``found`` in several runs."""
+    result: dict[str, float] = {}
+    for each in found:
+        for name, magnitude in each.items():
+            result[name] = max(magnitude, result.get(name, 0.0))
+    return result
 
 
 def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:

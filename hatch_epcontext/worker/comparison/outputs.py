@@ -33,7 +33,6 @@ _CHANCE = frozenset(
     }
 )
 
-
 Makers = Mapping[str, onnx.NodeProto]
 """The nodes by the values that they make."""
 

@@ -23,7 +23,7 @@ from hatch_epcontext.worker.comparison.outputs import (
     natures,
 )
 from hatch_epcontext.worker.comparison.run_errors import source_failed
-from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps, values_of
 from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
@@ -83,7 +83,7 @@ def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
             random = tuple(_different(measured[0][0].outputs[0], again.outputs[0]))
         runs = _choose(measured)
         if states:
-            runs.append(cpu.run(chosen[0], _steps(chosen[0], states, spec), states)[0])
+            runs.append(cpu.run(chosen[0], _steps(chosen[0], states), states)[0])
     except ModelError:
         raise
     except Exception as error:
@@ -135,21 +135,16 @@ class _Source:
     ) -> tuple[Run, dict[str, float]]:
         """The run of ``feeds``, and the largest magnitudes of the values inside the model."""
         given = tuple({**each, **self.frozen} for each in feeds)
-        largest: dict[str, float] = {}
-        outputs = []
         what = "the source model on the CPU"
-        for each in run_steps(self.session, given, states, self.spec, what, self.opened):
-            found, own = magnitudes.read(each)
-            outputs.append(own)
-            for name, magnitude in found.items():
-                largest[name] = max(magnitude, largest.get(name, 0.0))
-        name = sample.name if len(feeds) == 1 else f"{len(feeds)} steps"
+        steps = run_steps(self.session, given, states, self.spec, what, self.opened)
+        found, outputs = zip(*map(magnitudes.read, steps), strict=True)
         several = len(feeds) > 1
-        made = Run(name, feeds, tuple(outputs), sample.bounded, several, sample.is_extreme)
-        return made, largest
+        name = f"{len(feeds)} steps" if several else sample.name
+        made = Run(name, feeds, outputs, sample.bounded, several, sample.is_extreme)
+        return made, magnitudes.largest(found)
 
 
-def _steps(sample: Sample, states: Mapping[str, str], spec: ModelSpec) -> tuple[Arrays, ...]:
+def _steps(sample: Sample, states: Mapping[str, str]) -> tuple[Arrays, ...]:
     """The inputs of several steps: as an app begins, with zeros as states, unless they are given."""
     first = dict(sample.feeds)
     if sample.name != "given":
@@ -194,12 +189,8 @@ def _choose(measured: Sequence[tuple[Run, Mapping[str, float]]]) -> list[Run]:
 
 def _tells(output: str, runs: Sequence[Run]) -> bool:
     """Whether ``output`` has values in ``runs`` that are finite, and not all the same."""
-    values = _values(output, runs)
+    values = values_of(output, runs)
     return values[0].dtype.kind in "OSU" or not (_is_nowhere_finite(values) or _is_constant(values))
-
-
-def _values(output: str, runs: Iterable[Run]) -> list[Array]:
-    return [outputs[output] for each in runs for outputs in each.outputs if output in outputs]
 
 
 def _different(one: Arrays, other: Arrays) -> Iterator[str]:
@@ -214,12 +205,12 @@ def _inconclusive(
 ) -> Iterator[tuple[str, str]]:
     """The outputs whose reference proves nothing, each with the reason."""
     for name in runs[0].outputs[0]:
-        values = _values(name, runs)
+        values = values_of(name, runs)
         if name in random or values[0].dtype.kind in "OSU":
             continue
         if not any(array.size for array in values):
             yield name, "it has no values"
-        elif _is_nowhere_finite(_values(name, (each for each in runs if each.on_target))):
+        elif _is_nowhere_finite(values_of(name, (each for each in runs if each.on_target))):
             yield name, "the CPU's values are NaN or Inf everywhere"
         elif name in depending and _is_constant(values):
             value = next(array[_finite(array)][0] for array in values if _finite(array).any())
@@ -248,10 +239,7 @@ def _finite(array: Array) -> Array:
 
 def _large(main: onnx.GraphProto, found: Iterable[Mapping[str, float]]) -> Iterator[Magnitude]:
     """For each output the largest value inside the model before it, if that is near float16's limit."""
-    largest: dict[str, float] = {}
-    for each in found:
-        for name, magnitude in each.items():
-            largest[name] = max(magnitude, largest.get(name, 0.0))
+    largest = magnitudes.largest(found)
     near = {name: each for name, each in largest.items() if each >= _NEAR_LIMIT}
     if not near:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,13 +64,12 @@ class Reference:
 
     def others(self, output: str) -> list[Array]:
         """The values of ``output`` for all samples whose inputs are within what the graph bounds."""
-        return [
-            outputs[output]
-            for each in self.runs
-            if not each.is_extreme
-            for outputs in each.outputs
-            if output in outputs
-        ]
+        return values_of(output, (each for each in self.runs if not each.is_extreme))
+
+
+def values_of(output: str, runs: Iterable[Run]) -> list[Array]:
+    """The values of ``output`` in all steps of ``runs``."""
+    return [outputs[output] for each in runs for outputs in each.outputs if output in outputs]
 
 
 def run_steps(
