@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -14,8 +14,9 @@ from hatch_epcontext.ipc.protocol import CutForm, CutReply, CutRequest
 from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.cutting import Part, extract, part_between
 from hatch_epcontext.worker.fix import fix_inputs
-from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
+from hatch_epcontext.worker.session import cpu_options, set_model_path
 from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.value_types import types_of_runtime
 
 _Values = dict[str, onnx.ValueInfoProto]
 
@@ -47,55 +48,12 @@ def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Valu
     """Return what is known of the tensors ``names``: by onnx, or else by ONNX Runtime."""
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     values = {each.name: each for each in (*inferred.value_info, *inferred.output, *inferred.input)}
-    missing = [name for name in names if not _is_known(values.get(name))]
-    return {**values, **_values_at_runtime(model, source, missing, values)} if missing else values
-
-
-def _values_at_runtime(
-    model: onnx.ModelProto,
-    source: Path,
-    names: Iterable[str],
-    known: Mapping[str, onnx.ValueInfoProto],
-) -> _Values:
-    """Return what ONNX Runtime finds, which knows its own operators; nothing if it cannot open the model."""
-    probe = onnx.ModelProto()
-    probe.CopyFrom(model)
-    own = {each.name for each in (*probe.graph.input, *probe.graph.output)}
-    probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in own)
-    session_options = cpu_options()
-    set_model_path(source, session_options)
-    try:
-        session = open_session(probe.SerializeToString(), session_options)
-    except Exception:
-        # What is not known stays unknown, and whoever runs the model says why it does not open.
-        return {}
-    found = {each.name: each for each in session.get_outputs()}
-    made = {}
-    for name in names:
-        element = _ELEMENTS.get(found[name].type) if name in found else None
-        if element is not None:
-            shape = [size if isinstance(size, str | int) else None for size in found[name].shape]
-            made[name] = onnx.helper.make_tensor_value_info(name, element, shape)
-        elif name in known:
-            made[name] = known[name]
-    return made
-
-
-_ELEMENTS: Mapping[str, int] = {
-    f"tensor({name})": int(onnx.TensorProto.DataType.Value(element))
-    for name, element in (
-        *(
-            (each, each.upper())
-            for each in ("float", "double", "float16", "bfloat16", "bool", "string")
-        ),
-        *(
-            (f"{sign}int{bits}", f"{sign}int{bits}".upper())
-            for sign in ("", "u")
-            for bits in (8, 16, 32, 64)
-        ),
-    )
-}
-"""ONNX's element types by ONNX Runtime's names of them."""
+    if missing := [name for name in names if not _is_known(values.get(name))]:
+        session_options = cpu_options()
+        set_model_path(source, session_options)
+        for name, type_ in types_of_runtime(model, missing, session_options).items():
+            values[name] = onnx.ValueInfoProto(name=name, type=type_)
+    return values
 
 
 def _is_typed(value: onnx.ValueInfoProto | None) -> bool:

@@ -42,7 +42,7 @@ def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInf
     """Keep only ``part`` of ``model``, in place; ``ends`` has the types of its inputs and outputs."""
     main = model.graph
     nodes = [main.node[index] for index in part.nodes]
-    used = {name for node in nodes for name in read_by(node)} - set(part.inputs)
+    used = {name for node in nodes for name in graph.read_by(node)} - set(part.inputs)
     made = {name for node in nodes for name in node.output}
     kept = onnx.GraphProto(name=main.name, doc_string=main.doc_string)
     kept.node.extend(nodes)
@@ -58,19 +58,6 @@ def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInf
     known = made - set(part.outputs)
     kept.value_info.extend(each for each in main.value_info if each.name in known)
     model.graph.CopyFrom(kept)
-
-
-def read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the values of the graph around it that ``node`` reads, also in the graphs inside it."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in graph.attribute_graphs(attribute):
-            own = {each.name for each in inner.input} | {each.name for each in inner.initializer}
-            own |= {name for each in inner.node for name in each.output}
-            for each in inner.node:
-                yield from (name for name in read_by(each) if name not in own)
-            # An inner graph may also return a value of the graph around it as it is.
-            yield from (each.name for each in inner.output if each.name not in own)
 
 
 def _part(
@@ -133,7 +120,7 @@ def _above(
             reached.add(each)
         elif (maker := makers.get(each)) is not None and maker not in nodes:
             nodes.add(maker)
-            waiting += read_by(main.node[maker])
+            waiting += graph.read_by(main.node[maker])
     return nodes, reached
 
 

@@ -31,7 +31,7 @@ class Flow:
     def __init__(self, main: onnx.GraphProto) -> None:
         self._main = main
         self._nodes = list(main.node)
-        self._used = [used_values(node) for node in self._nodes]
+        self._used = [list(graph.read_by(node)) for node in self._nodes]
         self._makers = {
             name: index for index, node in enumerate(self._nodes) for name in node.output if name
         }
@@ -148,14 +148,3 @@ def _is_few(facts: TensorFacts) -> bool:
         isinstance(size, int) and size <= _MOST_SETTINGS for size in facts.shape
     )
     return few and (facts.dtype == "bool" or "int" in facts.dtype)
-
-
-def used_values(node: onnx.NodeProto) -> list[str]:
-    """The names of the values that ``node`` uses, also in the graphs inside it."""
-    names = [name for name in node.input if name]
-    for attribute in node.attribute:
-        for inner in graph.attribute_graphs(attribute):
-            for each in graph.nodes(inner):
-                names += filter(None, each.input)
-            names += (value.name for value in inner.output)
-    return names

@@ -46,6 +46,19 @@ def nodes(part: Part) -> Iterator[onnx.NodeProto]:
         yield from each.node
 
 
+def read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the values of the graph around it that ``node`` reads, also in the graphs inside it."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for inner in attribute_graphs(attribute):
+            own = {each.name for each in inner.input} | {each.name for each in inner.initializer}
+            own |= {name for each in inner.node for name in each.output}
+            for each in inner.node:
+                yield from (name for name in read_by(each) if name not in own)
+            # An inner graph may also return a value of the graph around it as it is.
+            yield from (each.name for each in inner.output if each.name not in own)
+
+
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return the nodes of ``graph``, nested ones too, that are not constants."""
     return [node for node in nodes(graph) if node.op_type != "Constant"]

@@ -44,9 +44,8 @@ def handle(request: RewriteRequest) -> RewriteReply:
     try:
         return work.write(wanted)
     except Exception as error:
-        # ONNX Runtime raises many things, for graphs that it cannot open.
         if len(wanted) == 1:
-            return RewriteReply(None, dropped=(_dropped(wanted[0], error),))
+            return RewriteReply(None, dropped=(dropped(wanted[0].name, error),))
     return _without_faults(work, wanted)
 
 
@@ -54,20 +53,21 @@ def _without_faults(work: Work, wanted: tuple[Rewrite, ...]) -> RewriteReply:
     """The result of those of ``wanted`` that change nothing, each after those before it."""
     best = RewriteReply(None)
     kept: tuple[Rewrite, ...] = ()
-    dropped: list[str] = []
+    notes: list[str] = []
     for each in wanted:
         try:
             best = work.write((*kept, each))
         except Exception as error:
-            dropped.append(_dropped(each, error))
+            notes.append(dropped(each.name, error))
         else:
             kept = (*kept, each)
-    return replace(best, dropped=tuple(dropped))
+    return replace(best, dropped=tuple(notes))
 
 
-def _dropped(each: Rewrite, error: Exception) -> str:
+def dropped(name: str, error: Exception) -> str:
+    """Why the change ``name`` was dropped; ONNX Runtime raises many things, for graphs it cannot open."""
     message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
-    return f"{each.name}: {message}"
+    return f"{name}: {message}"
 
 
 @dataclass(frozen=True)

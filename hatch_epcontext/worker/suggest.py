@@ -103,16 +103,11 @@ def _forms(inputs: Sequence[TensorFacts]) -> Forms:
     return {each.name: (Form(((each.name, (1.0, 1.0)),)),) for each in inputs}
 
 
-def _known(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> Known:
-    shapes = {e.name: tuple(s if isinstance(s, int) else None for s in e.shape) for e in inputs}
-    return Known(model, shapes)
-
-
 def _states(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> set[str]:
     """The inputs that are states of recurrent layers."""
     forms = _forms(inputs)
     found = set()
-    for node in follow(model.graph, forms, _known(model, inputs)):
+    for node in follow(model.graph, forms, Known(model, inputs)):
         if node.op_type in ("LSTM", "GRU", "RNN"):
             for name in node.input[5:7]:
                 found |= {each for form in forms.get(name, ()) for each, _ in form.scales}

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.ipc.protocol import RewriteReply, UnrollRequest
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.rewrite import Work
+from hatch_epcontext.worker.rewrite import Work, dropped
 from hatch_epcontext.worker.step import step
 from hatch_epcontext.worker.unrolling import UNROLLED, unroll
 
@@ -41,9 +40,7 @@ def handle(request: UnrollRequest) -> RewriteReply:
             return RewriteReply(None, dropped=_unknown_lengths(model, work.refused))
         work.compare(session)
     except Exception as error:
-        # ONNX Runtime raises many things, for graphs that it cannot open.
-        message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
-        return RewriteReply(None, dropped=(f"{'; '.join(done) or 'Unrolling'}: {message}",))
+        return RewriteReply(None, dropped=(dropped("; ".join(done) or "Unrolling", error),))
     main = onnx.load(path, load_external_data=False).graph
     nodes = len(graph.compute_nodes(main))
     return RewriteReply(str(path), nodes, graph.control_flow(main), tuple(dict.fromkeys(done)))

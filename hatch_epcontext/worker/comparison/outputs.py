@@ -8,7 +8,7 @@ import onnx
 
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.comparison.measures import Nature
-from hatch_epcontext.worker.flow import Flow, used_values
+from hatch_epcontext.worker.flow import Flow
 
 _SAME_VALUES = frozenset(
     {
@@ -114,7 +114,7 @@ def ancestors(main: onnx.GraphProto) -> Mapping[str, frozenset[str]]:
         waiting = [output.name]
         while waiting:
             node = makers.get(waiting.pop())
-            new = [each for each in used_values(node) if each not in seen] if node else []
+            new = [each for each in graph.read_by(node) if each not in seen] if node else []
             seen.update(new)
             waiting += new
         result[output.name] = frozenset(seen)

@@ -98,21 +98,12 @@ def _inputs_of(
         name = waiting.popleft()
         if name in by_name:
             found.append(by_name[name])
-        for source in _sources(producers.get(name)):
+        producer = producers.get(name)
+        for source in graph.read_by(producer) if producer is not None else ():
             if source not in seen:
                 seen.add(source)
                 waiting.append(source)
     return found
-
-
-def _sources(node: onnx.NodeProto | None) -> Iterator[str]:
-    """What ``node`` takes, also inside its graphs."""
-    if node is not None:
-        yield from node.input
-        for attribute in node.attribute:
-            for inner in graph.attribute_graphs(attribute):
-                for each in graph.nodes(inner):
-                    yield from each.input
 
 
 def _is_number(facts: TensorFacts) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx
 
+from hatch_epcontext.ipc.facts import TensorFacts
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.tensors import Array
 
@@ -30,14 +31,17 @@ _Compute = Callable[[onnx.NodeProto, _Operands], Array | None]
 
 
 class Known:
-    """Shapes and small constants of all graphs of ``model``; ``shapes``: those of its inputs.
+    """Shapes and small constants of all graphs of ``model`` with these ``inputs``.
 
     Everything is None that cannot be known, also where the model is invalid: opening a session says why.
     """
 
-    def __init__(self, model: onnx.ModelProto, shapes: Mapping[str, Sizes]) -> None:
+    def __init__(self, model: onnx.ModelProto, inputs: Iterable[TensorFacts]) -> None:
         self._model = model
-        self._shapes: dict[str, Sizes] = dict(shapes)
+        self._shapes: dict[str, Sizes] = {
+            each.name: tuple(size if isinstance(size, int) else None for size in each.shape)
+            for each in inputs
+        }
         self._tensors: dict[str, onnx.TensorProto] = {}
         self._producers: dict[str, onnx.NodeProto] = {}
         self._values: dict[str, Array | None] = {}

@@ -63,10 +63,7 @@ def input_ranges(
         for each in inputs or [graph.facts(value) for value in graph.inputs(model.graph)]
         if _is_number(each)
     ]
-    shapes = {
-        each.name: tuple(s if isinstance(s, int) else None for s in each.shape) for each in tensors
-    }
-    reached = _reached(model, tensors, Known(model, shapes))
+    reached = _reached(model, tensors, Known(model, tensors))
     return {each.name: _range_of(each, reached[each.name], tensors) for each in tensors}
 
 

@@ -16,7 +16,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.cutting import read_by
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -290,7 +289,7 @@ class _Rewriter:
         for node in reversed(main.node):
             if used.intersection(node.output):
                 kept.append(node)
-                used.update(read_by(node))
+                used.update(graph.read_by(node))
         self._replace(kept[::-1])
         _keep(main.initializer, lambda each: each.name in used)
         made = {name for node in main.node for name in node.output}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import onnx
@@ -11,7 +11,7 @@ import onnx
 from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.cutting import part_between, read_by
+from hatch_epcontext.worker.cutting import part_between
 
 _SMALLEST = 0.2
 """The share of all nodes from which a part is worth naming."""
@@ -78,7 +78,7 @@ class _Flow:
         makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
         known = {*makers, *(value.name for value in graph.inputs(main))}
         reads = tuple(
-            tuple(n for n in dict.fromkeys(read_by(node)) if n in known) for node in nodes
+            tuple(n for n in dict.fromkeys(graph.read_by(node)) if n in known) for node in nodes
         )
         readers: dict[str, set[int]] = defaultdict(set)
         for index, names in enumerate(reads):
@@ -93,8 +93,11 @@ class _Flow:
 
         Nodes are in one part if equally many uncovered nodes are on the longest path to them, or from them.
         """
-        for depths in (self._depths(self._before, range(len(self.nodes))),
-                       self._depths(self._after, reversed(range(len(self.nodes))))):  # fmt: skip
+        order = range(len(self.nodes))
+        for depths in (
+            self._depths(self._before, order),
+            self._depths(self._after, reversed(order)),
+        ):
             levels: dict[int, set[int]] = defaultdict(set)
             for index in self.covered:
                 levels[depths[index]].add(index)
@@ -108,8 +111,9 @@ class _Flow:
         for name in self.nodes[index].output:
             yield from self.readers.get(name, ())
 
-    def _depths(self, neighbours: object, order: Iterable[int]) -> dict[int, int]:
-        assert callable(neighbours)
+    def _depths(
+        self, neighbours: Callable[[int], Iterable[int]], order: Iterable[int]
+    ) -> dict[int, int]:
         depths: dict[int, int] = {}
         for index in order:
             deepest = max((depths[each] for each in neighbours(index)), default=0)

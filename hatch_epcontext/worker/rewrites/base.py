@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.session import LEVELS, cpu_options
+from hatch_epcontext.worker.value_types import inferred, types_of_runtime
 
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
@@ -62,7 +63,7 @@ class Values:
                     _once(self._stored, node.output[0], tensor)
         self._names.update(self._types, self._stored)
         if any(node.domain not in _STANDARD for node in model.graph.node):
-            self._types.update(_types_of_runtime(model, self._types))
+            self._types.update(self._types_of_runtime(model))
             # Behind ONNX Runtime's own operators onnx infers nothing by itself.
             typed = onnx.ModelProto.FromString(model.SerializeToString())
             del typed.graph.value_info[:]
@@ -73,6 +74,14 @@ class Values:
             )
             for value in inferred(typed).graph.value_info:
                 self._types[value.name] = value.type
+
+    def _types_of_runtime(self, model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
+        """The types of the values of ``model`` that are not known yet."""
+        names = {name for node in model.graph.node for name in node.output if name}
+        unknown = sorted(name for name in names if self._types.get(name) is None)
+        session_options = cpu_options()
+        session_options.graph_optimization_level = LEVELS["none"]
+        return types_of_runtime(model, unknown, session_options)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a value; None if it is unknown or has an open dimension."""
@@ -145,57 +154,6 @@ def _once(known: dict[str, Any], name: str, value: Any) -> None:
     known[name] = value if known.get(name, value) == value else None
 
 
-def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with the types that onnx infers; ``model`` itself if it does not understand it."""
-    try:
-        return onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except Exception:
-        # It raises many things, for models that ONNX Runtime takes.
-        return model
-
-
-def _types_of_runtime(
-    model: onnx.ModelProto, known: dict[str, onnx.TypeProto | None]
-) -> dict[str, onnx.TypeProto]:
-    """The types that ONNX Runtime infers, which knows its own operators; none for what is ``known``.
-
-    It says the types of outputs only, so all values are made that.
-    """
-    extended = onnx.ModelProto.FromString(model.SerializeToString())
-    names = {name for node in model.graph.node for name in node.output if name}
-    wanted = sorted(names - {name for name, type_ in known.items() if type_ is not None})
-    extended.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
-    session_options = cpu_options()
-    session_options.graph_optimization_level = LEVELS["none"]
-    try:
-        session = open_session(extended.SerializeToString(), session_options)
-    except Exception:
-        # Such as for external data, which bytes do not find.
-        return {}
-    outputs = {each.name: each for each in session.get_outputs()}
-    result = {}
-    for name in wanted:
-        elem_type = _ELEM_TYPES.get(outputs[name].type)
-        if elem_type is not None:
-            shape = outputs[name].shape
-            result[name] = helper.make_tensor_type_proto(elem_type, shape)
-    return result
-
-
-_ELEM_TYPES = {
-    "tensor(float)": onnx.TensorProto.FLOAT,
-    "tensor(float16)": onnx.TensorProto.FLOAT16,
-    "tensor(double)": onnx.TensorProto.DOUBLE,
-    "tensor(bool)": onnx.TensorProto.BOOL,
-    **{
-        f"tensor({sign}int{bits})": getattr(onnx.TensorProto, f"{sign}INT{bits}".upper())
-        for sign in ("", "u")
-        for bits in (8, 16, 32, 64)
-    },
-}
-"""ONNX's number for each of ONNX Runtime's names of types."""
-
-
 Expand = Callable[[onnx.NodeProto, Values], "Sequence[onnx.NodeProto] | None"]
 """Returns the nodes that replace a node, with the same outputs; None if it stays as it is."""
 
@@ -247,16 +205,6 @@ def consumers(part: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
     """The nodes of ``part`` that take each value; a node with graphs inside takes what these take."""
     result: dict[str, list[onnx.NodeProto]] = {}
     for node in part.node:
-        for name in dict.fromkeys(_taken(node)):
+        for name in dict.fromkeys(graph.read_by(node)):
             result.setdefault(name, []).append(node)
     return result
-
-
-def _taken(node: onnx.NodeProto) -> Iterator[str]:
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in attribute.g, *attribute.graphs:
-            for each in graph.nodes(inner):
-                yield from filter(None, each.input)
-            # Its outputs can be values of the outer graph.
-            yield from (value.name for value in inner.output)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import onnx
 
 from hatch_epcontext.text import count
@@ -12,6 +10,7 @@ from hatch_epcontext.worker.unrolling.builder import Builder, Names
 from hatch_epcontext.worker.unrolling.loops import unroll_loop, unroll_scan
 from hatch_epcontext.worker.unrolling.recurrent import RECURRENT, unroll_recurrent
 from hatch_epcontext.worker.unrolling.scope import Scope
+from hatch_epcontext.worker.value_types import inferred
 
 UNROLLED = RECURRENT | {"Loop", "Scan"}
 """The operators that can be unrolled."""
@@ -28,7 +27,7 @@ def unroll(model: onnx.ModelProto, refused: frozenset[str], limit: int) -> tuple
     wanted = refused & UNROLLED
     if not any(_is_wanted(node, wanted) for node in graph.nodes(model.graph)):
         return ()
-    known = _with_shapes(model)
+    known = inferred(model)
     unrolling = _Unrolling(model, wanted)
     builder = Builder(Names.of(model), _opset(model), limit)
     nodes = unrolling.expand(known.graph, Scope(), builder)
@@ -88,11 +87,3 @@ def _is_wanted(node: onnx.NodeProto, wanted: frozenset[str]) -> bool:
 
 def _opset(model: onnx.ModelProto) -> int:
     return max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx"))
-
-
-def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with the shapes that follow from those of its inputs, nested ones too."""
-    # A model that is too large for this, or has types that do not fit, keeps the shapes that it has.
-    with contextlib.suppress(Exception):
-        return onnx.shape_inference.infer_shapes(model, data_prop=True)
-    return model

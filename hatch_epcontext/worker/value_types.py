@@ -1,0 +1,57 @@
+"""The types of the values of a model, as onnx and ONNX Runtime infer them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import onnx
+import onnxruntime as ort
+
+from hatch_epcontext.worker.session import open_session
+
+_ELEM_TYPES: Mapping[str, int] = {
+    f"tensor({name})": int(onnx.TensorProto.DataType.Value(name.upper()))
+    for name in (
+        *("float", "double", "float16", "bfloat16", "bool", "string"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
+}
+"""ONNX's number for each of ONNX Runtime's names of types."""
+
+
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` with the types that onnx infers; ``model`` itself if it does not understand it."""
+    try:
+        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception:
+        # It raises many things, for models that ONNX Runtime takes, or that are too large.
+        return model
+
+
+def types_of_runtime(
+    model: onnx.ModelProto, names: Iterable[str], session_options: ort.SessionOptions
+) -> dict[str, onnx.TypeProto]:
+    """The types of the values ``names`` of ``model`` that ONNX Runtime infers, which knows its own operators.
+
+    None if it cannot open the model with ``session_options``.
+    """
+    # It says the types of outputs only, so all values are made that.
+    extended = onnx.ModelProto()
+    extended.CopyFrom(model)
+    wanted = list(names)
+    own = {each.name for each in (*model.graph.input, *model.graph.output)}
+    extended.graph.output.extend(
+        onnx.ValueInfoProto(name=name) for name in wanted if name not in own
+    )
+    try:
+        session = open_session(extended.SerializeToString(), session_options)
+    except Exception:
+        # What is not known stays unknown, and whoever runs the model says why it does not open.
+        return {}
+    outputs = {each.name: each for each in session.get_outputs()}
+    found = (outputs[name] for name in wanted if name in outputs)
+    return {
+        each.name: onnx.helper.make_tensor_type_proto(_ELEM_TYPES[each.type], each.shape)
+        for each in found
+        if each.type in _ELEM_TYPES
+    }
