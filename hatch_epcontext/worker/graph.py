@@ -17,6 +17,13 @@ CONTEXT_OP = "EPContext"
 _COMPATIBILITY = "ep_compatibility_info."
 """The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
 
+_RANDOM = frozenset(
+    {
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+        *("Multinomial", "Bernoulli"),
+    }
+)
+"""Operators whose results depend on chance."""
 
 Part = onnx.GraphProto | onnx.FunctionProto
 """What has nodes."""
@@ -51,12 +58,24 @@ def read_by(node: onnx.NodeProto) -> Iterator[str]:
     yield from filter(None, node.input)
     for attribute in node.attribute:
         for inner in attribute_graphs(attribute):
-            own = {each.name for each in inner.input} | {each.name for each in inner.initializer}
+            own = {each.name for each in inner.input}
+            own |= {each.name for each in stored_tensors(inner)}
             own |= {name for each in inner.node for name in each.output}
             for each in inner.node:
                 yield from (name for name in read_by(each) if name not in own)
             # An inner graph may also return a value of the graph around it as it is.
             yield from (each.name for each in inner.output if each.name not in own)
+
+
+def is_random(node: onnx.NodeProto) -> bool:
+    """Whether two runs of ``node``, or of a graph inside it, can give different values."""
+    nested = (
+        each
+        for attribute in node.attribute
+        for inner in attribute_graphs(attribute)
+        for each in nodes(inner)
+    )
+    return any(each.op_type in _RANDOM for each in (node, *nested))
 
 
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:

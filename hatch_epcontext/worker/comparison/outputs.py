@@ -26,13 +26,6 @@ _UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softs
 
 _INDICES = frozenset({"ArgMax", "ArgMin", "NonZero"})
 
-_CHANCE = frozenset(
-    {
-        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
-        *("Multinomial", "Bernoulli"),
-    }
-)
-
 Makers = Mapping[str, onnx.NodeProto]
 """The nodes by the values that they make."""
 
@@ -96,7 +89,7 @@ def _is_state(node: onnx.NodeProto, name: str) -> bool:
 
 def depend_on_chance(main: onnx.GraphProto) -> bool:
     """Whether there is a random operator in ``main`` or the graphs inside it."""
-    return any(node.op_type in _CHANCE for node in graph.nodes(main))
+    return any(map(graph.is_random, main.node))
 
 
 def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:

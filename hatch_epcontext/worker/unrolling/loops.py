@@ -10,7 +10,7 @@ import onnx
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.unrolling.builder import Builder, TooManyNodesError, instantiate
 from hatch_epcontext.worker.unrolling.scope import Scope
-from hatch_epcontext.worker.unrolling.trips import is_random, trip_count, used_names
+from hatch_epcontext.worker.unrolling.trips import trip_count
 
 
 class Body:
@@ -29,7 +29,7 @@ class Body:
             builder.constants.append(hoisted)
         changing = set(self._inputs)
         for node in body.node:
-            if is_random(node) or changing & used_names(node):
+            if graph.is_random(node) or not changing.isdisjoint(graph.read_by(node)):
                 changing.update(node.output)
                 self._varying.append(node)
             else:

@@ -10,43 +10,6 @@ from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.unrolling.scope import Scope
 
-_RANDOM = frozenset(
-    {
-        "Bernoulli",
-        "Multinomial",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-    }
-)
-
-
-def is_random(node: onnx.NodeProto) -> bool:
-    """Whether two runs of ``node``, or of a graph inside it, can give different values."""
-    nested = (
-        each
-        for attribute in node.attribute
-        for part in graph.attribute_graphs(attribute)
-        for each in graph.nodes(part)
-    )
-    return node.op_type in _RANDOM or any(each.op_type in _RANDOM for each in nested)
-
-
-def used_names(node: onnx.NodeProto) -> set[str]:
-    """The names of the values that ``node`` uses, also in the graphs inside it."""
-    names = {name for name in node.input if name}
-    for attribute in node.attribute:
-        for part in graph.attribute_graphs(attribute):
-            own = {value.name for value in part.input}
-            own |= {tensor.name for tensor in graph.stored_tensors(part)}
-            own |= {name for each in part.node for name in each.output}
-            inner = {value.name for value in part.output}
-            for each in part.node:
-                inner |= used_names(each)
-            names |= inner - own
-    return names
-
 
 def trip_count(
     loop: onnx.NodeProto, scope: Scope, opsets: onnx.ModelProto, limit: int
@@ -94,9 +57,9 @@ def _deciding_part(
             continue
         wanted.add(name)
         if name in producers:
-            if is_random(producers[name]):
+            if graph.is_random(producers[name]):
                 return None
-            waiting += used_names(producers[name])
+            waiting += graph.read_by(producers[name])
         elif name in carried:
             states.append(carried[name])
             waiting.append(body.output[1 + carried[name]].name)
