@@ -31,9 +31,21 @@ settings.load_profile("short")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+ONLY_BY_NAME = ("adopters", "front_ends", "packagers")
+"""Marks of tests that run only where ``-m`` names them."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests: each file is run by one process."""
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what ``-m`` must name, and begin with the files that have slow tests.
+
+    Each file is run by one process.
+    """
+    chosen = str(config.option.markexpr)
+    left_out = [name for name in ONLY_BY_NAME if name not in chosen]
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
