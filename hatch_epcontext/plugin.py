@@ -35,13 +35,15 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
         from hatch_epcontext.build.plan import plan
-        from hatch_epcontext.build.requirements import cache_requirements
+        from hatch_epcontext.build.requirements import SBOM, cache_requirements
 
         if self._reason_to_skip():
             return []
         with self._errors_as_message():
             config = self._config()
-            return [*plan(config).requirements, *cache_requirements(config.build)]
+            self._check_sbom(config)
+            sbom = SBOM if config.wheel.sbom else ()
+            return [*plan(config).requirements, *cache_requirements(config.build), *sbom]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build all jobs, and give the files to Hatch; an editable install gets them in the project."""
@@ -60,9 +62,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 self._fill_wheel(config, build_data)
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
+        from hatch_epcontext.build.requirements import SBOM, check_environment
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.wheel import refused_options, repeated_models
 
+        self._check_sbom(config)
+        if config.wheel.sbom:
+            check_environment((), SBOM)
         files = self._tree()
         output = self._output_folder(config, files)
         for message in refused_options(config):
@@ -73,8 +79,27 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         for message in repeated_models(result, shipped_sources(result), files, config.root):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))
+        if config.wheel.sbom:
+            build_data["sbom_files"].append(str(self._write_sbom(result, made, output, staging)))
         self._output, self._wheel, self._bundle = output, config.wheel, made
         self._set_tag(config, build_data)
+
+    def _check_sbom(self, config: Config) -> None:
+        if config.wheel.sbom:
+            from hatch_epcontext.package import sbom
+
+            sbom.check(self.build_config.target_config.get("sbom-files", ()))
+
+    def _write_sbom(
+        self, result: Result, made: Bundle, output: PurePosixPath, staging: Path
+    ) -> Path:
+        from hatch_epcontext.package import sbom
+
+        core = self.metadata.core
+        project = sbom.Project(core.name, self.metadata.version, core.license_expression or None)
+        for message in sbom.unlicensed(result):
+            self._warning(message)
+        return sbom.write(result, made, output, project, staging)
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.build.artifact import Result

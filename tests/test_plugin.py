@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
-from hatch_epcontext.build.requirements import TOOLS
+from hatch_epcontext.build.requirements import SBOM, TOOLS
 from hatch_epcontext.errors import collect
 from hatch_epcontext.package import bundle as package_bundle
 from hatch_epcontext.package.model_package import FolderFiles, read
@@ -79,6 +80,28 @@ def test_the_environment_sets_the_path_of_the_html_report(
     save(unknown_operator(), root / "models" / "b.onnx")
     failure(root, capsys)
     assert "cannot be run on the CPU" in page.read_text(encoding="utf-8")
+
+
+def test_a_wheel_with_an_sbom_is_the_same_each_time(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(root, "wheel = { sbom = true }\n")
+    wheel = make(root)
+    first = wheel.read_bytes()
+    with zipfile.ZipFile(wheel) as archive:
+        place = "my_app-1.0.dist-info/sboms/epcontext.cdx.json"
+        content = json.loads(archive.read(place))
+        assert place in archive.read("my_app-1.0.dist-info/RECORD").decode()
+    assert content["metadata"]["component"]["purl"] == "pkg:pypi/my-app@1.0"
+    assert "tool.epcontext.models[0]: no license is known" in capsys.readouterr().err
+    wheel.unlink()
+    assert make(root).read_bytes() == first
+
+
+def test_an_sbom_needs_a_package_of_its_own(root: Path) -> None:
+    assert not set(SBOM).intersection(hook(root).dependencies())
+    configure(root, "wheel = { sbom = true }\n")
+    assert set(SBOM) < set(hook(root).dependencies())
 
 
 def test_a_verbose_hatch_shows_what_workers_do(

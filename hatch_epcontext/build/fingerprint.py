@@ -11,7 +11,7 @@ from typing import Any
 from hatch_epcontext.build.plan import Job, model_spec_for
 from hatch_epcontext.config.settings import Model, Target
 
-FORMAT = 7
+FORMAT = 8
 """Raised when workers compile or validate the same request in another way."""
 
 

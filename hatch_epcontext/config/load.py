@@ -174,7 +174,7 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
             environment.cache_key,
             build.scheduler if build.executor == "dask" else None,
         ),
-        wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify),
+        wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify, wheel.sbom),
         cache_dir=environment.cache_dir,
         use_cache=not environment.no_cache,
         only_from_cache=ALL in (environment.from_cache or ()),

@@ -204,7 +204,7 @@ class Model:
     ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has made the cut one.
     ``key`` is the model's place in the configuration, and ``listed`` that of its sizes, if they are in a
     list. ``shape_set`` is the one of all shapes of the same model, None for a model that is not resolved
-    into several.
+    into several. ``license``: its SPDX license expression.
     """
 
     name: str
@@ -220,6 +220,7 @@ class Model:
     shape_set: ShapeSet | None = None
     fallback: Fallback = "auto"
     cut: Cut = Cut()
+    license: str | None = None
 
     @property
     def configured_name(self) -> str:
@@ -281,11 +282,14 @@ class BuildSettings:
 
 @dataclass(frozen=True)
 class WheelSettings:
-    """The wheel's tag (``"auto"``, ``"any"`` or a tag), its largest size in bytes, and its verification."""
+    """The wheel's tag (``"auto"``, ``"any"`` or a tag), its largest size in bytes, its verification, and
+    whether it contains an SBOM.
+    """
 
     tag: str
     max_size: int | None
     verify: Verification = "record"
+    sbom: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.tags import parse_tag
 
 from hatch_epcontext.config.cache_keys import check_public_keys
@@ -129,6 +130,14 @@ def _has_valid_port(url: str) -> bool:
         return urlsplit(url).port != 0
     except ValueError:
         return False
+
+
+def _license(value: str) -> str | None:
+    try:
+        canonicalize_license_expression(value)
+    except InvalidLicenseExpression:
+        return 'an SPDX license expression, such as "Apache-2.0" or "LicenseRef-Proprietary"'
+    return None
 
 
 def _wheel_tag(value: str) -> str | None:
@@ -417,6 +426,11 @@ class ModelTable(NarrowableTable):
         "shipped: see `docs/cutting.md`.",
         when_missing="the whole graph",
     )
+    license: str | None = _key(
+        "The model's license as an SPDX expression, for the SBOM.",
+        when_missing="that of the file's metadata",
+        check=_license,
+    )
     validate: ValidateTable | ValidationMode = _key(
         "How the artifact is validated: the mode alone, or a table with `mode`, `inputs`, "
         "`states`, `tolerance` and `timeout`.",
@@ -489,6 +503,10 @@ class WheelTable:
         "How the finished wheel is compared with the manifest: `record` by the hashes that it has itself, "
         "`full` by reading every file again.",
         "record",
+    )
+    sbom: bool = _key(
+        "Write a CycloneDX ML-BOM of the models into the wheel's `.dist-info/sboms/`: see `docs/sbom.md`.",
+        False,
     )
 
 

@@ -111,7 +111,7 @@ class ModelFacts:
     hold its external data, relative to its folder, with forward slashes.
 
     ``own_inputs`` are those of the file itself; ``constants`` are the values that the configuration
-    gives inputs, each with its dtype and shape.
+    gives inputs, each with its dtype and shape. ``license`` is what the file's metadata says.
     """
 
     inputs: tuple[TensorFacts, ...]
@@ -119,6 +119,7 @@ class ModelFacts:
     external_data: tuple[str, ...]
     own_inputs: tuple[TensorFacts, ...] = ()
     constants: tuple[TensorFacts, ...] = ()
+    license: str | None = None
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
         for value in model.graph.initializer
         if value.name == facts.name and facts.name in spec.constants
     )
-    return ModelFacts(inputs, outputs, data, own_inputs, constants)
+    return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(model))
 
 
 def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:

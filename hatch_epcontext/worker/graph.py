@@ -17,6 +17,9 @@ CONTEXT_OP = "EPContext"
 _COMPATIBILITY = "ep_compatibility_info."
 """The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
 
+_LICENSES = ("license", "licence", "licenses", "model_license")
+"""The keys of the metadata that exporters use for the license, in lower case."""
+
 _RANDOM = frozenset(
     {
         *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
@@ -161,6 +164,12 @@ def compatibility(model: onnx.ModelProto) -> dict[str, str]:
         for entry in model.metadata_props
         if entry.key.startswith(_COMPATIBILITY)
     }
+
+
+def license_of(model: onnx.ModelProto) -> str | None:
+    """The license that the model's metadata names, in whatever words; exporters use several keys for it."""
+    named = {entry.key.lower(): entry.value.strip() for entry in model.metadata_props}
+    return next((named[key] for key in _LICENSES if named.get(key)), None)
 
 
 def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:

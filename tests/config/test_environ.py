@@ -59,6 +59,7 @@ def test_all_variables(tmp_path: Path) -> None:
         EXECUTOR="dask",
         SCHEDULER="tls://host:8786",
         VERIFY="full",
+        SBOM="1",
         TAG="any",
         MAX_SIZE="250 MB",
         EDITABLE="compile",
@@ -81,7 +82,12 @@ def test_all_variables(tmp_path: Path) -> None:
         "executor": "dask",
         "scheduler": "tls://host:8786",
     }
-    assert settings.wheel == {"tag": "any", "max_size": "250 MB", "verify": "full"}
+    assert settings.wheel == {
+        "tag": "any",
+        "max_size": "250 MB",
+        "verify": "full",
+        "sbom": True,
+    }
     assert settings.cache_write
     assert (settings.editable, settings.validate) == ("compile", "require")
     assert "HATCH_EPCONTEXT_JOBS=3" in settings.overrides
@@ -181,6 +187,7 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
     ("build", "fail_fast"): ("false", "1", True, "maybe"),
     ("wheel", "verify"): ('"record"', "full", "full", "half"),
+    ("wheel", "sbom"): ("false", "1", True, "maybe"),
     ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
     ("wheel", "max_size"): ("7", "1.5 kB", 1500, "many"),
 }

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import onnx
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+from hatch_epcontext.build.artifact import Result
+from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.package import sbom
+from hatch_epcontext.package.bundle import bundle
+from hatch_epcontext.worker.graph import license_of
+from tests.models import network
+from tests.results import compiled, configured
+
+TOML = """
+fallback = "source"
+targets = { npu = { provider = "qnn", provider-options = { soc_model = 60 } }, cpu = { provider = "cpu" } }
+models = [{ path = "models/a.onnx", license = "mit or apache-2.0" }, { path = "models/b.onnx" }]
+"""
+
+PROJECT = sbom.Project("My.App", "1.0", "BSD-3-Clause")
+
+
+def written(project: Path, tmp_path: Path, toml: str = TOML) -> dict[str, Any]:
+    """The SBOM of the project's models, for a package at ``my_app/epcontext``."""
+    result = compiled(configured(project, toml), tmp_path / "artifacts")
+    return document(result, tmp_path)
+
+
+def document(result: Result, tmp_path: Path, project: sbom.Project = PROJECT) -> dict[str, Any]:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    made = bundle(result, staging)
+    path = sbom.write(result, made, PurePosixPath("my_app/epcontext"), project, staging)
+    assert path.name.endswith(".cdx.json")
+    text = path.read_text(encoding="utf-8")
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def component(content: dict[str, Any], reference: str) -> dict[str, Any]:
+    (found,) = [each for each in content["components"] if each["bom-ref"] == reference]
+    return dict(found)
+
+
+def needed_by(content: dict[str, Any], reference: str) -> set[str]:
+    (found,) = [each for each in content["dependencies"] if each["ref"] == reference]
+    return set(found["dependsOn"])
+
+
+def test_each_source_model_has_its_hashes_and_its_license(project: Path, tmp_path: Path) -> None:
+    content = written(project, tmp_path)
+    model = component(content, "model:a")
+    assert model["type"] == "machine-learning-model"
+    assert model["scope"] == "required"
+    assert model["licenses"] == [{"expression": "MIT OR Apache-2.0"}]
+    (file,) = model["components"]
+    assert file["name"] == "my_app/epcontext/a/source/a.onnx"
+    assert file["hashes"] == model["hashes"]
+    assert "licenses" not in component(content, "model:b")
+
+
+def test_a_source_that_is_not_shipped_is_not_required(project: Path, tmp_path: Path) -> None:
+    content = written(project, tmp_path, TOML.replace('"source"', '"none"'))
+    assert component(content, "model:a")["scope"] == "excluded"
+    assert needed_by(content, "wheel") == {
+        f"artifact:{model}/{target}" for model in "ab" for target in ("npu", "cpu")
+    }
+
+
+def test_each_artifact_has_its_files_and_names_its_model_and_what_compiled_it(
+    project: Path, tmp_path: Path
+) -> None:
+    content = written(project, tmp_path)
+    artifact = component(content, "artifact:a/npu")
+    assert {file["name"] for file in artifact["components"]} == {
+        "my_app/epcontext/a/npu/a_ctx.onnx",
+        "my_app/epcontext/a/npu/sidecar.bin",
+    }
+    assert all(file["hashes"] for file in artifact["components"])
+    assert artifact["licenses"] == [{"expression": "MIT OR Apache-2.0"}]
+    facts = {each["name"]: each["value"] for each in artifact["properties"]}
+    assert facts["hatch-epcontext:ep"] == "QNNExecutionProvider"
+    assert facts["hatch-epcontext:target"] == "npu"
+    assert facts["hatch-epcontext:coverage"] == "3/3 nodes"
+    assert facts["hatch-epcontext:validation"] == "ran, not compared"
+    assert needed_by(content, "artifact:a/npu") == {"model:a", "tool:onnxruntime@1.0"}
+    tool = component(content, "tool:onnxruntime@1.0")
+    assert (tool["scope"], tool["purl"]) == ("excluded", "pkg:pypi/onnxruntime@1.0")
+
+
+def test_the_sdk_in_an_ep_is_what_compiled_the_artifact(project: Path, tmp_path: Path) -> None:
+    result = compiled(configured(project), tmp_path / "artifacts")
+    (built,) = result.built[:1]
+    record = built.artifact.record
+    contexts = tuple(
+        dataclasses.replace(each, ep_sdk_version="2.5", compatibility="v2:6")
+        for each in record.contexts
+    )
+    artifact = dataclasses.replace(
+        built.artifact, record=dataclasses.replace(record, contexts=contexts)
+    )
+    changed = dataclasses.replace(built, artifact=artifact)
+    content = document(dataclasses.replace(result, built=(changed,)), tmp_path)
+    reference = "tool:SDK of CPUExecutionProvider@2.5"
+    assert reference in needed_by(content, "artifact:a/cpu")
+    assert component(content, reference)["version"] == "2.5"
+    properties = component(content, "artifact:a/cpu")["properties"]
+    assert {"name": "hatch-epcontext:compatibility", "value": "v2:6"} in properties
+
+
+def test_models_that_share_weights_are_one_component(project: Path, tmp_path: Path) -> None:
+    toml = TOML.replace('onnx"', 'onnx", share-weights = "both"').replace(
+        ", cpu = { provider", ", other = { provider"
+    )
+    content = written(project, tmp_path, toml)
+    assert needed_by(content, "artifact:both/npu") == {
+        "model:a",
+        "model:b",
+        "tool:onnxruntime@1.0",
+    }
+
+
+def test_the_shapes_of_one_model_are_of_one_source(project: Path, tmp_path: Path) -> None:
+    toml = (
+        'provider = "cpu"\nmodels = [{ path = "models/a.onnx", dims = [{ n = 1 }, { n = 2 }] }]\n'
+    )
+    content = written(project, tmp_path, toml)
+    models = [each["bom-ref"] for each in content["components"] if "model:" in each["bom-ref"]]
+    assert models == ["model:a"]
+
+
+def test_equal_content_has_the_same_serial_number_and_no_time(
+    project: Path, tmp_path: Path
+) -> None:
+    result = compiled(configured(project, TOML), tmp_path / "artifacts")
+    contents = []
+    for name, project_ in (("1", PROJECT), ("2", PROJECT), ("3", sbom.Project("other", "1", None))):
+        (tmp_path / name).mkdir()
+        contents.append(document(result, tmp_path / name, project_))
+    first, second, third = contents
+    assert first == second
+    assert third["serialNumber"] != first["serialNumber"]
+    assert "timestamp" not in first["metadata"]
+    wheel = first["metadata"]["component"]
+    assert wheel["purl"] == "pkg:pypi/my-app@1.0"
+    assert wheel["licenses"] == [{"license": {"id": "BSD-3-Clause"}}]
+    assert "licenses" not in third["metadata"]["component"]
+
+
+def test_what_has_no_license_is_named(project: Path, tmp_path: Path) -> None:
+    result = compiled(configured(project, TOML), tmp_path / "artifacts")
+    (warning,) = sbom.unlicensed(result)
+    assert warning.startswith("tool.epcontext.models[1]")
+
+
+def test_the_license_in_the_file_counts_where_none_is_configured(
+    project: Path, tmp_path: Path
+) -> None:
+    result = compiled(configured(project, TOML), tmp_path / "artifacts")
+    sources = tuple(
+        dataclasses.replace(each, facts=dataclasses.replace(each.facts, license="AGPL-3.0 License"))
+        for each in result.sources
+    )
+    result = dataclasses.replace(result, sources=sources)
+    assert not list(sbom.unlicensed(result))
+    content = document(result, tmp_path)
+    (named,) = component(content, "model:b")["licenses"]
+    assert named == {"license": {"name": "AGPL-3.0 License"}}
+    assert component(content, "model:a")["licenses"] == [{"expression": "MIT OR Apache-2.0"}]
+
+
+def test_the_license_is_read_from_the_files_metadata() -> None:
+    model = network()
+    assert license_of(model) is None
+    onnx.helper.set_model_props(model, {"License": " Apache-2.0 ", "author": "somebody"})
+    assert license_of(model) == "Apache-2.0"
+
+
+def test_a_hatchling_that_is_too_old_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "hatchling-1.27.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Name: hatchling\nVersion: 1.27.0\n", encoding="utf-8")
+    sbom.check(())
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        sbom.check(())
+    (problem,) = caught.value.problems
+    assert problem.location == "tool.epcontext.wheel.sbom"
+    assert "hatchling 1.27.0" in problem.message
+    assert problem.hint == 'Write "hatchling>=1.28" in requires of [build-system].'
+
+
+def test_a_file_of_the_user_with_the_same_name_is_refused() -> None:
+    sbom.check(["sboms/app.cdx.json"])
+    with pytest.raises(ConfigError, match=r"the same name: sboms/epcontext\.cdx\.json"):
+        sbom.check(["sboms/epcontext.cdx.json"])
