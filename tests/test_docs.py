@@ -159,7 +159,7 @@ def blocks() -> list[Any]:
     return [
         pytest.param(block, id=f"{name}-{index}")
         for name, text in TEXTS.items()
-        for index, block in enumerate(re.findall(r"```toml\n(.*?)```", text, re.DOTALL))
+        for index, block in enumerate(re.findall(r"```toml[^\n]*\n(.*?)```", text, re.DOTALL))
     ]
 
 
@@ -252,6 +252,20 @@ def test_every_page_is_reachable_from_the_index() -> None:
         waiting += [path.resolve() for path, _ in targets_of(f"docs/{page.name}")]
     assert {page.name for page in reached} == set(PAGES)
     assert DOCS / "index.md" in {path for path, _ in targets_of("README.md")}
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    # mkdocs, which is not installed with the tests, checks the rest when .ci/run builds the site.
+    text = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [^:\n]+: ([\w-]+\.md)$", text.split("\nnav:\n")[1], re.MULTILINE)
+    assert set(PAGES) - set(listed) == set(), "add these pages under nav: in mkdocs.yml"
+    assert sorted(listed) == sorted(PAGES)
+
+
+def test_the_pages_link_to_files_outside_of_the_site_by_their_address() -> None:
+    # A relative link works on GitHub only.
+    for name in PAGES:
+        assert [link for link in links(TEXTS[f"docs/{name}"]) if link.startswith("..")] == []
 
 
 def test_the_readme_is_short() -> None:

@@ -1,0 +1,136 @@
+"""What the commands on the pages need in order to run: where a new page or command gets its setting.
+
+The commands of a page run one after the other in one folder, which begins with the files of `default`: a
+project with two targets, and the models that the pages name. So most commands need nothing here. If one does:
+
+- its page begins with other files or another configuration: give it a `Page` in `PAGES`; a file that the page
+  itself shows in a block with a title is written without that;
+- it needs what another command has written: name it in `BEFORE`, with the commands that write it;
+- it is abbreviated, or takes too long: name it in `WRITTEN_OUT`, with what is run in its place;
+- it cannot run without certain hardware: name it in `FAILING`, with the reason and the message;
+- it is a part of a sentence, and nobody types it like this: name it in `NOT_RUN`, with the reason.
+
+A command is named as its page has it, with single spaces. What no page has is an error, so that nothing here
+remains when a page changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.models import network, save
+
+HEAD = """
+[build-system]
+requires = ["hatchling", "hatch-epcontext"]
+build-backend = "hatchling.build"
+
+[project]
+name = "my-app"
+version = "1.0"
+requires-python = ">=3.10"
+
+[tool.hatch.build.targets.wheel.hooks.epcontext]
+"""
+
+CONFIGURATION = """
+[tool.epcontext.targets.x-elite]
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+
+[tool.epcontext.targets.cpu]
+provider = "cpu"
+
+[[tool.epcontext.models]]
+path = "models/digits.onnx"
+dims = { batch = 1 }
+"""
+
+TWO_SHAPES = """
+[tool.epcontext]
+provider = "cpu"
+static-shapes = true
+
+[[tool.epcontext.models]]
+name = "det"
+path = "models/digits.onnx"
+shapes = [{ x = [1, 1, 8, 8] }, { x = [2, 1, 8, 8] }]
+"""
+
+
+def default(folder: Path, configuration: str = CONFIGURATION) -> None:
+    """A project with the model ``digits``, and the models that pages compile without a project."""
+    (folder / "my_app").mkdir()
+    (folder / "my_app" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(HEAD + configuration, encoding="utf-8")
+    save(network(), folder / "models" / "digits.onnx")
+    save(network(), folder / "model.onnx")
+    for name in ("model1.onnx", "model2.onnx", "prefill.onnx", "decode.onnx"):
+        save(network(1), folder / name)
+
+
+def two_shapes(folder: Path) -> None:
+    default(folder, TWO_SHAPES)
+
+
+@dataclass(frozen=True)
+class Page:
+    project: Callable[[Path], None] = default
+    """Writes what the reader has before the first command into a folder that exists."""
+
+
+PAGES = {
+    "docs/shapes.md": Page(two_shapes),
+}
+"""The pages that begin with something else than `default`."""
+
+BEFORE = {
+    "epcontext validate model.ortpackage --variant x-elite --variant source": (
+        "epcontext export -t x-elite -o model.ortpackage",
+    ),
+}
+"""What is run before a command."""
+
+WRITTEN_OUT = {
+    "epcontext bench MODEL...": "epcontext bench model.onnx -p cpu --dim batch=1 -n 1",
+    "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
+    "epcontext compile MODEL... --package DIR": (
+        "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
+    ),
+    "epcontext inspect MODEL --provider P": (
+        "epcontext inspect model.onnx --provider qnn --dim batch=1"
+    ),
+    "epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60": (
+        "epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60 --dim batch=1"
+    ),
+    # In the help of the command the project is another folder.
+    "epcontext export ../app -t x-elite -m digits -o build/models": (
+        "epcontext export . -t x-elite -m digits -o build/models"
+    ),
+    # Its page compiles the same model for QNN too.
+    "epcontext compile model.onnx -o model_ctx.onnx -p NvTensorRTRTXExecutionProvider": (
+        "epcontext compile model.onnx -o rtx_ctx.onnx -p NvTensorRTRTXExecutionProvider"
+    ),
+}
+"""What is run in place of an abbreviated command."""
+
+
+@dataclass(frozen=True)
+class Failing:
+    reason: str
+    code: int
+    message: str
+    """A regular expression for what it prints."""
+
+
+FAILING = {
+    "epcontext compile model.onnx -o model_ctx.onnx -p NvTensorRTRTXExecutionProvider": Failing(
+        "needs a GPU of NVIDIA, and its driver", 1, "libcuda|not installed"
+    ),
+}
+"""The commands that need what a machine for tests does not have."""
+
+NOT_RUN: dict[str, str] = {}
+"""The commands that are a part of a sentence, each with the reason."""

@@ -1,0 +1,129 @@
+"""Every ``epcontext`` command in the README and in docs/ is run, as tests/docs/settings.py says."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hatch_epcontext.cli.app import app
+from hatch_epcontext.config.environ import PREFIX
+from tests.conftest import REPOSITORY, needs_qnn
+from tests.docs import settings
+from tests.docs.pages import Command, File, pages, steps_of
+
+PAGES = pages(REPOSITORY)
+COMMANDS = [step for steps in PAGES.values() for step in steps if isinstance(step, Command)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all pages."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@needs_qnn
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_runs(
+    page: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "app"
+    folder.mkdir()
+    settings.PAGES.get(page, settings.Page()).project(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(f"{PREFIX}CACHE_DIR", str(cache))
+    for step in PAGES[page]:
+        if isinstance(step, File):
+            Path(step.path).parent.mkdir(parents=True, exist_ok=True)
+            Path(step.path).write_text(step.text, encoding="utf-8")
+        elif step.text not in settings.NOT_RUN:
+            run(step)
+
+
+def run(command: Command) -> None:
+    """Run it in this process, in the current folder; it must end as its setting says."""
+    for each in settings.BEFORE.get(command.text, ()):
+        before = invoke(each)
+        assert before.exit_code == 0, f"{command.place}: {each}: {before.output}"
+    text = settings.WRITTEN_OUT.get(command.text, command.text)
+    result = invoke(text, dict(command.variables))
+    if command.writes:
+        Path(command.writes).write_text(result.stdout, encoding="utf-8")
+    failing = settings.FAILING.get(command.text)
+    expected = failing.code if failing else 0
+    assert result.exit_code == expected, (
+        f"{command.place}: `{text}` ended with exit code {result.exit_code}, and not {expected}. "
+        f"tests/docs/settings.py says where to add its setting. It printed:\n{result.output}"
+    )
+    assert not failing or re.search(failing.message, result.output), result.output
+
+
+def invoke(command: str, variables: Mapping[str, str] | None = None) -> Result:
+    """Run it without what an earlier command of the page has written in its place."""
+    _, *words = shlex.split(command)
+    if "--overwrite" not in words:
+        for flag, name in itertools.pairwise(words):
+            path = Path(name)
+            if flag in {"-o", "--output", "--package"} and path.exists():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return CliRunner().invoke(app, words, env=variables, prog_name="epcontext")
+
+
+def test_every_command_exists() -> None:
+    for command in COMMANDS:
+        name = next((word for word in command.words if not word.startswith("-")), None)
+        assert name is None or name in app.commands, f"{command.place}: {command.text}"
+
+
+def test_every_setting_is_for_a_command_or_a_page() -> None:
+    named = {*settings.BEFORE, *settings.WRITTEN_OUT, *settings.FAILING, *settings.NOT_RUN}
+    assert named <= {command.text for command in COMMANDS}
+    assert set(settings.PAGES) <= set(PAGES)
+
+
+PAGE = """
+`epcontext doctor` and `NO_COLOR=1 epcontext
+build -v`.
+
+```console
+$ cd app && A=1 epcontext init --force  # a comment
+epcontext: digits -> x-elite
+$ uvx --from "hatch-epcontext[cli]" epcontext build \\
+>     -t "two words" | head > out.txt
+```
+
+```toml title="pyproject.toml"
+a = 1
+```
+
+```text
+epcontext wrote this
+epcontext schema --help
+```
+
+```yaml
+- run: epcontext export -o out > log.txt
+```
+"""
+
+
+def test_commands_and_files_are_found() -> None:
+    steps = steps_of("page.md", PAGE)
+    assert [step.line for step in steps] == [2, 6, 8, 13, 18, 22]
+    commands = [step for step in steps if isinstance(step, Command)]
+    assert [command.text for command in commands] == [
+        "epcontext build -v",
+        "epcontext init --force",
+        "epcontext build -t 'two words'",
+        "epcontext schema --help",
+        "epcontext export -o out",
+    ]
+    assert commands[1].variables == (("A", "1"),)
+    assert [command.writes for command in commands] == [None] * 4 + ["log.txt"]
+    assert [step.path for step in steps if isinstance(step, File)] == ["pyproject.toml"]
