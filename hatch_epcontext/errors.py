@@ -471,8 +471,8 @@ class Kind(Enum):
     INVALID_WHEEL = (
         "EPC502",
         "Invalid wheel",
-        "The wheel does not contain what its manifest says.",
-        "Remove stray files from the output folder, and build again.",
+        "The wheel does not contain what its manifest or its RECORD says.",
+        "Remove stray files from the output folder, let the build backend pack all others, and build again.",
     )
     LARGE_WHEEL = (
         "EPC503",
@@ -693,6 +693,6 @@ class OutputError(EpcontextError):
 
 
 class WheelError(EpcontextError):
-    """The wheel does not contain what its manifest says."""
+    """The wheel does not contain what its manifest or its RECORD says."""
 
     headline = "invalid wheel"

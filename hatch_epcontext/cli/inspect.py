@@ -32,10 +32,12 @@ from hatch_epcontext.tools.preview import Preview, preview
 
 
 @click.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
-    "--verify", is_flag=True, help="Check that all files exist, as the manifest records them."
+    "--verify",
+    is_flag=True,
+    help="Check that all files exist, as the manifest and the wheel's RECORD have them.",
 )
 @preview_flags
 def inspect(
@@ -46,16 +48,23 @@ def inspect(
     PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package, whoever made it.
     Needs no ONNX Runtime, but onnx for an ONNX model.
 
+    With --verify the command fails if a file is missing or is not as its record says: the manifest of a
+    model package, and of a wheel also RECORD. It takes the wheels of all build backends, and fails for one
+    without models.
+
     With --provider also the nodes of a source model that the provider's EP cannot compile, with the reasons,
     and what to set. Nothing is compiled. The EP itself is asked where it is installed and says it.
     """
     found = tool.inspect(path)
     previewed = _preview(path, found, provider, job)
+    verified = tool.verify(path, found) if verify else None
     if as_json:
         # Not sorted: the order of the variants is that of preference.
         facts = to_plain(found)
         if previewed is not None:
             facts["preview"] = to_plain(previewed)
+        if verified is not None:
+            facts["verification"] = to_plain(verified)
         click.echo(json.dumps(facts, indent=2).replace("\x7f", "\\u007f"))
     elif found.model is not None:
         _show_model(found.model)
@@ -64,8 +73,17 @@ def inspect(
     else:
         for folder, package in found.packages.items():
             _show_package(str(path) if folder == "." else folder, package)
-    if verify:
-        echo(f"verified: {count(tool.verify(path, found), 'file')}", err=as_json)
+    if verified is not None:
+        verified.check()
+        echo(f"verified: {_describe(verified)}", err=as_json)
+
+
+def _describe(verified: tool.Verification) -> str:
+    text = count(verified.files, "file")
+    if verified.recorded is not None:
+        models, variants = count(verified.models, "model"), count(verified.variants, "variant")
+        text += f" of {models} with {variants}, and {count(verified.recorded, 'file')} as in RECORD"
+    return text
 
 
 def _preview(

@@ -158,27 +158,42 @@ def _compare(
     sha256_of: Callable[[str], str | None],
 ) -> None:
     """Raise WheelError unless the archive has exactly ``files`` at ``output``."""
-    prefix = f"{output}/"
-    inside = {name for name in archive.namelist() if name.startswith(prefix)}
-    messages = []
-    for name, recorded in files.items():
+    if problems := list(differences(archive, output, files, location, sha256_of)):
+        raise WheelError(*problems)
+
+
+def differences(
+    archive: zipfile.ZipFile,
+    output: PurePosixPath,
+    files: Mapping[str, FileRecord],
+    location: str,
+    sha256_of: Callable[[str], str | None],
+) -> Iterator[Problem]:
+    """What differs between ``files``, as a manifest records them, and those of the archive at ``output``.
+
+    ``sha256_of``: the hex sha256 of a file in the archive, by its whole name.
+    """
+    prefix = f"{output}/" if output.parts else ""
+    inside = {name for name in archive.namelist() if name.startswith(prefix) and name[-1:] != "/"}
+    for name, recorded in sorted(files.items()):
         path = prefix + name
         if path not in inside:
-            messages.append(f"{name} is in the manifest, but not in the wheel.")
+            yield Problem(
+                Kind.INVALID_WHEEL,
+                location,
+                f"{name} is in the manifest, but not in the wheel.",
+                "The build backend did not pack it: add it to the wheel's package data.",
+            )
         elif FileRecord(archive.getinfo(path).file_size, sha256_of(path) or "") != recorded:
-            messages.append(f"{name} differs from its record in the manifest.")
-    problems = [Problem(Kind.INVALID_WHEEL, location, message) for message in sorted(messages)]
-    problems += [
-        Problem(
+            message = f"{name} differs from its record in the manifest."
+            yield Problem(Kind.INVALID_WHEEL, location, message)
+    for path in sorted(inside - {prefix + name for name in (*files, model_package.FILE)}):
+        yield Problem(
             Kind.INVALID_WHEEL,
             location,
             f"{path.removeprefix(prefix)} is in the wheel, but not in the manifest.",
             "Remove it from the project, or choose another folder for the models.",
         )
-        for path in sorted(inside - {prefix + name for name in (*files, model_package.FILE)})
-    ]
-    if problems:
-        raise WheelError(*problems)
 
 
 def _record(archive: zipfile.ZipFile) -> dict[str, str]:

@@ -11,11 +11,18 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import Requirement
 
 from hatch_epcontext.build.requirements import TOOLS, check_environment
-from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem, collect
+from hatch_epcontext.errors import (
+    BuildError,
+    InspectionError,
+    Kind,
+    Problem,
+    WheelError,
+    collect,
+)
 from hatch_epcontext.files import FileRecord, is_regular, temp_dir
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.ipc.protocol import InspectReply, InspectRequest
-from hatch_epcontext.package import manifest, model_package, wheel
+from hatch_epcontext.package import finished, manifest, model_package
 from hatch_epcontext.package.model_package import ArchiveFiles, FolderFiles, ModelPackage
 
 READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
@@ -23,6 +30,8 @@ READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "nu
 
 TIMEOUT = 300.0
 """Seconds for reading one ONNX file."""
+
+_WHEEL = ".whl"
 
 
 @dataclass(frozen=True)
@@ -49,13 +58,23 @@ def inspect(path: Path) -> Inspection:
         folders = {each.relative_to(path).as_posix(): FolderFiles(each) for each in parents}
         return Inspection(str(path), _read_all(folders, path))
     # Not a pipe, which would wait for somebody to write.
-    if is_regular(path) and zipfile.is_zipfile(path):
+    if is_regular(path) and (path.suffix == _WHEEL or zipfile.is_zipfile(path)):
+        return _inspect_archive(path)
+    return Inspection(str(path), {}, inspect_model(path))
+
+
+def _inspect_archive(path: Path) -> Inspection:
+    try:
         with zipfile.ZipFile(path) as archive:
             names = [PurePosixPath(each) for each in archive.namelist() if each[-1:] != "/"]
             places = [each.parent for each in names if each.name == model_package.FILE]
             inside = {str(each): ArchiveFiles(archive, each) for each in places}
             return Inspection(str(path), _read_all(inside, path))
-    return Inspection(str(path), {}, inspect_model(path))
+    except zipfile.BadZipFile as error:
+        message = f"is damaged, or not a wheel: it cannot be opened ({error})."
+        raise InspectionError(
+            Problem(Kind.INVALID_PATH, str(path), message, "Build or download it again.")
+        ) from error
 
 
 def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
@@ -80,24 +99,49 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
             raise InspectionError(*error.problems) from error
 
 
-def verify(path: Path, inspection: Inspection) -> int:
-    """Check all files that the manifests or the model name; returns their number.
+@dataclass(frozen=True)
+class Verification:
+    """What was compared with its record, and what differs.
 
-    Raises InspectionError, or WheelError for a wheel, with all files that are missing or changed.
+    ``files``: how many files the manifests or the model name; ``recorded``: how many RECORD has, None if
+    it is no wheel; ``models`` and ``variants``: how many the packages have.
     """
+
+    files: int
+    recorded: int | None = None
+    models: int = 0
+    variants: int = 0
+    problems: tuple[Problem, ...] = ()
+
+    def check(self) -> None:
+        """Raise InspectionError, or WheelError for a wheel, with all that is missing or changed."""
+        if self.problems:
+            raise (InspectionError if self.recorded is None else WheelError)(*self.problems)
+
+
+def verify(path: Path, inspection: Inspection) -> Verification:
+    """Compare the files that the manifests or the model name with their records, and a wheel with RECORD."""
     if inspection.model is not None:
-        return verify_model(path, inspection.model)
+        problems = tuple(_check_files(path, inspection.model))
+        return Verification(_named_files(inspection.model), problems=problems)
+    packages = inspection.packages
+    recorded = None
+    found: list[Problem] = []
     if path.is_dir():
-        problems = [
-            problem
-            for folder, package in inspection.packages.items()
-            for problem in damaged_files(path / folder, package)
-        ]
-        if problems:
-            raise InspectionError(*problems)
-        packages = inspection.packages.values()
-        return sum(len(recorded_files(each)) + len(_unrecorded(each)) for each in packages)
-    return sum(wheel.verify(path, PurePosixPath(folder)) for folder in inspection.packages)
+        for folder, package in packages.items():
+            found += damaged_files(path / folder, package)
+    else:
+        is_wheel = path.suffix == _WHEEL
+        number, found = collect(finished.check(path, packages, is_wheel=is_wheel))
+        recorded = number if is_wheel else None
+    components = [each for package in packages.values() for each in package.components.values()]
+    return Verification(
+        sum(len(recorded_files(each)) + len(_unrecorded(each)) for each in packages.values()),
+        recorded,
+        len(components),
+        sum(len(component.variants) for component in components),
+        tuple(found),
+    )
 
 
 def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
@@ -128,19 +172,18 @@ def recorded_files(package: ModelPackage) -> Mapping[str, FileRecord]:
 
 def _unrecorded(package: ModelPackage) -> tuple[str, ...]:
     """The model files whose size and sha256 are not in the manifest."""
-    files = (
-        variant.model_file
-        for component in package.components.values()
-        for variant in component.variants.values()
-    )
     recorded = recorded_files(package)
-    return tuple(dict.fromkeys(file for file in files if file and file not in recorded))
+    return tuple(file for file in finished.model_files(package) if file not in recorded)
 
 
 def verify_model(path: Path, model: InspectReply) -> int:
     """Check that all files that the ONNX file names are in its folder; returns their number."""
     if problems := list(_check_files(path, model)):
         raise InspectionError(*problems)
+    return _named_files(model)
+
+
+def _named_files(model: InspectReply) -> int:
     sidecars = [context for context in model.contexts if context.sidecar]
     return len(sidecars) + len(model.external_data)
 
@@ -172,14 +215,14 @@ def _read_all(found: Mapping[str, model_package.Files], path: Path) -> dict[str,
     """The packages by folder; raises InspectionError with all problems, also if there is no package."""
     found = {folder: files for folder, files in found.items() if _is_package(files)}
     if not found:
-        raise InspectionError(
-            Problem(
-                Kind.INVALID_PATH,
-                str(path),
-                f"has no {model_package.FILE} of a model package.",
-                "Name a wheel or a package that was built with models, or an ONNX file.",
+        hint = "Name a wheel or a package that was built with models, or an ONNX file."
+        if path.suffix == _WHEEL:
+            hint = (
+                "It was built without models. Without Hatch, write them into the import package before "
+                "the build (epcontext export -o DIR), and let the build backend pack DIR."
             )
-        )
+        message = f"has no {model_package.FILE} of a model package."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
     packages: dict[str, ModelPackage] = {}
     problems: list[Problem] = []
     for folder, files in found.items():

@@ -36,14 +36,18 @@ def test_a_wheel_is_shown_and_verified(cli: Cli, wheel: Path) -> None:
     rows = [line for line in printed.splitlines() if " source " in line]
     size = (wheel.parents[1] / "models" / "a.onnx").stat().st_size
     assert [row.split("│")[-2].strip() for row in rows] == [f"{size / 1000:.1f} kB"] * 2
-    assert "verified: 7 files\n" in printed
+    checked = "verified: 7 files of 2 models with 6 variants, and 11 files as in RECORD\n"
+    assert printed.endswith(checked)
 
 
 def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:
     result = cli("inspect", wheel, "--json", "--verify")
-    assert result.stderr == "verified: 7 files\n"
+    assert result.stderr.startswith("verified: 7 files")
     found = json.loads(result.stdout)
     assert (found["path"], found["model"]) == (str(wheel), None)
+    assert found["verification"] == {
+        "files": 7, "recorded": 11, "models": 2, "variants": 6, "problems": []
+    }  # fmt: skip
     package = found["packages"]["my_app/epcontext"]
     assert (package["schema_version"], package["layout"]) == ("1.0", "portable")
     assert package["metadata"]["hatch-epcontext"]["files"].keys() >= {"a/source/a.onnx"}
@@ -80,10 +84,15 @@ def test_a_damaged_wheel_is_found(cli: Cli, wheel: Path, tmp_path: Path) -> None
             content = old.read(name)
             new.writestr(name, b"changed" if name.endswith("one/a_optimized.onnx") else content)
     cli("inspect", damaged)
-    assert (
-        "differs from its record in the manifest"
-        in cli("inspect", damaged, "--verify", code=1).stderr
-    )
+    failed = cli("inspect", damaged, "--verify", "--json", code=1)
+    assert "a/one/a_optimized.onnx differs from its record in the manifest" in failed.stderr
+    assert "epcontext/a/one/a_optimized.onnx differs from RECORD" in failed.stderr
+    problems = json.loads(failed.stdout)["verification"]["problems"]
+    assert [each["location"] for each in problems] == [
+        wheel.name, f"{wheel.name}: my_app/epcontext"
+    ]  # fmt: skip
+    missing = cli("inspect", tmp_path / "missing.whl", "--verify", code=1).stderr
+    assert "missing.whl: EPC505\n    does not exist." in missing
 
 
 def test_a_source_model_is_shown(cli: Cli, tmp_path: Path) -> None:
@@ -223,7 +232,7 @@ def test_a_manifest_of_something_else_is_no_package(cli: Cli, tmp_path: Path) ->
     found = json.loads(cli("inspect", path, "--json").stdout)
     assert list(found["packages"]) == ["models"]
     printed = cli("inspect", path, "--verify", code=1).stderr
-    assert "manifest.json has no record of its files" in printed
+    assert "a wheel has one .dist-info folder, and this one has none" in printed
 
 
 def test_a_damaged_archive_is_an_error(cli: Cli, tmp_path: Path) -> None:
@@ -247,7 +256,7 @@ def test_an_editable_install_is_verified_with_the_sources_in_their_places(
 
 
 def test_a_missing_path_is_an_error(cli: Cli, tmp_path: Path) -> None:
-    assert "does not exist" in cli("inspect", tmp_path / "none", code=2).stderr
+    assert "does not exist" in cli("inspect", tmp_path / "none", code=1).stderr
 
 
 def test_inspecting_needs_no_onnx_runtime() -> None:

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact, Result
+from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
 from hatch_epcontext.files import FileRecord, record_file
 from hatch_epcontext.package import wheel
-from hatch_epcontext.package.bundle import bundle
 from tests.package import foreign
-from tests.results import TOML, compiled, configured, resulting
-
-OUTPUT = PurePosixPath("my_app/epcontext")
+from tests.package.conftest import OUTPUT
+from tests.results import TOML, compiled, configured
 
 
 def tree(*paths: str) -> dict[str, Path]:
@@ -113,16 +111,6 @@ def test_the_tag_has_the_platforms_of_the_targets(
 )
 def test_the_tag_can_be_configured(project: Path, setting: str, tag: str) -> None:
     assert wheel.tag(configured(project, TOML + f'wheel.tag = "{setting}"')) == tag
-
-
-@pytest.fixture
-def finished(project: Path, artifact: Artifact, tmp_path: Path) -> dict[str, bytes]:
-    """The contents of a wheel's files, by name."""
-    config = configured(project, TOML + 'fallback = "source"')
-    made = bundle(resulting(config, artifact), tmp_path)
-    return {name: Path(source).read_bytes() for source, name in made.entries(OUTPUT).items()} | {
-        "my_app/__init__.py": b""
-    }
 
 
 RECORD = "my_app-1.dist-info/RECORD"
