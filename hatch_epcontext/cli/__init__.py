@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from hatch_epcontext.cli._streams import tolerate_closed_pipes
+
 
 def main() -> None:
     """Run the command line, or print what it needs."""
@@ -14,4 +16,5 @@ def main() -> None:
             raise
         print(f'epcontext: {error}. Run: pip install "hatch-epcontext[cli]"', file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    tolerate_closed_pipes()
     app()

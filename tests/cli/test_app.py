@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import click
 import pytest
 from click.shell_completion import ShellComplete
 
@@ -86,3 +89,54 @@ def test_examples_stand_on_lines_of_their_own(cli: Cli) -> None:
         "    epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights\n"
         "    epcontext compile model.onnx --package model.ortpackage -p qnn -O soc_model=60\n"
     )
+
+
+def _commands(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*names, name)
+        if isinstance(command, click.Group):
+            yield from _commands(command, *names, name)
+
+
+def test_no_help_has_a_mark_for_the_formatter(cli: Cli) -> None:
+    for names in _commands(app):
+        printed = cli(*names, "--help").stdout
+        assert "\b" not in printed
+        assert r"\b" not in printed
+        _, _, examples = printed.partition("Examples:\n")
+        for line in examples.splitlines():
+            assert line.startswith("    epcontext "), names
+            assert line.count(" epcontext ") == 1, names
+
+
+_MAIN = "import sys; from hatch_epcontext.cli import main; sys.argv[0] = 'epcontext'; main()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "with_errors"),
+    [(["schema"], 0, False), (["inspect", "nothing.onnx"], 2, True)],
+)
+def test_a_reader_that_leaves_is_no_error(
+    arguments: list[str], code: int, with_errors: bool
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _MAIN, *arguments],
+            check=False,
+            stdout=writing,
+            stderr=writing if with_errors else subprocess.PIPE,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr or b"") == (code, b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+def test_a_closed_stream_is_no_error() -> None:
+    command = '"$0" -c "$1" schema >&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, _MAIN], check=False, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
