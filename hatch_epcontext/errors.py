@@ -5,9 +5,10 @@ A `Kind` has a stable id, which is printed with each problem and documented in `
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -517,14 +518,15 @@ class Key:
     """A key of ``[tool.epcontext]``: names of keys, and indices of list items, from the outside in.
 
     ``model``: the path of the model in whose table the key is, because an index says little, and one
-    glob can match several models.
+    glob can match several models. ``name``: the name of that model, if its table has one.
     """
 
     parts: tuple[str | int, ...] = ()
     model: str | None = field(default=None, compare=False)
+    name: str | None = field(default=None, compare=False)
 
     def __truediv__(self, part: str | int) -> Key:
-        return Key((*self.parts, part), self.model)
+        return Key((*self.parts, part), self.model, self.name)
 
     def __str__(self) -> str:
         return dotted((*ROOT.split("."), *self.parts))
@@ -550,7 +552,12 @@ class KeyNames:
 
     def key(self, key: Key) -> str:
         """The name of ``key``, with its model if it has one."""
-        return f"{key} ({key.model})" if key.model else str(key)
+        model = ", ".join(filter(None, (key.name, key.model)))
+        return f"{key} ({model})" if model else str(key)
+
+    def targets(self, names: tuple[str, ...]) -> str:
+        """What follows a key whose problem only the targets ``names`` have."""
+        return f" -> {', '.join(names)}" if names else ""
 
     def setting(self, setting: Setting) -> str:
         """The sentence that tells a user to write ``setting``."""
@@ -572,7 +579,8 @@ class Problem:
 
     ``location`` is a dotted key, an environment variable, a file or a job. ``key`` is set when it is
     a key of the configuration. ``settings`` are what the user can set to solve the problem, after
-    the sentence in ``hint``. ``log`` is the end of a worker's log.
+    the sentence in ``hint``. ``log`` is the end of a worker's log. ``targets``: those that have the problem,
+    where the key is that of a model with several.
     """
 
     kind: Kind
@@ -582,6 +590,7 @@ class Problem:
     key: Key | None = None
     settings: tuple[Setting, ...] = ()
     log: str | None = None
+    targets: tuple[str, ...] = ()
 
     @classmethod
     def at(
@@ -593,7 +602,10 @@ class Problem:
     def text(self, names: KeyNames | None = None) -> str:
         """The problem as a message, in which ``names`` says how keys are called."""
         names = names or KeyNames()
-        location = printable(self.location if self.key is None else names.key(self.key))
+        location = self.location
+        if self.key is not None:
+            location = names.key(self.key) + names.targets(self.targets)
+        location = printable(location)
         lines = [f"{location}: {self.kind.id}" if location else self.kind.id]
         lines.append(_indented(self.message, "    "))
         if advice := self.advice(names):
@@ -611,6 +623,31 @@ class Problem:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """``problems``, in which those that differ in their targets alone are one, with all their settings."""
+    found: dict[tuple[object, ...], Problem] = {}
+    for each in problems:
+        # Each log has its own times and process ids.
+        log = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "", each.log or "")
+        same = (each.kind, _location(each), each.message, each.hint, log)
+        first = found.setdefault(same, each)
+        found[same] = replace(
+            first,
+            targets=_union(first.targets, each.targets),
+            settings=_union(first.settings, each.settings),
+        )
+    return tuple(found.values())
+
+
+def _location(problem: Problem) -> str:
+    # Several models of a glob have one key.
+    return problem.location if problem.key is None else KeyNames().key(problem.key)
+
+
+def _union(first: tuple[T, ...], second: tuple[T, ...]) -> tuple[T, ...]:
+    return (*first, *(each for each in second if each not in first))
 
 
 def _indented(text: str, prefix: str) -> str:

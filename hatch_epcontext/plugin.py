@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from hatchling.builders.config import env_var_enabled
+from hatchling.builders.constants import EDITABLES_REQUIREMENT, BuildEnvVars
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _output: PurePosixPath | None = None
     _wheel: WheelSettings | None = None
     _bundle: Bundle | None = None
+    _editable: tuple[Result, Path] | None = None
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -109,11 +112,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.sources import read_sources
         from hatch_epcontext.ipc.process import Workers
         from hatch_epcontext.package import editable
-        from hatch_epcontext.system import writing
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
             return
+        # Hatch imports it only after this hook has run.
+        needed = () if self.build_config.dev_mode_dirs else (EDITABLES_REQUIREMENT,)
+        check_environment((), needed)
         files = self._tree()
         folder = editable.project_folder(self._output_folder(config, files), files)
         editable.check(folder)
@@ -126,6 +131,17 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             workers = Workers(config.build.timeout)
             config = cut_models(config, index, workers, staging)
             result = Result(read_sources(config, index, workers, staging / "check"), ())
+        self._editable = result, folder
+        if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
+            # Then Hatch does not call `finalize`.
+            self._write_editable()
+
+    def _write_editable(self) -> None:
+        from hatch_epcontext.package import editable
+        from hatch_epcontext.system import writing
+
+        assert self._editable is not None, "it was made"
+        result, folder = self._editable
         with writing("the package of the editable install", folder, str(folder)):
             editable.write(result, folder)
         self._info(f"wrote {folder}")
@@ -180,10 +196,17 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return output
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Verify the finished wheel; an invalid one is removed."""
+        """Verify the finished wheel; an invalid one is removed. An editable install gets its files.
+
+        These are written only now, so that an install that fails leaves nothing in the project.
+        """
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.package import wheel
 
+        if self._editable is not None:
+            with self._errors_as_message():
+                self._write_editable()
+            return
         if self._output is None or self._wheel is None or self._bundle is None:
             return
         with self._errors_as_message():

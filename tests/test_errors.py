@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hatch_epcontext.errors import (
     Problem,
     Setting,
     collect,
+    merged,
 )
 
 PACKAGE = Path(hatch_epcontext.__file__).parent
@@ -40,6 +42,36 @@ def test_several_problems_are_counted_and_all_shown() -> None:
     assert "(2 problems):" in text
     assert "a: EPC307\n    one\nb: EPC308\n    two" in text
     assert "    | line 1\n    | line 2" in text
+
+
+def of_target(target: str, model: str = "a.onnx", message: str = "is bad.") -> Problem:
+    key = Key(("models", 0), model)
+    lower = Setting(Key() / "targets" / target / "min-coverage", 0.5)
+    problem = Problem.at(key, Kind.NOT_COMPILABLE, message, None, Setting(key / "cut"), lower)
+    return replace(
+        problem, targets=(target,), log=f"12:00:0{len(target)} error in 0x7f{len(target)}"
+    )
+
+
+def test_what_several_targets_have_is_one_problem_with_all_settings() -> None:
+    (problem,) = merged(map(of_target, ("aa", "bbb")))
+    lines = str(problem).splitlines()
+    assert lines[0] == "tool.epcontext.models[0] (a.onnx) -> aa, bbb: EPC218"
+    assert [line for line in lines if "Set" in line or "Change" in line] == [
+        "    Change cut in the model's table",
+        "    Set tool.epcontext.targets.aa.min-coverage = 0.5",
+        "    Set tool.epcontext.targets.bbb.min-coverage = 0.5",
+    ]
+
+
+def test_other_models_of_one_key_and_other_messages_are_other_problems() -> None:
+    problems = (of_target("a"), of_target("a", "b.onnx"), of_target("a", message="is worse."))
+    assert merged((*problems, *problems)) == problems
+
+
+def test_a_model_with_a_name_is_shown_with_it() -> None:
+    key = Key(("models", 0), "models/a.onnx", "digits") / "dims"
+    assert KeyNames().key(key) == "tool.epcontext.models[0].dims (digits, models/a.onnx)"
 
 
 def test_an_error_can_have_another_headline() -> None:

@@ -13,6 +13,7 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
+from hatch_epcontext.build import requirements
 from hatch_epcontext.build.requirements import SBOM, TOOLS
 from hatch_epcontext.errors import collect
 from hatch_epcontext.package import bundle as package_bundle
@@ -398,6 +399,41 @@ def test_an_editable_install_may_compile(root: Path) -> None:
     configure(root, 'editable = "compile"\n')
     make(root, "editable")
     assert (root / "my_app" / "epcontext" / "a" / "cpu" / "a_optimized.onnx").is_file()
+
+
+def test_an_editable_install_that_fails_later_leaves_nothing(root: Path) -> None:
+    table = "[tool.hatch.build.targets.wheel.hooks.custom]\npath = 'custom.py'\n"
+    configure(root, table)
+    (root / "custom.py").write_text(
+        "from hatchling.builders.hooks.plugin.interface import BuildHookInterface\n"
+        "class Hook(BuildHookInterface):\n"
+        "    def initialize(self, version, build_data):\n"
+        "        raise RuntimeError('the other hook fails')\n",
+        encoding="utf-8",
+    )
+    before = files(root)
+    with pytest.raises(RuntimeError, match="the other hook fails"):
+        make(root, "editable")
+    assert files(root) == before
+
+
+@pytest.mark.parametrize("more", ["", '[tool.hatch.build]\ndev-mode-dirs = ["."]\n'])
+def test_an_editable_install_needs_what_hatch_imports_for_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: str
+) -> None:
+    configure(root, more)
+    real = requirements.installed
+    monkeypatch.setattr(
+        requirements, "installed", lambda name: None if name == "editables" else real(name)
+    )
+    if more:
+        make(root, "editable")
+        return
+    before = files(root)
+    message = failure(root, capsys, "editable")
+    assert 'pip install "editables' in message
+    assert "Or build with isolation" in message
+    assert files(root) == before
 
 
 def test_an_editable_install_may_do_nothing(root: Path) -> None:

@@ -99,7 +99,10 @@ class Attempt:
         """The way and its result."""
         done = (each.preparation for each in self.prepared)
         names = dict.fromkeys(name for each in done for name in (*each.options, *each.rewrites))
-        if self.error is not None:
+        if self.error is not None and self.error.problems[0].kind is Kind.WORKER_CRASHED:
+            # Another way can be right: then no signal must alarm who reads the report.
+            result = "the EP crashes on this form, in a process of its own"
+        elif self.error is not None:
             result = self.error.problems[0].message.split("\n", 1)[0].rstrip(".")
         else:
             result = f"{count(self.uncovered, 'node')} left to the CPU"

@@ -207,11 +207,18 @@ def prepare(
     if best is None:
         raise failures[-1][1]
     simplifier, reply = best
-    failed = tuple(f"{name}: {p.message}" for name, error in failures for p in error.problems)
+    failed = tuple(_describe(name, each) for name, error in failures for each in error.problems)
     preparation = Preparation(
         simplifier, reply.nodes_before, reply.nodes, reply.control_flow, failed, reply.precision
     )
     return Prepared(reply.path, preparation, reply.ranges, reply.reference)
+
+
+def _describe(simplifier: Simplifier, problem: Problem) -> str:
+    # The model is whole, and so is the build: no signal must alarm who reads this.
+    if problem.kind is Kind.WORKER_CRASHED:
+        return f"{simplifier} crashes on this model, in a process of its own"
+    return f"{simplifier} failed: {problem.message}"
 
 
 def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:

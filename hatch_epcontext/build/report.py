@@ -153,7 +153,7 @@ def summarize(built: Built) -> str:
 def _summarize_model(built: Built, preparation: Preparation, context: Context) -> Iterator[str]:
     if preparation.failed:
         failed = "; ".join(_short(failure) for failure in preparation.failed)
-        yield f"prepared with {preparation.simplifier} ({failed})"
+        yield f"prepared with {preparation.simplifier}, because {failed}"
     if preparation.precision:
         yield preparation.precision
     if preparation.rewrites:

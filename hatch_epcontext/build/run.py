@@ -13,6 +13,7 @@ from hatch_epcontext.build.cache import NO_HOME, Cache, default_root
 from hatch_epcontext.build.cutting import cut_plan
 from hatch_epcontext.build.executors.executor import Executor
 from hatch_epcontext.build.executors.local import LocalExecutor
+from hatch_epcontext.build.failures import problems_of
 from hatch_epcontext.build.job import JobRunner
 from hatch_epcontext.build.machine import jobs_at_once
 from hatch_epcontext.build.plan import Job, Plan
@@ -31,7 +32,7 @@ class IncompleteError(BuildError):
     """Some jobs failed; ``result`` has all jobs that were run."""
 
     def __init__(self, result: Result) -> None:
-        super().__init__(*(each for failure in result.failures for each in failure.problems))
+        super().__init__(*problems_of(result.failures))
         self.result = result
 
 

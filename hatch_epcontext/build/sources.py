@@ -15,7 +15,7 @@ from hatch_epcontext.build.index import Index
 from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem
+from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, too_large
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelFacts, TensorFacts
 from hatch_epcontext.ipc.process import Workers
@@ -71,7 +71,7 @@ def read_sources(
     _for_each(index, lambda item: index.store_facts(*item), kept.items())
     if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
         # The shapes of one model have the same tolerance.
-        raise ModelError(*{str(problem): problem for problem in problems}.values())
+        raise ModelError(*merged(problems))
     return tuple(_source(model, known[model.name], index) for model in config.models)
 
 

@@ -62,6 +62,10 @@ class FlagNames(KeyNames):
         path = str(list(self.models.values())[index])
         return f"{path}: {_flag(parts)}" if parts else path
 
+    def targets(self, names: tuple[str, ...]) -> str:
+        """Nothing: there is only one."""
+        return ""
+
     def setting(self, setting: Setting) -> str:
         """The sentence with the flags for ``setting``, and its value if it has one."""
         return f"Add {self._flags(setting)}"

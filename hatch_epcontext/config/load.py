@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -71,6 +72,7 @@ def _load(
         )
         return None
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))
+    mistyped = [_with_model(each, table) for each in mistyped]
     yield from mistyped
     resolver = Resolver(root, parsed, environment, confined=confined)
     models, invalid = collect(resolver.models())
@@ -82,6 +84,25 @@ def _load(
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
         yield from _check_executor(parsed, environment)
     return _config(root, parsed, models, environment)
+
+
+def _with_model(problem: Problem, table: Any) -> Problem:
+    """``problem`` with the name and the path of its model, as far as ``table`` has them."""
+    parts = problem.key.parts if problem.key else ()
+    if problem.key is None or len(parts) < 2 or parts[0] != "models":
+        return problem
+    item = table["models"][parts[1]]
+    given = item if isinstance(item, dict) else {}
+    path, name = (
+        text if isinstance(text := given.get(key), str) and text else None
+        for key in ("path", "name")
+    )
+
+    def named(key: Key) -> Key:
+        return replace(key, model=path, name=name)
+
+    settings = tuple(replace(each, key=named(each.key)) for each in problem.settings)
+    return replace(problem, key=named(problem.key), settings=settings)
 
 
 def _is_about(problem: Problem, others: list[Problem]) -> bool:

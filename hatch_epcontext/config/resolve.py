@@ -82,7 +82,7 @@ class Resolver:
         for index, item in enumerate(self._table.models):
             key = Key(("models", index))
             if isinstance(item, ModelTable):
-                key = dataclasses.replace(key, model=item.path or None)
+                key = dataclasses.replace(key, model=item.path or None, name=item.name or None)
                 path = yield from self._finder.file(key / "path", item.path, "model")
                 model = yield from self._model(key, item, path or self._root / item.path)
                 found.append((model, forms(item)))

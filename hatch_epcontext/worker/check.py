@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.ipc.facts import ModelFacts, ModelSpec, TensorFacts
 from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest, ModelProfiles
 from hatch_epcontext.text import listing
@@ -31,7 +31,7 @@ def handle(request: CheckRequest) -> CheckReply:
             problems += error.problems
     if problems:
         # The shapes of one model have the same problems.
-        raise ModelError(*{str(problem): problem for problem in problems}.values())
+        raise ModelError(*merged(problems))
     return CheckReply(tuple(models))
 
 

@@ -115,7 +115,7 @@ def test_what_a_rewrite_leaves_is_rewritten_too(tmp_path: Path) -> None:
 def test_after_an_error_everything_is_rewritten(tmp_path: Path) -> None:
     compiler = Compiler(tmp_path, {"source": FAILURE, "better": reply()})
     preparation, _ = compiler.best()
-    assert preparation.tried == ("as it is: the compiler crashed",)
+    assert preparation.tried == ("as it is: the EP crashes on this form, in a process of its own",)
     assert compiler.asked == [("source", None)]
 
 
@@ -185,7 +185,7 @@ def test_the_first_error_stands_if_nothing_helps(tmp_path: Path) -> None:
     assert problem.kind is Kind.WORKER_CRASHED
     lines = problem.message.splitlines()
     assert lines[0] == "the compiler crashed."
-    assert lines[-1] == "Also tried: other: the compiler crashed"
+    assert lines[-1] == "Also tried: other: the EP crashes on this form, in a process of its own"
 
 
 @pytest.mark.parametrize("kind", [Kind.WORKER_TIMEOUT, Kind.OUT_OF_MEMORY, Kind.INTERRUPTED])

@@ -109,17 +109,22 @@ def test_a_crash_and_then_a_kill_fail_the_job(
 
 
 @pytest.mark.parametrize(
-    ("source", "tries"),
+    ("source", "tries", "words"),
     [
-        ("import os; os.kill(os.getpid(), 11)", 2),
-        ("import os; os._exit(0)", 2),
-        ("raise RuntimeError('cannot simplify')", 1),
+        (
+            "import os; os.kill(os.getpid(), 11)",
+            2,
+            "crashes on this model, in a process of its own",
+        ),
+        ("import os; os._exit(0)", 2, "crashes on this model, in a process of its own"),
+        ("raise RuntimeError('cannot simplify')", 1, "failed: RuntimeError: cannot simplify"),
     ],
 )
 def test_the_simplifiers_own_fault_leads_to_the_next_one(
-    job: Job, tmp_path: Path, workers: Workers, body: Path, source: str, tries: int
+    job: Job, tmp_path: Path, workers: Workers, body: Path, source: str, tries: int, words: str
 ) -> None:
     found = prepared(job, tmp_path, workers, body, source)
     assert found.preparation.simplifier == "onnxslim"
-    assert len(found.preparation.failed) == 1
+    (failed,) = found.preparation.failed
+    assert failed.startswith(f"onnxruntime {words}")
     assert len(body.with_name("tries").read_bytes()) == tries

@@ -51,13 +51,14 @@ def test_another_simplifier_is_reported_with_the_failure_before_it(
     project: Path, artifact: Artifact
 ) -> None:
     prepared = Preparation(
-        "onnxslim", 5, 4, (), ("onnxruntime: the worker\ncrashed with SIGSEGV.",)
+        "onnxslim", 5, 4, (), ("onnxruntime failed: the graph\ncannot be loaded.",)
     )
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
     artifact = dataclasses.replace(artifact, record=record)
     (built,) = resulting(configured(project), artifact).built
-    assert "prepared with onnxslim (onnxruntime: the worker crashed with SIGSEGV)" in summarize(
-        built
+    assert (
+        "prepared with onnxslim, because onnxruntime failed: the graph cannot be loaded,"
+        in summarize(built)
     )
 
 

@@ -317,6 +317,10 @@ def test_a_failed_preparation_is_an_error_of_each_job_and_is_not_repeated(
         "bad -> second",
     ]
     assert len({line for line in steps(log, "prepare") if "second" in line}) == 0
+    (problem,) = raised.value.problems
+    assert problem.targets == ("first", "second")
+    head = "tool.epcontext.models[0] (models/bad.onnx) -> first, second: EPC209"
+    assert str(problem).startswith(head)
 
 
 def test_another_preparation_is_not_shared(run: Run, log: list[str]) -> None:

@@ -137,7 +137,7 @@ def test_an_old_key_of_a_model_is_an_error_that_names_the_new_one(
     ((location, found),) = problems(project, text).items()
     assert (location, found.kind) == (f"models[1].{key}", Kind.MOVED_KEY)
     assert f"has moved to validate.{key}." in found.text()
-    assert found.text().endswith(f"Set validate = {new} in the model's table")
+    assert f"Set validate = {new} in the model's table: {{ path =" in found.text()
 
 
 def test_every_moved_key_is_reported_at_once(project: Path) -> None:
@@ -300,3 +300,16 @@ def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
     """
     with pytest.raises(ConfigError, match="recompile = true lets the loader compile each alone"):
         plan(read(project, toml))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [('name = "digits", ', "digits, models/a.onnx"), ("", "models/a.onnx")]
+)
+def test_a_mistyped_key_of_a_model_names_the_model(project: Path, name: str, shown: str) -> None:
+    toml = (
+        f'provider = "cpu"\nmodels = [{{ path = "models/a.onnx", {name}fallback = 1, foo = 2 }}]\n'
+    )
+    with pytest.raises(ConfigError) as raised:
+        load(project, parse(toml), {}, {})
+    for key in ("fallback", "foo"):
+        assert f"tool.epcontext.models[0].{key} ({shown}): EPC" in str(raised.value)

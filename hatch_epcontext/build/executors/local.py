@@ -273,7 +273,7 @@ def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
 def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
     """``error`` with the failed preparations before it, which may be the cause."""
     failures = "".join(
-        f"\nThe model was prepared with {preparation.simplifier}, because of:\n{failure}"
+        f"\nThe model was prepared with {preparation.simplifier}, because\n{failure}"
         for preparation in preparations
         for failure in preparation.failed
     )

@@ -8,16 +8,22 @@ from collections.abc import Iterator, Sequence
 
 import onnx
 
+from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.comparison.sizes import only_sizes_matter
+from hatch_epcontext.worker.dummy.inputs import sized
 from hatch_epcontext.worker.refusals.conditions import advice
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 
 _NOT_LOADED = " failed:"
 """What ONNX Runtime writes after "Load model from" and the file; the reason follows it."""
+
+_OTHER_LAYOUT = "_nchwc"
+"""What ONNX Runtime adds to the name of an output for a node that it runs in another memory layout."""
 
 _MOST_NAMED = 3
 """Inputs that a message names: those nearest to the node."""
@@ -51,12 +57,16 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
     node = _node(fixed, text)
     named: list[TensorFacts] = []
     if node is not None:
+        operator = graph.operator(node)
         named = _inputs_of(node, fixed, inputs)
         reason = text.rsplit("Status Message: ", 1)[-1].strip()
         message = (
             f"the source model itself cannot be run on the CPU: its node {node.name!r} "
-            f"({graph.operator(node)}) fails: {reason}{'' if reason.endswith('.') else '.'}"
+            f"({operator}) fails: {reason}{'' if reason.endswith('.') else '.'}"
         )
+        if only_sizes_matter(node, fixed.graph):
+            hint, settings = _other_sizes(inputs, spec)
+            return Problem.at(spec.key, Kind.SOURCE_FAILED, message, hint, *settings)
         if named:
             names = listing(repr(each.name) for each in named)
             message += (
@@ -77,8 +87,12 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
 def _node(model: onnx.ModelProto, text: str) -> onnx.NodeProto | None:
     """The innermost node that the message of ONNX Runtime names, if the model has it."""
     nodes = {(node.op_type, node.name): node for node in graph.nodes(model.graph) if node.name}
+    made = {output: node for node in graph.nodes(model.graph) for output in node.output if output}
     # An outer node is named first.
-    found = (nodes.get(each) for each in reversed(_FAILED.findall(text)))
+    found = (
+        nodes.get((operator, name)) or made.get(name.removesuffix(_OTHER_LAYOUT))
+        for operator, name in reversed(_FAILED.findall(text))
+    )
     return next((node for node in found if node is not None), None)
 
 
@@ -104,6 +118,35 @@ def _inputs_of(
                 seen.add(source)
                 waiting.append(source)
     return found
+
+
+def _other_sizes(inputs: Sequence[TensorFacts], spec: ModelSpec) -> tuple[str, tuple[Setting, ...]]:
+    """What to do where no values help, because the sizes of the inputs do not fit the model."""
+    given = sized(inputs, spec)
+    sizes = ", ".join(f"{each.name}: {each.shape_text}" for each in given)
+    whole = f"No values help: the model does not take inputs of these sizes ({sizes})."
+    if spec.inputs not in SYNTHETIC:
+        return f"{whole} Give others.", (Setting(spec.key / "validate" / "inputs"),)
+    if not all(each.is_fixed for each in given):
+        whole = (
+            f"No values help: the sizes that were chosen for open dimensions ({sizes}) do not fit."
+        )
+        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(given, spec))
+    if spec.dims or spec.shapes:
+        names = [name for name in ("dims", "shapes") if getattr(spec, name)]
+        hint = f"{whole} Give the sizes that the app feeds."
+        return hint, tuple(Setting(spec.place(name)) for name in names)
+    return f"{whole} They are those in its file: mend the model.", ()
+
+
+def _open_sizes(inputs: Sequence[TensorFacts], spec: ModelSpec) -> Iterator[Setting]:
+    """The settings for the dimensions of ``inputs`` that are open."""
+    for name in dict.fromkeys(size for each in inputs for size in each.shape):
+        if isinstance(name, str):
+            yield Setting(spec.place("dims") / name)
+    for each in inputs:
+        if None in each.shape:
+            yield Setting(spec.place("shapes") / each.name)
 
 
 def _is_number(facts: TensorFacts) -> bool:

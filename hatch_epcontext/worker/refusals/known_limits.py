@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
@@ -143,11 +143,12 @@ def _problem(
 ) -> Problem:
     total, refused = len(findings.flow.nodes), len(findings.refused)
     message = (
-        f"{provider.ep} compiles {refused} of the {total} nodes in no form (target {target.target!r}): "
+        f"{provider.ep} compiles {refused} of the {total} nodes in no form: "
         f"{describe(findings.refused)}."
     )
     hint, settings = _advice(model, spec, target, findings)
-    return Problem.at(spec.key, Kind.NOT_COMPILABLE, message, hint, *settings)
+    problem = Problem.at(spec.key, Kind.NOT_COMPILABLE, message, hint, *settings)
+    return replace(problem, targets=(target.target,))
 
 
 def _rounded(share: float) -> float:

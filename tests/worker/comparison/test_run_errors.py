@@ -69,3 +69,77 @@ def test_a_message_without_a_known_node_is_shown_as_it_is() -> None:
     spec = ModelSpec("a", "a.onnx", Key(("models", 0)))
     found = source_failed(spec, made, RuntimeError("std::bad_alloc"))
     assert found.message == "the source model itself cannot be run on the CPU: std::bad_alloc"
+
+
+def _reshaping(shape: list[int]) -> list[onnx.NodeProto]:
+    """``x`` (2 x n) in another shape, and a product with ``w`` (4 x 3)."""
+    constant = numpy_helper.from_array(np.array(shape), "shape")
+    return [
+        helper.make_node("Constant", [], ["shape"], value=constant),
+        helper.make_node("Reshape", ["x", "shape"], ["r"], "reshape"),
+        helper.make_node("MatMul", ["r", "w"], ["y"], "product"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name"), [(_reshaping([-1, 4]), "reshape"), (_reshaping([2, -1]), "product")]
+)
+def test_sizes_that_do_not_fit_are_to_be_changed_whatever_is_fed(
+    nodes: list[onnx.NodeProto], name: str
+) -> None:
+    made = model(nodes, [value("x", [2, "n"])], [value("y", [None, 3])], [weights("w", 4, 3)])
+    found = problem(made, x=np.ones((2, 3), np.float32))
+    assert f"its node {name!r}" in found.message
+    assert "No values help: the model does not take inputs of these sizes (x: 2 x 2)." in str(found)
+    assert [str(each) for each in found.settings] == ["tool.epcontext.models[0].dims"]
+
+
+def test_open_sizes_that_do_not_fit_are_to_be_given() -> None:
+    made = model(
+        _reshaping([-1, 4]), [value("x", ["b", "n"])], [value("y", [None, 3])], [weights("w", 4, 3)]
+    )
+    spec = ModelSpec("a", "a.onnx", Key(("models", 0)))
+    error = RuntimeError("running Reshape node. Name:'reshape' Status Message: no")
+    found = source_failed(spec, made, error)
+    assert "the sizes that were chosen for open dimensions (x: b x n) do not fit" in str(found)
+    assert [str(each) for each in found.settings] == [
+        "tool.epcontext.models[0].dims.b",
+        "tool.epcontext.models[0].dims.n",
+    ]
+
+
+def test_a_node_in_another_memory_layout_is_named() -> None:
+    made = model(
+        [helper.make_node("Conv", ["x", "w"], ["c"], "conv")],
+        [value("x", [1, 1, "h", "w_"])],
+        [value("c", [1, 8, None, None])],
+        [weights("w", 8, 1, 3, 3)],
+    )
+    spec = ModelSpec("a", "a.onnx", Key(("models", 0)), shapes={"x": (1, 1, 2, 2)})
+    error = RuntimeError("running Conv node. Name:'c_nchwc' Status Message: Invalid shape")
+    found = source_failed(spec, made, error)
+    assert "its node 'conv' (Conv) fails: Invalid shape." in found.message
+    assert [str(each) for each in found.settings] == ["tool.epcontext.models[0].shapes"]
+
+
+@pytest.mark.parametrize("decides", ["NonZero", "If"])
+def test_where_values_decide_sizes_other_values_may_help(decides: str) -> None:
+    inner = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["t"])], "then", [], [value("t", [2, None])]
+    )
+    first = (
+        helper.make_node("NonZero", ["x"], ["i"], "nonzero")
+        if decides == "NonZero"
+        else helper.make_node("If", ["c"], ["i"], "if", then_branch=inner, else_branch=inner)
+    )
+    nodes = [
+        first,
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["f", "w"], ["y"], "product"),
+    ]
+    inputs = [value("x", [2, "n"]), value("c", [], TensorProto.BOOL)]
+    made = model(nodes, inputs, [value("y", [2, 3])], [weights("w", 4, 3)])
+    spec = ModelSpec("a", "a.onnx", Key(("models", 0)), dims={"n": 2})
+    error = RuntimeError("running MatMul node. Name:'product' Status Message: no")
+    settings = [str(each) for each in source_failed(spec, made, error).settings]
+    assert "tool.epcontext.models[0].validate.inputs" in settings
