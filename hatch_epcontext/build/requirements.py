@@ -50,12 +50,12 @@ def _relevant_distributions(target: Target) -> frozenset[str]:
     named: set[str] = {canonicalize_name(Requirement(r).name) for r in wanted}
     plugin = target.provider.plugin
     if plugin is not None and plugin.module:
-        named |= _owners(plugin.module.split(".")[0])
+        named |= owners(plugin.module.split(".")[0])
     return frozenset({*named, *DISTRIBUTIONS})
 
 
 @functools.lru_cache
-def _owners(package: str) -> frozenset[str]:
+def owners(package: str) -> frozenset[str]:
     """The installed distributions that have files in the import package ``package``."""
     # The text of RECORD, because parsing all of them takes half a second in a large environment.
     return frozenset(

@@ -109,16 +109,18 @@ def find_store(cache_dir: Path | None) -> Store | None:
     return Store(root.absolute())
 
 
+verbose_option = click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    help="Print the steps of workers and their log; twice: ONNX Runtime's whole log.",
+)
+
+
 def verbosity_options(command: Command) -> Command:
     """``--quiet`` and ``--verbose``."""
     quiet = click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-    verbose = click.option(
-        "-v",
-        "--verbose",
-        count=True,
-        help="Print the steps of workers and their log; twice: ONNX Runtime's whole log.",
-    )
-    return verbose(quiet(command))
+    return verbose_option(quiet(command))
 
 
 def report_options(command: Command) -> Command:

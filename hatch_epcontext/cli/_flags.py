@@ -163,6 +163,11 @@ def preview_flags(command: Command) -> Command:
     return _with_options(_bundled(command), *flags)
 
 
+def library_flags(command: Command) -> Command:
+    """The flags about an EP, whatever its models; the command gets their values as ``job``."""
+    return _with_options(_bundled(command), *_LOADING, _SETTING)
+
+
 def _bundled(command: Command) -> Command:
     @functools.wraps(command)
     def bundled(**values: Any) -> Any:

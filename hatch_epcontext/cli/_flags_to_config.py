@@ -11,16 +11,18 @@ from hatch_epcontext.tools.configure import JobSettings
 
 _Texts = Mapping[str, str]
 
+_NONE: _Texts = {}
+
 
 def job_settings(
     *,
     options: _Texts,
     configs: _Texts,
     device: str | None,
-    dims: _Texts,
-    shapes: _Texts,
-    constants: _Texts,
     settings: Iterable[tuple[str, str]],
+    dims: _Texts = _NONE,
+    shapes: _Texts = _NONE,
+    constants: _Texts = _NONE,
     inputs: str | None = None,
     optimization: str | None = None,
 ) -> JobSettings:

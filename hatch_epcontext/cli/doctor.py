@@ -10,40 +10,101 @@ from pathlib import Path
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import cache_option, find_store
+from hatch_epcontext.cli._common import Verbosity, cache_option, find_store, verbose_option
+from hatch_epcontext.cli._flag_errors import use_flag_names
+from hatch_epcontext.cli._flags import library_flags
+from hatch_epcontext.cli._library import show_library
 from hatch_epcontext.cli._output import echo
+from hatch_epcontext.ipc.protocol import TRIALS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
+from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.doctor import Diagnosis, examine
+from hatch_epcontext.tools.library import Verdict, try_library
+
+_EXAMPLES = """\b
+Examples:
+  epcontext doctor
+  epcontext doctor --library onnxruntime_qnn
+  epcontext doctor --library build/libmy_ep.so --ep-name MyEP --option threads=2
+"""
 
 
-@click.command()
+@click.command(epilog=_EXAMPLES)
 @click.argument(
     "project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path()
 )
 @cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option(
+    "--library",
+    metavar="PATH",
+    help="Instead: try this library of a plugin EP. A file, or a package with get_library_path().",
+)
+@click.option("--ep-name", metavar="EP", help="The EP to try, where the library has several.")
+@click.option(
+    "--graph",
+    "graphs",
+    type=click.Choice([*TRIALS]),
+    multiple=True,
+    help="A graph to try the library with; repeatable. The default is all.",
+)
+@library_flags
+@verbose_option
 @click.pass_context
-def doctor(ctx: click.Context, project: Path, cache_dir: Path | None, as_json: bool) -> None:
+def doctor(
+    ctx: click.Context,
+    project: Path,
+    cache_dir: Path | None,
+    as_json: bool,
+    library: str | None,
+    ep_name: str | None,
+    graphs: tuple[str, ...],
+    job: JobSettings,
+    verbose: int,
+) -> None:
     """Show what this environment can compile for.
 
     It shows ONNX Runtime, the EPs with their devices or the reason for none, the cache, and the hook of
     PROJECT. The exit code is 1 if there are problems.
+
+    With --library it tries a library of any plugin EP, with small graphs: what it offers, which operators it
+    takes, whether it writes EP contexts, and whether these open with compiling disabled and give the CPU's
+    answers. It prints the table for pyproject.toml that uses it. The exit code is 1 if it writes no contexts,
+    or if anything failed.
     """
-    diagnosis = examine(project.absolute(), find_store(cache_dir), os.environ)
+    if library is None:
+        if ep_name or graphs or verbose or job != JobSettings():
+            raise click.UsageError("These flags are for a library: give --library too.")
+        diagnosis = examine(project.absolute(), find_store(cache_dir), os.environ)
+        if as_json:
+            click.echo(to_json(diagnosis), nl=False)
+        else:
+            _show(diagnosis)
+        ctx.exit(1 if diagnosis.problems else 0)
+    use_flag_names({}, "the library was not tried")
+    verbosity = Verbosity.beside_json(False, verbose, as_json=as_json)
+    found = try_library(
+        library, ep_name, graphs or [*TRIALS], job, project.absolute(), verbosity.workers
+    )
     if as_json:
-        click.echo(to_json(diagnosis), nl=False)
+        click.echo(to_json(found), nl=False)
     else:
-        _show(diagnosis)
-    ctx.exit(1 if diagnosis.problems else 0)
+        _show_head()
+        show_library(found)
+    ctx.exit(0 if found.verdict in (Verdict.WORKS, Verdict.NOT_RUN) else 1)
 
 
-def _show(diagnosis: Diagnosis) -> None:
+def _show_head() -> None:
     system = f"{platform.system()} {platform.machine()}"
     echo(
         f"hatch-epcontext {hatch_epcontext.__version__}, Python {platform.python_version()} "
         f"({sys.executable}), {system}"
     )
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    _show_head()
     for heading, versions in (
         ("ONNX Runtime", diagnosis.distributions),
         ("tools", diagnosis.tools),

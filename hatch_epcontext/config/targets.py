@@ -32,7 +32,7 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
     return NamedTarget(name, key, table, provider)
 
 
-def _is_path(library: str) -> bool:
+def is_path(library: str) -> bool:
     """Whether ``library`` is the path of a file, and not the name of a package."""
     return re.fullmatch(r"\w+(\.\w+)*", library) is None or Path(library).suffix in _LIBRARIES
 
@@ -59,7 +59,7 @@ def _expand(library: str) -> Path:
 def _with_library(provider: Provider, table: TargetTable, root: Path) -> Provider:
     ep = table.ep_name or provider.ep
     library = table.library or ""
-    path = str(root / _expand(library)) if library and _is_path(library) else ""
+    path = str(root / _expand(library)) if library and is_path(library) else ""
     module = "" if path else library
     own = ("onnxruntime", "onnxruntime-gpu")
     return dataclasses.replace(

@@ -495,6 +495,125 @@ class DevicesRequest(Request[DevicesReply], action="devices"):
 
 
 @dataclass(frozen=True)
+class EpDevice:
+    """A device that an EP offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``vendor``: of the hardware;
+    ``ep_metadata`` is what the EP says of itself and of it, and ``metadata`` what ONNX Runtime says of it.
+    """
+
+    ep: str
+    ep_vendor: str
+    kind: str
+    vendor: str
+    vendor_id: int
+    device_id: int
+    ep_metadata: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LibraryReply:
+    """The ``devices`` of all EPs of a library that was registered as ``name``.
+
+    ``module``: the package whose ``get_library_path()`` leads to it, empty if there is none; ``main``: the EP
+    that this package names first. ``reasons``: what the EPs say of the hardware that they do not take.
+    """
+
+    module: str
+    name: str
+    main: str | None
+    devices: tuple[EpDevice, ...]
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LibraryRequest(Request[LibraryReply], action="library"):
+    """Register a library that nothing is known of, and list what it offers.
+
+    ``path`` is its path, and ``module`` a package that may contain it; without a path the package does.
+    ``name``: the name to register it as, if the user gave one; ``default_name`` if its package has none.
+    """
+
+    path: str
+    module: str
+    name: str | None
+    default_name: str
+    virtual: bool = False
+
+
+TRIALS: Mapping[str, str] = {
+    "gemm": "two dense layers",
+    "conv": "convolutions, pooling and a residual sum",
+    "lstm": "a recurrent layer",
+    "attention": "a transformer layer: self-attention, normalization, GELU",
+    "qdq": "a convolution that is quantized with QuantizeLinear and DequantizeLinear",
+    "dynamic": "a convolution whose batch size stays open",
+}
+"""The graphs that an unknown EP is tried with, by name, and what each is."""
+
+
+@dataclass(frozen=True)
+class TrialGraph:
+    """One of `TRIALS`. ``dims``: sizes for dummy inputs where it leaves dimensions open."""
+
+    name: str
+    path: str
+    dims: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TrialsReply:
+    graphs: tuple[TrialGraph, ...]
+
+
+@dataclass(frozen=True)
+class TrialsRequest(Request[TrialsReply], action="trials"):
+    """Write those of `TRIALS` called ``names`` into ``folder``, which exists and is empty."""
+
+    names: tuple[str, ...]
+    folder: str
+
+    def misfit(self, reply: TrialsReply) -> str | None:
+        if tuple(each.name for each in reply.graphs) != self.names:
+            return "it is about other graphs"
+        return _misfit_files(self.folder, (each.path for each in reply.graphs))
+
+
+@dataclass(frozen=True)
+class AssignedNode:
+    """A node that ONNX Runtime assigned to ``ep``; ``op`` is its operator."""
+
+    name: str
+    op: str
+    ep: str
+
+
+@dataclass(frozen=True)
+class AssignReply:
+    """Which EP got which node, empty where ONNX Runtime does not say it, and how near the outputs are.
+
+    ``problems``: why it does not run, or why its outputs are wrong.
+    """
+
+    nodes: tuple[AssignedNode, ...]
+    agreements: tuple[Agreement, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class AssignRequest(Request[AssignReply], action="assign"):
+    """Open the file ``prepared``, which was made of ``model``, on ``target`` without a context, and run it.
+
+    It is compared with the outputs of the source on the CPU in the file ``reference``, if there is one.
+    """
+
+    model: ModelSpec
+    prepared: str
+    target: TargetSpec
+    reference: str | None
+    tolerance: Tolerance | None
+
+
+@dataclass(frozen=True)
 class Refusal:
     """The answer instead of a reply; a problem with an empty location is about the request."""
 

@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort
 
@@ -26,33 +27,48 @@ def register(plugin: Plugin, ep: str, *, virtual: bool = False) -> None:
     """
     if any(device.ep_name == ep for device in ort.get_ep_devices()):
         return
-    before = {device.ep_name for device in ort.get_ep_devices()}
-    name = plugin.registration_name + (".virtual" if virtual else "")
-    library = plugin.path
-    try:
-        library = library or str(importlib.import_module(plugin.module).get_library_path())
-        ort.register_execution_provider_library(name, library)
-    except Exception as error:
-        raise UnavailableError(_registration_problem(plugin, ep, error, Path(library))) from error
-    offered = sorted({device.ep_name for device in ort.get_ep_devices()} - before)
+    offered = sorted({device.ep_name for device in load(plugin, ep, virtual=virtual)})
     if offered and ep not in offered:
         raise UnavailableError(
             Problem(
                 Kind.UNLOADABLE_LIBRARY,
                 "",
-                f"{plugin.package} was registered as {name!r} and offers {listing(offered)}, not {ep}.",
+                f"{plugin.package} was registered as {registered_name(plugin, virtual=virtual)!r} and "
+                f"offers {listing(offered)}, not {ep}.",
                 "Set ep-name to the name that it offers. Some libraries name their EP after their "
                 "registration: for these set registration-name.",
             )
         )
 
 
-def _registration_problem(plugin: Plugin, ep: str, error: Exception, library: Path) -> Problem:
+def load(plugin: Plugin, ep: str | None, *, virtual: bool = False) -> list[Any]:
+    """Register the library of ``plugin``, and return the devices of all EPs that it offers.
+
+    ``ep`` is the EP that messages name, None if it is not known yet. Raises UnavailableError.
+    """
+    before = {device.ep_name for device in ort.get_ep_devices()}
+    library = plugin.path
+    try:
+        library = library or str(importlib.import_module(plugin.module).get_library_path())
+        ort.register_execution_provider_library(registered_name(plugin, virtual=virtual), library)
+    except Exception as error:
+        raise UnavailableError(_registration_problem(plugin, ep, error, Path(library))) from error
+    return [device for device in ort.get_ep_devices() if device.ep_name not in before]
+
+
+def registered_name(plugin: Plugin, *, virtual: bool) -> str:
+    """The name under which the library of ``plugin`` is registered; its end asks for virtual devices."""
+    return plugin.registration_name + (".virtual" if virtual else "")
+
+
+def _registration_problem(
+    plugin: Plugin, ep: str | None, error: Exception, library: Path
+) -> Problem:
     if isinstance(error, ModuleNotFoundError):
         return Problem(
             Kind.UNLOADABLE_LIBRARY,
             "",
-            f"the package of {ep} cannot be imported: {error}.",
+            f"the package of {ep or 'the EP'} cannot be imported: {error}.",
             f"Install {plugin.package}, or add the package that contains it to its requirements.",
         )
     if isinstance(error, AttributeError):
@@ -60,7 +76,7 @@ def _registration_problem(plugin: Plugin, ep: str, error: Exception, library: Pa
             Kind.UNLOADABLE_LIBRARY,
             "",
             f"{plugin.module} is not the package of a plugin EP: {error}.",
-            "Such a package has get_library_path(). Without one, set library to the library's path.",
+            "Such a package has get_library_path(). Without one, name the path of the library instead.",
         )
     if "CreateEpFactories" in str(error):
         return Problem(
@@ -71,18 +87,19 @@ def _registration_problem(plugin: Plugin, ep: str, error: Exception, library: Pa
     return unloadable(ep, str(error), library)
 
 
-def unloadable(ep: str, message: str, library: Path) -> Problem:
+def unloadable(ep: str | None, message: str, library: Path) -> Problem:
     """The problem of an EP's library that cannot be loaded, with the libraries that are missing.
 
     ``message`` is the error of the system's loader.
     """
+    what = f"the library of {ep}" if ep else "the library"
     found = missing(message)
     not_found = _missing_dependencies(library) or ([found] if found else [])
     if not not_found:
         return Problem(
             Kind.UNLOADABLE_LIBRARY,
             "",
-            f"the library of {ep} cannot be loaded: {message}",
+            f"{what} cannot be loaded: {message}",
             "Check that the file is a library for this system and this version of ONNX Runtime.",
         )
     by_supplier: dict[str | None, list[str]] = {}
@@ -92,7 +109,7 @@ def unloadable(ep: str, message: str, library: Path) -> Problem:
     return Problem(
         Kind.UNLOADABLE_LIBRARY,
         "",
-        f"the library of {ep} cannot be loaded, because {listing(names)} "
+        f"{what} cannot be loaded, because {listing(names)} "
         f"{'are' if len(names) > 1 else 'is'} missing.",
         "\n".join(
             f"Install {supplier} ({listing(libraries)})."

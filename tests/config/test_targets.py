@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.targets import _is_path
+from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.providers import PROVIDERS, Plugin, Provider
 from tests.config.examples import target
 
@@ -61,9 +61,9 @@ def test_a_known_ep_may_be_a_library_too(project: Path) -> None:
     "library", ["a/b.so", "b.so", "b.dll", "./b", "C:\\ep\\b.dll", "/opt/ep.so"]
 )
 def test_a_library_with_a_suffix_or_a_slash_is_a_path(library: str) -> None:
-    assert _is_path(library)
+    assert is_path(library)
 
 
 @pytest.mark.parametrize("library", ["some_ep", "some.ep", "onnxruntime_qnn"])
 def test_a_library_with_a_plain_name_is_a_package(library: str) -> None:
-    assert not _is_path(library)
+    assert not is_path(library)

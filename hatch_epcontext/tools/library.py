@@ -1,0 +1,587 @@
+"""Tries the library of any plugin EP: what it offers, what it compiles, and whether that works."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hatch_epcontext.build.artifact import Artifact, Validation
+from hatch_epcontext.build.coverage import describe_coverage
+from hatch_epcontext.build.executors.local import LocalExecutor
+from hatch_epcontext.build.machine import jobs_at_once
+from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
+from hatch_epcontext.build.preparation import Prepared
+from hatch_epcontext.build.requirements import INSPECTION, check_environment, installed, owners
+from hatch_epcontext.build.validation import reason_not_to_run
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.targets import is_path
+from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
+from hatch_epcontext.files import temp_dir
+from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.protocol import (
+    AssignedNode,
+    AssignRequest,
+    EpDevice,
+    InspectRequest,
+    LibraryReply,
+    LibraryRequest,
+    TrialGraph,
+    TrialsRequest,
+)
+from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.text import file_name, listing, show_size, to_toml
+from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure
+
+TIMEOUT = 60.0
+"""Seconds for each step with one of the small graphs, unless ``build.timeout`` is set."""
+
+_PROVIDER = "plugin"
+_OWN_KEYS = ("library", "ep-name", "registration-name", "virtual-devices")
+"""The keys of a target that say which library it is, and what it offers."""
+
+_AS_IT_IS = ("unroll-limit", 0)
+"""The key and value that show which recurrent layers an EP takes, and not what a build makes of them."""
+
+_PREFIXES = ("lib", "onnxruntime_providers_", "onnxruntime_ep_", "onnxruntime_")
+_SUFFIXES = ("_plugin", "_ep")
+
+
+class StepStatus(Enum):
+    """How one step with one graph ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    """The EP took no node, or writes no contexts: that is no fault."""
+    FAILED = "failed"
+    """Something is wrong: an error, a crash, a hang, or other results than the CPU's."""
+    SKIPPED = "skipped"
+
+
+class Verdict(Enum):
+    """What all graphs say of an EP."""
+
+    WORKS = "works"
+    """Contexts open with compiling disabled, and compute what the CPU does; nothing failed."""
+    NOT_RUN = "not-run"
+    """It compiles contexts, which this machine cannot run; nothing failed."""
+    FAULTY = "faulty"
+    """A step failed."""
+    NO_CONTEXTS = "no-contexts"
+    """It takes nodes, and writes no contexts."""
+    NO_NODES = "no-nodes"
+    """It takes no node of the graphs."""
+    UNUSABLE = "unusable"
+    """The library cannot be loaded, or offers no device."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, in words, with the problems of one that was refused or failed."""
+
+    status: StepStatus
+    text: str
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One graph on the EP.
+
+    ``taken`` and ``left``: how many nodes of each operator the EP takes, and how many are left to the CPU.
+    ``run``: opened without a context, and run; ``compiled``: into a context; ``loaded``: the context opened
+    in another process with compiling disabled, run, and compared with the CPU.
+    """
+
+    graph: str
+    taken: Mapping[str, int]
+    left: Mapping[str, int]
+    run: Step
+    compiled: Step
+    loaded: Step
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, in order."""
+        return (self.run, self.compiled, self.loaded)
+
+
+@dataclass(frozen=True)
+class LibraryDiagnosis:
+    """A library of plugin EPs.
+
+    ``library`` is a path or a package; ``module``: the package with ``get_library_path()`` that it is in, None
+    without one; ``packages``: the installed distributions that contain it, with their versions. ``devices``: those of all its EPs, registered under the name ``registered_as``; with ``virtual``
+    they are virtual devices. ``ep`` is the EP that was tried, on a ``device`` of this kind with these
+    ``options``; ``provider``: the name by which this package knows it, None for an unknown EP. ``table``: the
+    TOML of a target that uses it, None where there can be none. ``problems``: those of the library itself.
+    """
+
+    library: str
+    packages: Mapping[str, str]
+    verdict: Verdict
+    module: str | None = None
+    registered_as: str = ""
+    devices: tuple[EpDevice, ...] = ()
+    virtual: bool = False
+    ep: str | None = None
+    device: str | None = None
+    provider: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()
+    table: str | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def operators(self) -> Mapping[str, tuple[int, int]]:
+        """Each operator of the graphs, with the numbers of nodes that were taken and left."""
+        taken, left = Counter[str](), Counter[str]()
+        for each in self.trials:
+            taken.update(each.taken)
+            left.update(each.left)
+        return {op: (taken[op], left[op]) for op in sorted({*taken, *left})}
+
+
+def try_library(
+    library: str,
+    ep_name: str | None,
+    graphs: Sequence[str],
+    job_settings: JobSettings,
+    root: Path,
+    make_workers: Callable[[float], Workers],
+) -> LibraryDiagnosis:
+    """Register ``library``, the path of a file or a package, and try its EP with ``graphs`` of `TRIALS`.
+
+    ``ep_name``: the EP to try, None for the only one or the main one. A path inside ``root`` is relative in
+    the table. ``make_workers`` gets the timeout in seconds. Raises ConfigError when there is no such file or
+    package, when the library has no EP of that name or none to choose, or when ``job_settings`` are invalid;
+    RequirementError when ONNX Runtime or onnx is missing.
+    """
+    found = _find(library)
+    check_environment((), INSPECTION)
+    packages = {name: v for name in sorted(owners(found.module)) if (v := installed(name))}
+    # One that is no number is an error of the configuration, which is checked with each graph.
+    given = job_settings.settings.get("build.timeout")
+    timeout = given if isinstance(given, int | float) else TIMEOUT
+    with temp_dir() as folder, make_workers(timeout) as workers:
+        try:
+            offer = _register(found, ep_name, job_settings, workers, folder)
+        except BuildError as error:
+            return LibraryDiagnosis(
+                found.shown, packages, Verdict.UNUSABLE, problems=error.problems
+            )
+        device = _choose(offer, ep_name, job_settings.device)
+        known = _known(device.ep, offer.reply.module)
+        job = _with_library(job_settings, offer, device, known)
+        trials = _try_all(graphs, job, workers, folder)
+    verdict = _verdict(trials)
+    works = any(each.loaded.status is StepStatus.DONE for each in trials)
+    return LibraryDiagnosis(
+        found.shown,
+        packages,
+        verdict,
+        offer.reply.module or None,
+        offer.reply.name,
+        offer.reply.devices,
+        offer.virtual,
+        device.ep,
+        device.kind,
+        known.name if known else None,
+        job.provider_options,
+        trials,
+        _table(job, packages, root) if works or verdict is Verdict.NOT_RUN else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Library:
+    """Where a library is: at ``path``, perhaps in the package ``module``; without a path surely there."""
+
+    path: str
+    module: str
+
+    @property
+    def shown(self) -> str:
+        return self.path or self.module
+
+    @property
+    def default_name(self) -> str:
+        """A name for its EP, where nothing but the file is known."""
+        name = Path(self.shown).name.split(".")[0]
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        for suffix in _SUFFIXES:
+            name = name.removesuffix(suffix)
+        return name or "ep"
+
+
+def _find(library: str) -> _Library:
+    """The library at a path or in a package, with the package that may contain the path."""
+    if not is_path(library):
+        if not _is_importable(library):
+            message = "is not a package that is installed here."
+            hint = "A path has a slash, or ends with .so, .dll or .dylib."
+            raise _not_found(library, message, hint)
+        return _Library("", library)
+    # Links stay: the libraries that it needs can be beside a link.
+    path = Path(os.path.abspath(os.path.expanduser(library)))  # noqa: PTH100, PTH111
+    if path.is_file():
+        return _Library(str(path), _package_around(path))
+    if path.is_dir():
+        raise _not_found(library, "is a folder.", "Name the file of the library inside it.")
+    module = re.sub(r"\W", "_", library)
+    hint = f"The package is imported as {module}." if _is_importable(module) else "Check the path."
+    raise _not_found(library, "does not exist.", hint)
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _not_found(library: str, message: str, hint: str) -> ConfigError:
+    return ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
+
+
+def _package_around(path: Path) -> str:
+    """The import package that ``path`` is in, empty if it is in none."""
+    resolved = path.resolve()
+    for folder in filter(None, sys.path):
+        root = Path(folder).resolve()
+        parts = resolved.relative_to(root).parts if resolved.is_relative_to(root) else ()
+        if len(parts) > 1 and (root / parts[0] / "__init__.py").is_file():
+            return parts[0]
+    return ""
+
+
+def _known(ep: str, module: str) -> Provider | None:
+    """The provider that is this EP, also where ``ep`` is empty because only its package is known."""
+    plugins = (each for each in PROVIDERS.values() if each.plugin is not None)
+    return next(
+        (
+            each
+            for each in plugins
+            if (each.ep == ep if ep else each.plugin and each.plugin.module == module)
+        ),
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a library offers; ``is_guessed``: whether nothing but its file gave it its name."""
+
+    library: _Library
+    reply: LibraryReply
+    virtual: bool
+    is_guessed: bool
+
+
+def _register(
+    library: _Library,
+    ep_name: str | None,
+    job_settings: JobSettings,
+    workers: Workers,
+    folder: Path,
+) -> _Offer:
+    """Register the library; raises BuildError when it cannot be loaded, or offers no device."""
+    settings = job_settings.settings
+    known = _known("", library.module) or _known(ep_name or "-", library.module)
+    name = settings.get("registration-name")
+    if name is None and known is not None and known.plugin is not None:
+        name = known.plugin.registration_name
+    name = name or ep_name
+    virtual = bool(settings.get("virtual-devices"))
+
+    def call(*, virtual: bool) -> LibraryReply:
+        request = LibraryRequest(
+            library.path, library.module, name, library.default_name, virtual=virtual
+        )
+        return workers.call(
+            request, folder / f"library-{virtual}", location=f"library {library.shown}"
+        )
+
+    reply = call(virtual=virtual)
+    if reply.devices:
+        return _Offer(library, reply, virtual, name is None and reply.main is None)
+    others: tuple[EpDevice, ...] = ()
+    if not virtual:
+        # It was loaded before: it can only have no virtual devices.
+        with contextlib.suppress(BuildError):
+            others = call(virtual=True).devices
+    raise BuildError(_no_device(library, reply, others, known))
+
+
+def _no_device(
+    library: _Library, reply: LibraryReply, others: Sequence[EpDevice], known: Provider | None
+) -> Problem:
+    """The problem of a library without devices; ``others`` are the virtual ones that it has."""
+    message = f"the library was registered as {reply.name}, and offers no device on this machine."
+    hints = [f"It needs {known.needs}."] if known and known.needs else []
+    if others:
+        kinds = listing(dict.fromkeys(f"{each.ep} ({each.kind})" for each in others))
+        hints.append(
+            f"It offers virtual devices, to compile for other machines: {kinds}. "
+            "Try them with --set virtual-devices=true."
+        )
+    return Problem(
+        Kind.NO_DEVICE,
+        f"library {library.shown}",
+        "\n".join([message, *reply.reasons]),
+        "\n".join(hints) or "Try it on a machine that has one.",
+    )
+
+
+def _choose(offer: _Offer, ep_name: str | None, kind: str | None) -> EpDevice:
+    """The device to try: the first of the EP and of the kind that are wanted."""
+    devices, main = offer.reply.devices, offer.reply.main
+    names = list(dict.fromkeys(each.ep for each in devices))
+    ep = ep_name or (names[0] if len(names) == 1 else main)
+    if ep is None:
+        message = f"the library has several EPs: {listing(names)}."
+        raise ConfigError(
+            Problem(Kind.MISSING_KEY, "--ep-name", message, "Choose one with --ep-name.")
+        )
+    if ep not in names:
+        message = f"the library offers {listing(names)}, and not {ep}."
+        hint = (
+            "Some libraries name their EP after their registration: --set registration-name=NAME."
+        )
+        raise ConfigError(Problem(Kind.UNLOADABLE_LIBRARY, "--ep-name", message, hint))
+    own = [each for each in devices if each.ep == ep]
+    chosen = [each for each in own if kind in (None, "any", each.kind)]
+    if not chosen:
+        message = f"{ep} offers no {kind} on this machine."
+        hint = f"It offers {listing(dict.fromkeys(each.kind for each in own))}."
+        raise ConfigError(Problem(Kind.NO_DEVICE, "--device", message, hint))
+    return chosen[0]
+
+
+def _with_library(
+    job_settings: JobSettings, offer: _Offer, device: EpDevice, known: Provider | None
+) -> JobSettings:
+    """``job_settings`` of a target that uses the library's EP, on devices of this kind."""
+    settings: dict[str, Any] = {
+        _AS_IT_IS[0]: _AS_IT_IS[1],
+        "build.timeout": TIMEOUT,
+        **job_settings.settings,
+        "library": offer.reply.module or offer.library.path,
+        "ep-name": device.ep,
+    }
+    if offer.reply.name != device.ep and not offer.is_guessed:
+        settings["registration-name"] = offer.reply.name
+    if offer.virtual:
+        settings["virtual-devices"] = True
+    # An EP that compiles anywhere is not bound to what this machine has.
+    anywhere = known is not None and known.cross_compiles and not offer.virtual
+    given = job_settings.provider_options or _example(known)
+    return dataclasses.replace(
+        job_settings,
+        provider_options=known.complete(given) if known else given,
+        device=job_settings.device or (None if anywhere else device.kind),
+        settings=settings,
+    )
+
+
+def _example(known: Provider | None) -> Mapping[str, str]:
+    """Options that most models need on a known EP, such as those that name a chip."""
+    table = parse(known.example).get("provider-options", {}) if known and known.example else {}
+    return {name: str(value) for name, value in table.items()}
+
+
+def _try_all(
+    names: Sequence[str], job_settings: JobSettings, workers: Workers, folder: Path
+) -> tuple[Trial, ...]:
+    (folder / "graphs").mkdir()
+    request = TrialsRequest(tuple(names), str(folder / "graphs"))
+    graphs = workers.call(request, folder / "trials", location="the graphs").graphs
+    # Invalid settings are an error of all graphs.
+    trials = [_Tried.make(graph, job_settings, workers, folder) for graph in graphs]
+    with ThreadPoolExecutor(trials[0].executor.at_once) as pool:
+        return tuple(pool.map(_Tried.trial, trials))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """One graph with its job, in steps that the build has too."""
+
+    graph: str
+    job: Job
+    executor: LocalExecutor
+    folder: Path
+
+    @staticmethod
+    def make(
+        graph: TrialGraph, job_settings: JobSettings, workers: Workers, folder: Path
+    ) -> _Tried:
+        settings = dict(job_settings.settings)
+        if graph.dims:
+            settings["static-shapes"] = False
+        job_settings = dataclasses.replace(job_settings, dims=graph.dims, settings=settings)
+        config = configure({graph.name: Path(graph.path)}, _PROVIDER, job_settings)
+        planned = plan(config.on_this_machine)
+        versions = check_environment(planned.local_targets, planned.requirements)
+        at_once = jobs_at_once(config.build.jobs, 0)
+        own = folder / graph.name
+        own.mkdir()
+        executor = LocalExecutor.make(workers, own, at_once, versions, planned.jobs)
+        (job,) = planned.jobs
+        return _Tried(graph.name, job, executor, own)
+
+    def trial(self) -> Trial:
+        """Take all steps; one that fails is a result."""
+        try:
+            prepared = self.executor.preparations.get(self.job, self.job.models[0])
+        except BuildError as error:
+            return Trial(self.graph, {}, {}, _failed(error), _SKIPPED, _SKIPPED)
+        run, nodes = self._run(prepared)
+        compiled, artifact = self._compile(nodes)
+        loaded = _SKIPPED if artifact is None else self._load(artifact)
+        taken, left = self._operators(nodes, prepared, artifact)
+        return Trial(self.graph, taken, left, run, compiled, loaded)
+
+    def _run(self, prepared: Prepared) -> tuple[Step, Sequence[AssignedNode]]:
+        if reason := reason_not_to_run(self.job):
+            return Step(StepStatus.SKIPPED, reason), ()
+        model, target = self.job.models[0], self.job.target
+        request = AssignRequest(
+            model_spec_to_run(model, target),
+            prepared.path,
+            target_spec(target),
+            prepared.reference,
+            model.tolerance_for(target),
+        )
+        try:
+            reply = self.executor.workers.call(
+                request, self.folder / "run", location=self.job.location
+            )
+        except BuildError as error:
+            return _failed(error), ()
+        if reply.problems:
+            return _failed(BuildError(*reply.problems)), reply.nodes
+        taken = sum(self._takes(node) for node in reply.nodes)
+        if reply.nodes and not taken:
+            return Step(StepStatus.REFUSED, "takes no node"), reply.nodes
+        text = f"takes {taken} of {len(reply.nodes)} nodes, agrees" if taken else "agrees"
+        return Step(StepStatus.DONE, text), reply.nodes
+
+    def _takes(self, node: AssignedNode) -> bool:
+        return node.ep == self.job.target.provider.ep
+
+    def _compile(self, nodes: Iterable[AssignedNode]) -> tuple[Step, Artifact | None]:
+        folder = self.folder / "artifact"
+        try:
+            record = self.executor.compile(self.job, "", folder)
+        except BuildError as error:
+            # An EP that logs errors has not refused the graph: often a library of its own is missing.
+            if any(each.kind is not Kind.NOTHING_COMPILED or each.log for each in error.problems):
+                return _failed(error), None
+            text = "no context" if any(map(self._takes, nodes)) else "takes no node"
+            return Step(StepStatus.REFUSED, text, error.problems), None
+        artifact = Artifact(folder, record)
+        rewrites = record.preparations[0].rewrites
+        parts = [
+            describe_coverage(record.contexts[0].coverage),
+            show_size(artifact.size),
+            *([f"rewritten ({'; '.join(rewrites)})"] if rewrites else []),
+        ]
+        return Step(StepStatus.DONE, ", ".join(parts)), artifact
+
+    def _load(self, artifact: Artifact) -> Step:
+        if reason := reason_not_to_run(self.job):
+            return Step(StepStatus.SKIPPED, reason)
+        (model,), (context,) = self.job.models, artifact.record.contexts
+        try:
+            run = self.executor.validate(self.job, model, "", artifact, context)
+        except BuildError as error:
+            return _failed(error)
+        return Step(StepStatus.DONE, _agreement(run.validation))
+
+    def _operators(
+        self, nodes: Sequence[AssignedNode], prepared: Prepared, artifact: Artifact | None
+    ) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """How many nodes of each operator are taken, and left, as far as that is known."""
+        taken = Counter(node.op for node in nodes if self._takes(node))
+        left = Counter(node.op for node in nodes if not self._takes(node))
+        if nodes or artifact is None or artifact.record.preparations[0].rewrites:
+            return taken, left
+        # A virtual device runs nothing, but the context says what is in it.
+        coverage = artifact.record.contexts[0].coverage
+        uncovered = Counter(node.op for node in coverage.uncovered) if coverage else Counter[str]()
+        facts = self.executor.workers.call(
+            InspectRequest(prepared.path), self.folder / "inspect", location=self.job.location
+        )
+        return Counter(facts.operators) - uncovered, uncovered
+
+
+_SKIPPED = Step(StepStatus.SKIPPED, "")
+
+
+def _failed(error: BuildError) -> Step:
+    return Step(StepStatus.FAILED, f"FAILED: {error.problems[0].kind.title}", error.problems)
+
+
+def _agreement(validation: Validation) -> str:
+    if not validation.compared:
+        return "runs, not compared"
+    return "agrees" if validation.snr is None else f"agrees ({validation.snr:.0f} dB)"
+
+
+def _verdict(trials: Iterable[Trial]) -> Verdict:
+    trials = tuple(trials)
+    compiled = {each.compiled.status for each in trials}
+    failed = any(step.status is StepStatus.FAILED for each in trials for step in each.steps)
+    if StepStatus.DONE in compiled:
+        if failed:
+            return Verdict.FAULTY
+        loaded = any(each.loaded.status is StepStatus.DONE for each in trials)
+        return Verdict.WORKS if loaded else Verdict.NOT_RUN
+    if StepStatus.REFUSED not in compiled:
+        return Verdict.FAULTY
+    return Verdict.NO_CONTEXTS if any(each.taken for each in trials) else Verdict.NO_NODES
+
+
+def _table(job_settings: JobSettings, packages: Mapping[str, str], root: Path) -> str:
+    """The target with ``job_settings``, as it is written in ``pyproject.toml``."""
+    lines = (f"{key} = {to_toml(value)}" for key, value in _keys(job_settings, packages, root))
+    ep = str(job_settings.settings["ep-name"])
+    name = file_name(re.sub("ExecutionProvider", "", ep, flags=re.IGNORECASE).lower(), "-")
+    return "\n".join([f"[tool.epcontext.targets.{to_toml(name) if '.' in name else name}]", *lines])
+
+
+def _keys(
+    job_settings: JobSettings, packages: Mapping[str, str], root: Path
+) -> Iterator[tuple[str, Any]]:
+    settings = job_settings.settings
+    library = str(settings["library"])
+    yield "provider", _PROVIDER
+    if is_path(library):
+        path = Path(library)
+        yield "library", (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
+    else:
+        yield "library", library
+    yield from ((key, settings[key]) for key in _OWN_KEYS[1:] if key in settings)
+    if not is_path(library):
+        yield "requirements", [f"{name}>={version}" for name, version in packages.items()]
+    for key in ("device", "optimization", "embed"):
+        if (value := getattr(job_settings, key)) is not None:
+            yield key, value
+    for key, value in settings.items():
+        if SETTABLE[key] == "target" and (key, value) != _AS_IT_IS and key not in _OWN_KEYS:
+            yield key, value
+    if job_settings.provider_options:
+        yield "provider-options", dict(job_settings.provider_options)
+    if job_settings.session_options:
+        yield "session-options", dict(job_settings.session_options)
