@@ -18,7 +18,11 @@ _SAME = ("library_path", "version")
 
 def show_library(found: LibraryDiagnosis) -> None:
     """Print all that is known of a library, and the table that uses it."""
-    packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
+    packages, runtime = (
+        ", ".join(f"{name} {version}" for name, version in versions.items())
+        for versions in (found.packages, found.distributions)
+    )
+    echo(f"ONNX Runtime: {runtime}")
     echo(f"library: {found.library}{f' ({packages})' if packages else ''}")
     if found.devices:
         echo(f"registered as {found.registered_as}; it offers:")
@@ -35,7 +39,9 @@ def show_library(found: LibraryDiagnosis) -> None:
         if not found.module:
             echo("\nThe app has to register the library before it calls load:", lines=True)
             path = json.dumps(found.library)
-            echo(f'onnxruntime.register_execution_provider_library("{found.registered_as}", {path})')
+            echo(
+                f'onnxruntime.register_execution_provider_library("{found.registered_as}", {path})'
+            )
 
 
 def _show_devices(found: LibraryDiagnosis) -> None:

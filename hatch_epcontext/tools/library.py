@@ -39,7 +39,7 @@ from hatch_epcontext.ipc.protocol import (
     TrialGraph,
     TrialsRequest,
 )
-from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, listing, show_size, to_toml
 from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure
 
@@ -120,15 +120,18 @@ class Trial:
 class LibraryDiagnosis:
     """A library of plugin EPs.
 
-    ``library`` is a path or a package; ``module``: the package with ``get_library_path()`` that it is in, None
-    without one; ``packages``: the installed distributions that contain it, with their versions. ``devices``: those of all its EPs, registered under the name ``registered_as``; with ``virtual``
-    they are virtual devices. ``ep`` is the EP that was tried, on a ``device`` of this kind with these
-    ``options``; ``provider``: the name by which this package knows it, None for an unknown EP. ``table``: the
+    ``library`` is a path or a package. ``module``: the package with ``get_library_path()`` that has it, None
+    without one; ``packages``: the installed distributions that contain it, with their versions, and
+    ``distributions`` that of ONNX Runtime.
+    ``devices``: those of all its EPs, registered under the name ``registered_as``; with ``virtual`` they are
+    virtual devices. ``ep`` is the EP that was tried, on a ``device`` of this kind with these ``options``;
+    ``provider``: the name by which this package knows it, None for an unknown EP. ``table``: the
     TOML of a target that uses it, None where there can be none. ``problems``: those of the library itself.
     """
 
     library: str
     packages: Mapping[str, str]
+    distributions: Mapping[str, str]
     verdict: Verdict
     module: str | None = None
     registered_as: str = ""
@@ -168,7 +171,11 @@ def try_library(
     RequirementError when ONNX Runtime or onnx is missing.
     """
     found = _find(library)
-    check_environment((), INSPECTION)
+    runtime = {
+        name: version
+        for name, version in check_environment((), INSPECTION).items()
+        if name in DISTRIBUTIONS
+    }
     packages = {name: v for name in sorted(owners(found.module)) if (v := installed(name))}
     # One that is no number is an error of the configuration, which is checked with each graph.
     given = job_settings.settings.get("build.timeout")
@@ -178,7 +185,7 @@ def try_library(
             offer = _register(found, ep_name, job_settings, workers, folder)
         except BuildError as error:
             return LibraryDiagnosis(
-                found.shown, packages, Verdict.UNUSABLE, problems=error.problems
+                found.shown, packages, runtime, Verdict.UNUSABLE, problems=error.problems
             )
         device = _choose(offer, ep_name, job_settings.device)
         known = _known(device.ep, offer.reply.module)
@@ -189,17 +196,18 @@ def try_library(
     return LibraryDiagnosis(
         found.shown,
         packages,
+        runtime,
         verdict,
-        offer.reply.module or None,
-        offer.reply.name,
-        offer.reply.devices,
-        offer.virtual,
-        device.ep,
-        device.kind,
-        known.name if known else None,
-        job.provider_options,
-        trials,
-        _table(job, packages, root) if works or verdict is Verdict.NOT_RUN else None,
+        module=offer.reply.module or None,
+        registered_as=offer.reply.name,
+        devices=offer.reply.devices,
+        virtual=offer.virtual,
+        ep=device.ep,
+        device=device.kind,
+        provider=known.name if known else None,
+        options=job.provider_options,
+        trials=trials,
+        table=_table(job, packages, root) if works or verdict is Verdict.NOT_RUN else None,
     )
 
 

@@ -11,11 +11,16 @@ import onnxruntime as ort
 from hatch_epcontext.errors import EpcontextError, Kind, Problem
 from hatch_epcontext.ipc.facts import Agreement
 from hatch_epcontext.ipc.protocol import AssignedNode, AssignReply, AssignRequest
-from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.comparison.check import check_runs
 from hatch_epcontext.worker.comparison.runs import read_reference
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 from hatch_epcontext.worker.step import step
+
+_OTHER_LAYOUT = "com.ms.internal.nhwc"
+"""The domain that ONNX Runtime gives nodes whose layout it changes for an EP."""
+
+_ADDED = frozenset({"Transpose", "QuantizeLinear", "DequantizeLinear"})
+"""What ONNX Runtime adds around such nodes."""
 
 _RECORD = {"session.record_ep_graph_assignment_info": "1"}
 
@@ -37,20 +42,19 @@ def handle(request: AssignRequest) -> AssignReply:
 
 
 def _nodes(session: ort.InferenceSession, prepared: Path) -> Iterator[AssignedNode]:
-    """Yield the nodes of ``prepared`` that the session still has, with their own operators.
-
-    ONNX Runtime adds others, and gives some another domain, when an EP wants another layout.
-    """
+    """Yield the nodes of ``session``, without what ONNX Runtime adds for an EP with another layout."""
     # Older releases of ONNX Runtime do not report which EP got which node.
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
     if assignment is None:
         return
     main = onnx.load(prepared, load_external_data=False).graph
-    operators = {node.name: graph.operator(node) for node in graph.compute_nodes(main)}
+    names = {node.name for node in main.node}
     for subgraph in assignment():
         for node in subgraph.get_nodes():
-            if node.name in operators:
-                yield AssignedNode(node.name, operators[node.name], subgraph.ep_name)
+            domain = "" if node.domain == _OTHER_LAYOUT else node.domain
+            op = f"{domain}.{node.op_type}" if domain else node.op_type
+            if node.name in names or op not in _ADDED:
+                yield AssignedNode(node.name, op, subgraph.ep_name)
 
 
 def _compare(session: ort.InferenceSession, request: AssignRequest) -> tuple[Agreement, ...]:
