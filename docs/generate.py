@@ -382,7 +382,8 @@ _PURPOSES: Mapping[str, str] = {
     "validate": "Validates any context model or model package, whatever tool made it.",
     "bench": "Measures how much faster compiled models open.",
     "inspect": "Shows what a model, a wheel or a model package contains.",
-    "doctor": "Shows what the environment can compile for, and what is wrong with it.",
+    "doctor": "Shows what the environment can compile for, and what is wrong with it. With `--library` it "
+    "tries the library of [any plugin EP](plugin-eps.md).",
     "cache": "Shows, cleans and verifies the cache.",
     "schema": "Prints the JSON schema of `[tool.epcontext]`. `validate-pyproject` finds it by itself.",
 }

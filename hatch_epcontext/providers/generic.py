@@ -13,7 +13,8 @@ PROVIDER = Provider(
     devices=("any", "npu", "gpu", "cpu"),
     tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
     float16_on=("npu",),
-    verified="On Linux x86-64 up to the error that an EP without EP contexts compiles nothing.",
+    verified="On Linux x86-64 with the libraries of QNN and OpenVINO, and with those of two EPs that write no "
+    "EP contexts, which is an error.",
     needs_library=True,
     virtual_devices=True,
     shares_weights=True,
@@ -26,6 +27,10 @@ PROVIDER = Provider(
             "registered, which some libraries use as the name of the EP."
         ),
         "Its options are unknown, so they are not checked.",
+        (
+            "`epcontext doctor --library PATH` tries the library, and prints the table that uses it: see "
+            "[For authors of plugin EPs](plugin-eps.md)."
+        ),
         (
             "If `library` is a path, the app has to register the library with "
             "`onnxruntime.register_execution_provider_library` before it calls `load`."

@@ -99,6 +99,14 @@ WRITTEN_OUT = {
     "epcontext compile MODEL... --package DIR": (
         "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
     ),
+    # All graphs take too long here.
+    "epcontext doctor --library onnxruntime_qnn": (
+        "epcontext doctor --library onnxruntime_qnn --graph gemm"
+    ),
+    "epcontext doctor --library build/libmy_ep.so --ep-name MyEP --option threads=2": (
+        "epcontext doctor --library onnxruntime_qnn --ep-name QNNExecutionProvider "
+        "--option backend_type=htp --graph gemm"
+    ),
     "epcontext inspect MODEL --provider P": (
         "epcontext inspect model.onnx --provider qnn --dim batch=1"
     ),
@@ -132,5 +140,7 @@ FAILING = {
 }
 """The commands that need what a machine for tests does not have."""
 
-NOT_RUN: dict[str, str] = {}
+NOT_RUN: dict[str, str] = {
+    "epcontext doctor --library PATH": "names the command in a sentence",
+}
 """The commands that are a part of a sentence, each with the reason."""
