@@ -13,8 +13,8 @@ PROVIDER = Provider(
     devices=("any", "npu", "gpu", "cpu"),
     tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
     float16_on=("npu",),
-    verified="On Linux x86-64 with the libraries of QNN and OpenVINO, and with those of two EPs that write no "
-    "EP contexts, which is an error.",
+    verified="On Linux x86-64 with the libraries of QNN and OpenVINO, and with those of two EPs that write "
+    "no EP contexts, which is an error.",
     needs_library=True,
     virtual_devices=True,
     shares_weights=True,
