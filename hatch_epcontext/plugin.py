@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from hatch_epcontext.build.artifact import Result
     from hatch_epcontext.build.cache import Cache
     from hatch_epcontext.config.settings import Config, WheelSettings
+    from hatch_epcontext.ipc.process import Workers
     from hatch_epcontext.package.bundle import Bundle
 
 
@@ -110,7 +113,6 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.requirements import INSPECTION, check_environment
         from hatch_epcontext.build.run import open_cache
         from hatch_epcontext.build.sources import read_sources
-        from hatch_epcontext.ipc.process import Workers
         from hatch_epcontext.package import editable
 
         if config.editable == "skip":
@@ -128,9 +130,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         else:
             check_environment((), () if config.only_from_cache else INSPECTION)
             index = open_cache(config, self._warning).index()
-            workers = Workers(config.build.timeout)
-            config = cut_models(config, index, workers, staging)
-            result = Result(read_sources(config, index, workers, staging / "check"), ())
+            with contextlib.closing(_Progress(self._info)) as progress:
+                workers = self._workers(config, progress)
+                config = cut_models(config, index, workers, staging)
+                result = Result(read_sources(config, index, workers, staging / "check"), ())
         self._editable = result, folder
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Then Hatch does not call `finalize`.
@@ -150,23 +153,33 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _build(self, config: Config, staging: Path) -> Result:
         from hatch_epcontext.build.plan import plan
         from hatch_epcontext.build.run import IncompleteError, build, open_cache
-        from hatch_epcontext.ipc.process import Workers
 
         cache = open_cache(config, self._warning)
-        # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's whole log.
-        verbosity = self.app.verbosity
-        log = self._info if verbosity > 0 else None
-        settings = config.build
-        workers = Workers(
-            settings.timeout, log, verbosity > 1, settings.memory_limit, progress=self._info
-        )
         try:
-            result = build(plan(config), staging, cache, self._info, workers, self._warning)
+            with contextlib.closing(_Progress(self._info)) as progress:
+                workers = self._workers(config, progress)
+                result = build(
+                    plan(config), staging, cache, progress.finished, workers, self._warning
+                )
         except IncompleteError as error:
             self._report(error.result, config, cache)
             raise
         self._report(result, config, cache)
         return result
+
+    def _workers(self, config: Config, progress: _Progress) -> Workers:
+        from hatch_epcontext.config.environ import read_environment
+        from hatch_epcontext.errors import collect
+        from hatch_epcontext.ipc.process import Workers
+
+        # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's whole log.
+        verbosity, settings = self.app.verbosity, config.build
+        log = progress.finished if verbosity > 0 else None
+        workers = Workers(settings.timeout, log, verbosity > 1, settings.memory_limit)
+        environment, _ = collect(read_environment(os.environ))
+        if not environment.progress:
+            return workers
+        return dataclasses.replace(workers, progress=progress.running, pulse=progress.pulse)
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
         from hatch_epcontext.build.report import make_report
@@ -340,3 +353,35 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.text import printable
 
         self.app.display_warning(f"epcontext: {printable(message, lines=True)}")
+
+
+class _Progress:
+    """The lines of a build while it runs; ``info`` prints one where the front end may show it."""
+
+    def __init__(self, info: Callable[[str], None]) -> None:
+        from hatch_epcontext.ipc.process import Pulse
+        from hatch_epcontext.terminal import find_terminal
+
+        self._info = info
+        self._start = time.monotonic()
+        self._terminal = find_terminal(os.environ)
+        self.pulse = Pulse()
+
+    def running(self, line: str) -> None:
+        """Say what runs: on the terminal, where nobody can see whether the front end shows it."""
+        from hatch_epcontext.text import printable
+
+        seconds = time.monotonic() - self._start
+        shown = f"epcontext ({seconds:.0f} s): {printable(line)}"
+        if self._terminal is None or not self._terminal.say(shown):
+            self._info(line)
+
+    def finished(self, line: str) -> None:
+        """Say what is finished, in the output of the build."""
+        self._info(line)
+        if self._terminal is None:
+            self.pulse.spoke()
+
+    def close(self) -> None:
+        if self._terminal is not None:
+            self._terminal.close()

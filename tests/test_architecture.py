@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"onnx", "onnxruntime", "numpy"}
 
 LAYERS = [
-    {"errors", "files", "loader", "providers", "serialize", "system", "text"},
+    {"errors", "files", "loader", "providers", "serialize", "system", "terminal", "text"},
     {"config"},
     {"ipc"},
     {"build"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from hatch_epcontext.build.run import IncompleteError, build, open_cache
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ConfigError, Kind, Problem
-from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.ipc.process import Pulse, Workers
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, show_size
 
@@ -43,6 +43,7 @@ class Verbosity:
 
     quiet: bool
     verbose: int
+    _pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
 
     @classmethod
     def beside_json(cls, quiet: bool, verbose: int, *, as_json: bool) -> Verbosity:
@@ -75,9 +76,12 @@ class Verbosity:
         Steps that run for long are printed, and the workers' log if the command is verbose.
         """
         log = self._print if self.verbose else None
-        return Workers(timeout, log, self.verbose > 1, memory_limit, progress=self._print)
+        return Workers(
+            timeout, log, self.verbose > 1, memory_limit, progress=self._print, pulse=self._pulse
+        )
 
     def _print(self, line: str) -> None:
+        self._pulse.spoke()
         if not self.quiet:
             # On a terminal rich replaces the stream, and keeps its bar below.
             echo(line, err=True)

@@ -41,6 +41,7 @@ class Environment:
     editable: Editable | None = None
     validate: ValidationMode | None = None
     report: Path | None = None
+    progress: bool = True
     build: Mapping[str, Any] = field(default_factory=dict)
     wheel: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
@@ -207,6 +208,12 @@ VARIABLES: Mapping[str, Variable] = {
         "/DIR/F.html",
         "Writes an HTML report of the build, also when jobs fail.",
         _absolute_path,
+    ),
+    "PROGRESS": Variable(
+        "0",
+        "The build hook prints no lines about steps that take long: see "
+        "[while it builds](front-ends.md#while-it-builds).",
+        _switch,
     ),
     **_variables_of(BuildTable, "build"),
     **_variables_of(WheelTable, "wheel"),

@@ -83,6 +83,31 @@ class Heartbeat:
         return now - self.start
 
 
+class Pulse:
+    """When to say what runs because nothing else was printed: after ten seconds, and then every thirty.
+
+    So somebody sees that a build of many short steps is alive. Threads may use it at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = time.monotonic() + _FIRST_BEAT
+
+    def due(self) -> bool:
+        """Whether it is time for a line; then not again until the next one."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                return False
+            self._next = now + _NEXT_BEATS
+            return True
+
+    def spoke(self) -> None:
+        """Count the time from now on, because a line was printed."""
+        with self._lock:
+            self._next = time.monotonic() + _NEXT_BEATS
+
+
 class _Processes:
     """The running processes of all threads, and the server that forks them, if there is one."""
 
@@ -142,6 +167,7 @@ class Workers:
     ``timeout``: seconds for each. ``log``, if given, gets each request and every line that a worker
     prints while it runs; ``progress`` gets a line from time to time while a worker runs. With ``verbose``
     ONNX Runtime prints more than its warnings. ``memory_limit``: bytes of memory for each (Linux only).
+    ``pulse``, if given: when ``progress`` gets a line although no worker runs for long.
 
     As a context manager it starts a process once that has imported what workers need, where the system
     can fork it; otherwise each worker is a fresh interpreter.
@@ -152,6 +178,7 @@ class Workers:
     verbose: bool = False
     memory_limit: int | None = None
     progress: Callable[[str], None] | None = None
+    pulse: Pulse | None = None
     _processes: _Processes = field(default_factory=_Processes)
 
     def __enter__(self) -> Workers:
@@ -251,18 +278,28 @@ class Workers:
     def _wait(self, process: Running, order: Order, location: str) -> int | None:
         beat = Heartbeat()
         end = beat.start + self.timeout
+        self._report(beat, order, location)
         while (now := time.monotonic()) < end:
             code = process.wait(min(end - now, POLL_SECONDS))
             if code is not None:
                 return code
             if file_size(order.log_path) > LOG_LIMIT:
                 raise BuildError(_flooded(order, location))
-            seconds = beat.due()
-            if seconds is not None and self.progress is not None:
-                self.progress(
-                    f"{location}: {order.action} runs for {seconds:.0f} s{order.last_step}"
-                )
+            self._report(beat, order, location)
         return None
+
+    def _report(self, beat: Heartbeat, order: Order, location: str) -> None:
+        """Say what runs, if it is time for that."""
+        seconds = beat.due()
+        if self.progress is None:
+            return
+        if seconds is None and self.pulse is not None and self.pulse.due():
+            seconds = time.monotonic() - beat.start
+        if seconds is None:
+            return
+        if self.pulse is not None:
+            self.pulse.spoke()
+        self.progress(f"{location}: {order.action} runs for {seconds:.0f} s{order.last_step}")
 
     def _too_slow(self, order: Order, location: str) -> Problem:
         limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
