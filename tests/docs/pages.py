@@ -24,6 +24,16 @@ _OPERATORS = {"|", "||", "&", "&&", ";", "(", ")", "$("}
 
 
 @dataclass(frozen=True)
+class Line:
+    """One line for a shell, with what the page says that it prints."""
+
+    page: str
+    line: int
+    text: str
+    output: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Command:
     """One call of ``epcontext`` on a page."""
 
@@ -37,6 +47,8 @@ class Command:
     """What is set in front of it, such as ``NO_COLOR=1``."""
     writes: str | None = None
     """The file that its output goes into."""
+    output: tuple[str, ...] = ()
+    """The lines that the page shows below it."""
 
     @property
     def place(self) -> str:
@@ -53,27 +65,55 @@ class File:
     text: str
 
 
-def steps_of(page: str, text: str) -> list[Command | File]:
-    """The commands and files of a page, in their order."""
-    found: list[Command | File] = []
-    for match in _FENCE.finditer(text):
-        language, block = match["language"], match["text"]
-        line = text.count("\n", 0, match.start()) + 2
-        if title := re.search(r'title="([^"]+)"', match["rest"]):
-            found.append(File(page, line, title[1], block))
-            continue
-        for offset, shell in _lines(language, block):
-            found += _commands(page, line + offset, shell)
+def steps_of(page: str, text: str) -> list[Command | File | Line]:
+    """The commands and files of a page, in their order, and the lines for a shell that call others."""
+    found: list[Command | File | Line] = []
+    for step in lines_of(page, text):
+        commands = list(_commands(step)) if isinstance(step, Line) else []
+        found += commands or [step]
     blank = _FENCE.sub(lambda match: re.sub(r"[^\n]", "", match[0]), text)
     for match in re.finditer(r"`((?:[A-Z_]+=\S+ )*epcontext\s[^`]+)`", blank):
-        commands = _commands(page, blank.count("\n", 0, match.start()) + 1, match[1])
-        found += [each for each in commands if len(each.words) > 1]
+        line = Line(page, blank.count("\n", 0, match.start()) + 1, match[1])
+        found += [each for each in _commands(line) if len(each.words) > 1]
     return sorted(found, key=lambda step: step.line)
 
 
-def _lines(language: str, block: str) -> Iterator[tuple[int, str]]:
-    """The lines of a block that a shell runs, with continued ones joined, and the offset of each."""
-    lines = block.splitlines()
+def lines_of(page: str, text: str) -> Iterator[Line | File]:
+    """The lines for a shell in the blocks of a page, and the files, in their order."""
+    for match in _FENCE.finditer(text):
+        language, block = match["language"], match["text"]
+        first = text.count("\n", 0, match.start()) + 2
+        if title := re.search(r'title="([^"]+)"', match["rest"]):
+            yield File(page, first, title[1], block)
+        elif language == "console":
+            yield from _console(page, first, block)
+        else:
+            shell = language in SHELLS
+            for offset, line in _joined(block.splitlines()):
+                # Examples in the help of commands are text, and so are sentences. YAML and Dockerfiles have
+                # commands too.
+                known = re.match(r"epcontext (\w+)", line)
+                called = re.search(r"(?:RUN|run:|- ) *(.*\bepcontext [a-z].*)$", line)
+                if (shell and line) or (known and known[1] in app.commands):
+                    yield Line(page, first + offset, line)
+                elif called:
+                    yield Line(page, first + offset, called[1])
+
+
+def _console(page: str, first: int, block: str) -> Iterator[Line]:
+    """The lines with a prompt; what follows each, up to the next, is its output."""
+    begun: list[tuple[int, str, list[str]]] = []
+    for offset, line in _joined(block.splitlines()):
+        if line.startswith("$ "):
+            begun.append((first + offset, line.removeprefix("$ "), []))
+        elif begun:
+            begun[-1][2].append(line)
+    for number, text, output in begun:
+        yield Line(page, number, text, tuple(output))
+
+
+def _joined(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Each line with its offset; what a backslash continues is one line."""
     offset = 0
     while offset < len(lines):
         first, joined = offset, lines[offset].strip()
@@ -81,20 +121,35 @@ def _lines(language: str, block: str) -> Iterator[tuple[int, str]]:
             offset += 1
             joined = f"{joined[:-1]} {lines[offset].strip().removeprefix('> ')}"
         offset += 1
-        if language in SHELLS and joined.startswith("$ "):
-            yield first, joined.removeprefix("$ ")
-        elif language in (*SHELLS, "text", "") and language != "console":
-            # Examples in the help of commands are text, and so are sentences.
-            known = re.match(r"epcontext (\w+) ", joined)
-            if language in SHELLS or (known and known[1] in app.commands):
-                yield first, joined
-        elif found := re.search(r"(?:RUN|run:|- ) *(.*\bepcontext [a-z].*)$", joined):
-            yield first, found[1]
+        yield first, joined
 
 
-def _commands(page: str, line: int, shell: str) -> Iterator[Command]:
+def missing(output: tuple[str, ...], printed: str) -> list[str]:
+    """The lines of ``output`` that are not in ``printed``, whatever the numbers, sizes and widths are.
+
+    ``...`` stands for any text, and whether an artifact was compiled or in the cache makes no difference.
+    """
+    there = [_general(line) for line in printed.splitlines()]
+    return [
+        line
+        for line in output
+        if not any(re.fullmatch(_pattern(_general(line)), each) for each in there)
+    ]
+
+
+def _pattern(line: str) -> str:
+    return ".*".join(map(re.escape, line.split("..."))) if line else ".*"
+
+
+def _general(line: str) -> str:
+    line = re.sub(r"\d+(\.\d+)*( (bytes|kB|MB))?", "0", line)
+    line = line.replace(", compiled in 0 s", ", from the cache")
+    return re.sub(r"([━─═])\1+|\s+", lambda match: match[1] or " ", line).strip()
+
+
+def _commands(step: Line) -> Iterator[Command]:
     """The calls of ``epcontext`` in one line for a shell."""
-    lexer = shlex.shlex(shell, posix=True, punctuation_chars=True)
+    lexer = shlex.shlex(step.text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = "#"
     call: list[str] = []
@@ -102,7 +157,7 @@ def _commands(page: str, line: int, shell: str) -> Iterator[Command]:
     for word in [*lexer, ";"]:
         if word in _OPERATORS:
             if call:
-                yield _command(page, line, call, variables)
+                yield _command(step, call, variables)
             call, variables = [], []
         elif call or word == "epcontext":
             call.append(word)
@@ -110,15 +165,18 @@ def _commands(page: str, line: int, shell: str) -> Iterator[Command]:
             variables.append((assigned[1], assigned[2]))
 
 
-def _command(page: str, line: int, call: list[str], variables: list[tuple[str, str]]) -> Command:
+def _command(step: Line, call: list[str], variables: list[tuple[str, str]]) -> Command:
     writes = None
     if ">" in call:
         where = call.index(">")
         writes, call = call[where + 1], call[:where]
-    return Command(page, line, shlex.join(call), tuple(call[1:]), tuple(variables), writes)
+    text = shlex.join(call)
+    return Command(
+        step.page, step.line, text, tuple(call[1:]), tuple(variables), writes, step.output
+    )
 
 
-def pages(repository: Path) -> dict[str, list[Command | File]]:
+def pages(repository: Path) -> dict[str, list[Command | File | Line]]:
     """What the README and each page in docs/ have, for those that have a command."""
     files = [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
     found = {

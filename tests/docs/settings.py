@@ -8,6 +8,7 @@ project with two targets, and the models that the pages name. So most commands n
 - it needs what another command has written: name it in `BEFORE`, with the commands that write it;
 - it is abbreviated, or takes too long: name it in `WRITTEN_OUT`, with what is run in its place;
 - it cannot run without certain hardware: name it in `FAILING`, with the reason and the message;
+- it needs what Python or another build has made before, by a line of the page: name that in `SCRIPTS`;
 - it is a part of a sentence, and nobody types it like this: name it in `NOT_RUN`, with the reason.
 
 A command is named as its page has it, with single spaces. What no page has is an error, so that nothing here
@@ -75,6 +76,10 @@ def two_shapes(folder: Path) -> None:
     default(folder, TWO_SHAPES)
 
 
+def empty(folder: Path) -> None:
+    """The reader begins with nothing."""
+
+
 @dataclass(frozen=True)
 class Page:
     project: Callable[[Path], None] = default
@@ -83,6 +88,7 @@ class Page:
 
 PAGES = {
     "docs/shapes.md": Page(two_shapes),
+    "docs/tutorial.md": Page(empty),
 }
 """The pages that begin with something else than `default`."""
 
@@ -134,11 +140,21 @@ class Failing:
 
 
 FAILING = {
+    "epcontext compile models/edges.onnx -o edges_ctx.onnx -p qnn": Failing(
+        "the tutorial shows an error", 1, "Add --dim batch=1"
+    ),
     "epcontext compile model.onnx -o model_ctx.onnx -p NvTensorRTRTXExecutionProvider": Failing(
         "needs a GPU of NVIDIA, and its driver", 1, "libcuda|not installed"
     ),
 }
 """The commands that need what a machine for tests does not have."""
+
+SCRIPTS = {
+    "python make_model.py": ("make_model.py",),
+    # Without isolation, which would install everything anew.
+    "python -m build": ("-m", "hatchling", "build"),
+}
+"""The lines that call Python, and what Python is called with. Other lines than these are not run."""
 
 NOT_RUN: dict[str, str] = {
     "epcontext doctor --library PATH": "names the command in a sentence",

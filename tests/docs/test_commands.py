@@ -6,6 +6,8 @@ import itertools
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from hatch_epcontext.cli.app import app
 from hatch_epcontext.config.environ import PREFIX
 from tests.conftest import REPOSITORY, needs_qnn
 from tests.docs import settings
-from tests.docs.pages import Command, File, pages, steps_of
+from tests.docs.pages import Command, File, Line, missing, pages, steps_of
 
 PAGES = pages(REPOSITORY)
 COMMANDS = [step for steps in PAGES.values() for step in steps if isinstance(step, Command)]
@@ -42,6 +44,8 @@ def test_every_command_of_a_page_runs(
         if isinstance(step, File):
             Path(step.path).parent.mkdir(parents=True, exist_ok=True)
             Path(step.path).write_text(step.text, encoding="utf-8")
+        elif isinstance(step, Line):
+            script(step)
         elif step.text not in settings.NOT_RUN:
             run(step)
 
@@ -62,6 +66,18 @@ def run(command: Command) -> None:
         f"tests/docs/settings.py says where to add its setting. It printed:\n{result.output}"
     )
     assert not failing or re.search(failing.message, result.output), result.output
+    # Another command prints something else.
+    output = command.output if text == command.text else ()
+    assert missing(output, result.output) == [], (
+        f"{command.place}: `{text}` does not print these lines, but:\n{result.output}"
+    )
+
+
+def script(line: Line) -> None:
+    """Run a line that calls Python, if it is one that a later command needs."""
+    if line.text in settings.SCRIPTS:
+        words = [sys.executable, *settings.SCRIPTS[line.text]]
+        subprocess.run(words, check=True, capture_output=True)
 
 
 def invoke(command: str, variables: Mapping[str, str] | None = None) -> Result:
@@ -72,7 +88,9 @@ def invoke(command: str, variables: Mapping[str, str] | None = None) -> Result:
             path = Path(name)
             if flag in {"-o", "--output", "--package"} and path.exists():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return CliRunner().invoke(app, words, env=variables, prog_name="epcontext")
+    # As wide as the blocks of pages, so that no table wraps.
+    environ = {"COLUMNS": "160", **(variables or {})}
+    return CliRunner().invoke(app, words, env=environ, prog_name="epcontext")
 
 
 def test_every_command_exists() -> None:
@@ -84,6 +102,8 @@ def test_every_command_exists() -> None:
 def test_every_setting_is_for_a_command_or_a_page() -> None:
     named = {*settings.BEFORE, *settings.WRITTEN_OUT, *settings.FAILING, *settings.NOT_RUN}
     assert named <= {command.text for command in COMMANDS}
+    lines = {step.text for steps in PAGES.values() for step in steps if isinstance(step, Line)}
+    assert set(settings.SCRIPTS) <= lines
     assert set(settings.PAGES) <= set(PAGES)
 
 
@@ -110,12 +130,16 @@ epcontext schema --help
 ```yaml
 - run: epcontext export -o out > log.txt
 ```
+
+```sh
+python make_model.py
+```
 """
 
 
 def test_commands_and_files_are_found() -> None:
     steps = steps_of("page.md", PAGE)
-    assert [step.line for step in steps] == [2, 6, 8, 13, 18, 22]
+    assert [step.line for step in steps] == [2, 6, 8, 13, 18, 22, 26]
     commands = [step for step in steps if isinstance(step, Command)]
     assert [command.text for command in commands] == [
         "epcontext build -v",
@@ -126,4 +150,5 @@ def test_commands_and_files_are_found() -> None:
     ]
     assert commands[1].variables == (("A", "1"),)
     assert [command.writes for command in commands] == [None] * 4 + ["log.txt"]
+    assert commands[1].output == ("epcontext: digits -> x-elite",)
     assert [step.path for step in steps if isinstance(step, File)] == ["pyproject.toml"]
