@@ -209,7 +209,7 @@ near, and an [id](errors.md). The JSON schema in the package has the same keys f
 `validate-pyproject`; `epcontext schema` prints it.
 
 Hatch's own table switches the hook on, and can be empty:
-`[tool.hatch.build.targets.wheel.hooks.epcontext]`.
+`[tool.hatch.build.hooks.epcontext]`.
 """
 
 _ABOUT: Mapping[str, str] = {

@@ -19,8 +19,8 @@ T = TypeVar("T")
 ROOT = "tool.epcontext"
 """The table of ``pyproject.toml`` that holds the configuration."""
 
-HOOK = "tool.hatch.build.targets.wheel.hooks.epcontext"
-"""Hatch's own table for the hook, which switches it on."""
+HOOK = "tool.hatch.build.hooks.epcontext"
+"""Hatch's own table for the hook, which switches it on for wheels and sdists."""
 
 
 class Kind(Enum):
@@ -511,6 +511,12 @@ class Kind(Enum):
         "The folder's `manifest.json` is not that of a model package that ONNX Runtime can open.",
         "Correct the place that the message names, or write the package again with the tool that made it.",
     )
+    NOT_IN_SDIST = (
+        "EPC509",
+        "Not in the sdist",
+        "The sdist does not contain a file from which the wheel is built.",
+        "Change what leaves it out, or switch the hook off for sdists, as the message says.",
+    )
 
 
 @dataclass(frozen=True)
@@ -727,6 +733,12 @@ class OutputError(EpcontextError):
     """The output cannot be written."""
 
     headline = "nothing is written"
+
+
+class SdistError(EpcontextError):
+    """The wheel cannot be built from the sdist."""
+
+    headline = "incomplete sdist"
 
 
 class WheelError(EpcontextError):

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 if TYPE_CHECKING:
     from hatch_epcontext.build.artifact import Result
     from hatch_epcontext.build.cache import Cache
+    from hatch_epcontext.config.build_hooks import BuildHooks
     from hatch_epcontext.config.settings import Config, WheelSettings
     from hatch_epcontext.ipc.process import Workers
     from hatch_epcontext.package.bundle import Bundle
+    from hatch_epcontext.package.sdist import Sdist
 
 
 # Not subscripted: the number of its type parameters differs between releases of hatchling.
 class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Compiles the models in ``[tool.epcontext]`` and ships them in the wheel.
+    """Compiles the models in ``[tool.epcontext]`` and ships them in the wheel; an sdist gets their sources.
 
     The methods import the core: Hatch loads the class in every build of an environment that has the
     package, and few of them use it.
@@ -43,10 +46,12 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.plan import plan
         from hatch_epcontext.build.requirements import SBOM, cache_requirements
 
-        if self._reason_to_skip():
+        if self._reason_to_skip() or self.target_name == "sdist":
             return []
         with self._errors_as_message():
-            config = self._config()
+            hooks = self._hooks()
+            # Other hooks make files in the build, for which this is asked before.
+            config = self._config(hooks, pending=bool(hooks))
             self._check_sbom(config)
             sbom = SBOM if config.wheel.sbom else ()
             return [*plan(config).requirements, *cache_requirements(config.build), *sbom]
@@ -59,7 +64,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.termination import terminated_as_error
 
         with terminated_as_error(), self._errors_as_message():
-            config = self._config()
+            if self.target_name == "sdist":
+                self._fill_sdist(build_data)
+                return
+            config = self._config(self._hooks())
             for override in config.overrides:
                 self._info(f"{override} (from the environment)")
             if version == "editable":
@@ -67,16 +75,47 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             else:
                 self._fill_wheel(config, build_data)
 
+    def _fill_sdist(self, build_data: dict[str, Any]) -> None:
+        added = list(self._sdist().additions(self.build_config, build_data))
+        for each in added:
+            self._info(f"added to the sdist: {each}")
+        build_data["force_include"].update({str(each.file): each.path for each in added})
+
+    def _sdist(self) -> Sdist:
+        from hatch_epcontext.config.build_hooks import hooks_of_project
+        from hatch_epcontext.config.environ import PREFIX
+        from hatch_epcontext.package.sdist import Sdist
+
+        # The wheel is built from it for all targets.
+        chosen = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
+        environ = {name: text for name, text in os.environ.items() if name not in chosen}
+        hooks = self._hooks()
+        config = self._config(hooks, pending=True, environ=environ)
+        return Sdist(config, hooks, hooks_of_project(Path(self.root)))
+
+    def _check_sdist(self, archive: Path) -> None:
+        from hatch_epcontext.errors import SdistError
+
+        sdist = self._sdist()
+        try:
+            left_out = sdist.check(archive)
+        except SdistError:
+            archive.unlink(missing_ok=True)
+            raise
+        if left_out:
+            self._warning(sdist.warning(left_out))
+
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
         from hatch_epcontext.build.requirements import SBOM, check_environment
         from hatch_epcontext.package.bundle import bundle, shipped_sources
+        from hatch_epcontext.package.selection import packed_files, selected_files
         from hatch_epcontext.package.wheel import refused_options, repeated_models
 
         self._check_sbom(config)
         if config.wheel.sbom:
             check_environment((), SBOM)
-        files = self._tree()
-        output = self._output_folder(config, files)
+        files = packed_files(self.build_config, build_data)
+        output = self._output_folder(config, selected_files(self.build_config), files)
         for message in refused_options(config):
             self._warning(message)
         staging = self._make_staging()
@@ -114,6 +153,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.run import open_cache
         from hatch_epcontext.build.sources import read_sources
         from hatch_epcontext.package import editable
+        from hatch_epcontext.package.selection import selected_files
 
         if config.editable == "skip":
             self._info('nothing to do: editable = "skip"')
@@ -121,8 +161,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         # Hatch imports it only after this hook has run.
         needed = () if self.build_config.dev_mode_dirs else (EDITABLES_REQUIREMENT,)
         check_environment((), needed)
-        files = self._tree()
-        folder = editable.project_folder(self._output_folder(config, files), files)
+        files = selected_files(self.build_config)
+        folder = editable.project_folder(self._output_folder(config, files, files), files)
         editable.check(folder)
         staging = self._make_staging()
         if config.editable == "compile":
@@ -197,25 +237,32 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _make_staging(self) -> Path:
         from hatch_epcontext.files import temp_dir
 
-        # Open until `finalize`, because Hatch packs its files after `initialize`.
+        # Open until `finalize`, because Hatch packs its files after `initialize`; or until the end, because
+        # Hatch runs no `finalize` when another hook fails, or with `--hooks-only`.
         self._staging = contextlib.ExitStack()
+        weakref.finalize(self, self._staging.close)
         return self._staging.enter_context(temp_dir())
 
-    def _output_folder(self, config: Config, files: dict[str, Path]) -> PurePosixPath:
+    def _output_folder(
+        self, config: Config, selected: dict[str, Path], packed: dict[str, Path]
+    ) -> PurePosixPath:
         from hatch_epcontext.package import wheel
 
-        output = wheel.output_folder(config.output, files)
-        wheel.check_collisions(output, files, self._editable_files(output, files))
+        output = wheel.output_folder(config.output, selected)
+        wheel.check_collisions(output, packed, self._editable_files(output, selected))
         return output
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Verify the finished wheel; an invalid one is removed. An editable install gets its files.
+        """Verify the finished wheel or sdist; an invalid one is removed. An editable install gets its files.
 
         These are written only now, so that an install that fails leaves nothing in the project.
         """
         from hatch_epcontext.errors import WheelError
         from hatch_epcontext.package import wheel
 
+        if self.target_name == "sdist" and not self._reason_to_skip():
+            with self._errors_as_message():
+                self._check_sdist(Path(artifact_path))
         if self._editable is not None:
             with self._errors_as_message():
                 self._write_editable()
@@ -249,6 +296,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.config.pyproject import tool_table
         from hatch_epcontext.errors import ConfigError
         from hatch_epcontext.package import editable, wheel
+        from hatch_epcontext.package.selection import selected_files
 
         if self.target_name != "wheel":
             return
@@ -257,7 +305,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             table = tool_table(Path(self.root))
             given = table.get("output") if isinstance(table, dict) else None
             configured = PurePosixPath(given) if isinstance(given, str) else None
-            files = self._tree()
+            files = selected_files(self.build_config)
             try:
                 folder = editable.project_folder(wheel.output_folder(configured, files), files)
             except ConfigError:
@@ -266,28 +314,29 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 self._warning(f"kept {kept}, which was changed after it was written")
 
     def _reason_to_skip(self) -> str | None:
-        """The reason why this build gets no models, if there is one."""
+        """The reason why the hook does nothing in this build, if there is one."""
         from hatch_epcontext.config.environ import PREFIX, read_environment
         from hatch_epcontext.errors import collect
 
-        if self.target_name != "wheel":
-            return f"the target is {self.target_name}, and only wheels contain models"
+        if self.target_name not in ("wheel", "sdist"):
+            return f"the target is {self.target_name}, and only wheels and sdists contain models"
         environment, _ = collect(read_environment(os.environ))
         return f"{PREFIX}SKIP is set" if environment.skip else None
 
-    def _config(self) -> Config:
+    def _config(
+        self, hooks: BuildHooks, *, pending: bool = False, environ: Mapping[str, str] = os.environ
+    ) -> Config:
         from hatch_epcontext.config.load import load
         from hatch_epcontext.config.pyproject import tool_table
 
         root = Path(self.root)
-        return load(root, tool_table(root), self.config)
+        table = tool_table(root)
+        return load(root, table, self.config, environ, hooks=hooks, pending=pending)
 
-    def _tree(self) -> dict[str, Path]:
-        selected = []
-        # Hatch raises ValueError for a project that ships nothing but models.
-        with contextlib.suppress(ValueError):
-            selected = list(self.build_config.builder.recurse_selected_project_files())
-        return {Path(each.distribution_path).as_posix(): Path(each.path) for each in selected}
+    def _hooks(self) -> BuildHooks:
+        from hatch_epcontext.config.build_hooks import read_hooks
+
+        return read_hooks(self.build_config)
 
     def _editable_files(self, output: PurePosixPath, files: dict[str, Path]) -> frozenset[str]:
         """The files of an earlier editable install in the project, which the wheel must not contain."""

@@ -18,7 +18,7 @@ name = "my-app"
 version = "1.0"
 requires-python = ">=3.10"
 
-[tool.hatch.build.targets.wheel.hooks.epcontext]
+[tool.hatch.build.hooks.epcontext]
 
 [tool.epcontext]
 """

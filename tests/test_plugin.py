@@ -340,11 +340,11 @@ def test_without_platforms_hatch_sets_the_tag(root: Path) -> None:
 def test_the_tag_of_another_hook_is_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(
         root,
-        'platforms = ["win_arm64"]\n[tool.hatch.build.targets.wheel.hooks.custom]\npath = "custom.py"\n',
+        'platforms = ["win_arm64"]\n[tool.hatch.build.hooks.custom]\npath = "custom.py"\n',
     )
     # Hatch runs the hooks in the order of their tables.
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
-    ours = "[tool.hatch.build.targets.wheel.hooks.epcontext]\n"
+    ours = "[tool.hatch.build.hooks.epcontext]\n"
     (root / "pyproject.toml").write_text(text.replace(ours, "") + ours, encoding="utf-8")
     (root / "custom.py").write_text(
         "from hatchling.builders.hooks.plugin.interface import BuildHookInterface\n"

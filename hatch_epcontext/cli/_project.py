@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from hatch_epcontext.config.build_hooks import hooks_for_command
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import tool_table
@@ -68,15 +69,16 @@ def project_config(project: Path, targets: tuple[str, ...], models: tuple[str, .
 
 def _load(project: Path, targets: tuple[str, ...]) -> Config:
     """The project's configuration, for ``targets`` if there are any."""
-    table = tool_table(project)
+    table, hooks = tool_table(project), hooks_for_command(project)
     if not targets:
-        return load(project, table, {})
+        return load(project, table, {}, hooks=hooks)
     variable = f"{PREFIX}TARGETS"
     environ = {name: text for name, text in os.environ.items() if name != variable}
     # Raises all other problems: those of the second configuration are about `targets` alone.
-    load(project, table, {}, environ)
+    load(project, table, {}, environ, hooks=hooks)
     try:
-        return load(project, table, {}, {**environ, variable: ",".join(targets)})
+        chosen = {**environ, variable: ",".join(targets)}
+        return load(project, table, {}, chosen, hooks=hooks)
     except ConfigError as error:
         problems = (dataclasses.replace(each, location="--target") for each in error.problems)
         raise ConfigError(*problems) from error

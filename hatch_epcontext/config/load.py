@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks
 from hatch_epcontext.config.checks.root import check_hook
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
+from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.resolve import Resolver
 from hatch_epcontext.config.settings import (
     BuildSettings,
@@ -32,14 +34,19 @@ def load(
     environ: Mapping[str, str] = os.environ,
     *,
     confined: bool = True,
+    hooks: BuildHooks = NO_HOOKS,
+    pending: bool = False,
 ) -> Config:
     """The configuration of the project in ``root``.
 
     ``table`` is ``[tool.epcontext]``, or None if it is missing; ``hook_table`` is the hook's own. With
     ``confined`` all files must be inside the project, because a build from an sdist has no others.
+    ``hooks`` are the project's other build hooks; with ``pending`` they still may make files, and none is
+    missing. A glob without files is one model then, with the glob as its path.
     Raises ConfigError with all problems of the three.
     """
-    config, problems = collect(_load(root, table, hook_table, environ, confined=confined))
+    finder = Finder(root, confined, hooks, pending)
+    config, problems = collect(_load(finder, table, hook_table, environ))
     if problems or config is None:
         # Models share targets, and so their problems.
         raise ConfigError(*{str(problem): problem for problem in problems}.values())
@@ -47,12 +54,7 @@ def load(
 
 
 def _load(
-    root: Path,
-    table: object,
-    hook_table: Mapping[str, Any],
-    environ: Mapping[str, str],
-    *,
-    confined: bool,
+    finder: Finder, table: object, hook_table: Mapping[str, Any], environ: Mapping[str, str]
 ) -> Checked[Config | None]:
     environment = yield from read_environment(environ)
     if environment.no_cache and environment.from_cache:
@@ -62,7 +64,7 @@ def _load(
             f"contradicts {PREFIX}NO_CACHE.",
             "Unset one of them.",
         )
-    yield from check_hook(hook_table)
+    yield from check_hook(hook_table, finder.hooks.table)
     if table is None:
         yield Problem(
             Kind.INVALID_PYPROJECT,
@@ -74,7 +76,7 @@ def _load(
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))
     mistyped = [_with_model(each, table) for each in mistyped]
     yield from mistyped
-    resolver = Resolver(root, parsed, environment, confined=confined)
+    resolver = Resolver(parsed, environment, finder)
     models, invalid = collect(resolver.models())
     # An invalid part is left out: nothing else is reported about it. A moved key leaves no gap.
     gaps = [each for each in mistyped if each.kind is not Kind.MOVED_KEY]
@@ -83,7 +85,7 @@ def _load(
     cluster = (Key() / "build" / "executor", Key() / "build" / "scheduler")
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
         yield from _check_executor(parsed, environment)
-    return _config(root, parsed, models, environment)
+    return _config(finder.root, parsed, models, environment)
 
 
 def _with_model(problem: Problem, table: Any) -> Problem:

@@ -57,13 +57,11 @@ _OPTIONS = ("provider_options", "session_options", "load_options")
 class Resolver:
     """Resolves the models and targets of one configuration."""
 
-    def __init__(
-        self, root: Path, table: RootTable, environment: Environment, *, confined: bool = True
-    ) -> None:
-        self._root = root
+    def __init__(self, table: RootTable, environment: Environment, finder: Finder) -> None:
+        self._root = finder.root
         self._table = table
         self._environment = environment
-        self._finder = Finder(root, confined)
+        self._finder = finder
         self._targets: Mapping[str, NamedTarget] = {}
         self._hashes: dict[str, str | None] = {}
 
@@ -79,6 +77,7 @@ class Resolver:
         ):
             yield from self._check_names(names, location)
         found: list[tuple[Model, tuple[Form, ...]]] = []
+        pending: list[Model] = []
         for index, item in enumerate(self._table.models):
             key = Key(("models", index))
             if isinstance(item, ModelTable):
@@ -87,13 +86,19 @@ class Resolver:
                 model = yield from self._model(key, item, path or self._root / item.path)
                 found.append((model, forms(item)))
             else:
-                for path in (yield from self._finder.models(key, item)):
+                paths = yield from self._finder.models(key, item)
+                if not paths and self._finder.pending:
+                    # Its targets count: what they need is installed before the models are made.
+                    table = ModelTable(path=item, name=f"pending-{index}")
+                    pending.append((yield from self._model(key, table, self._root / item)))
+                for path in paths:
                     own = dataclasses.replace(key, model=self._relative(path))
                     table = ModelTable(path=item)
                     model = yield from self._model(own, table, path)
                     found.append((model, forms(table)))
         yield from _check_model_names([each for model, its in found for each in expand(model, its)])
-        return [each for model, its in found for each in expand(self._selected(model), its)]
+        expanded = [each for model, its in found for each in expand(self._selected(model), its)]
+        return [*expanded, *map(self._selected, pending)]
 
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""

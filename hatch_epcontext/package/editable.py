@@ -17,7 +17,8 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import record_file
 from hatch_epcontext.package import manifest, model_package
-from hatch_epcontext.package.wheel import OUTPUT, Tree
+from hatch_epcontext.package.selection import Tree
+from hatch_epcontext.package.wheel import OUTPUT
 from hatch_epcontext.text import listing
 
 

@@ -25,11 +25,9 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import FileRecord, file_sha256, stream_sha256
 from hatch_epcontext.loader import confined_option, is_in_user_cache
 from hatch_epcontext.package import manifest, model_package
+from hatch_epcontext.package.selection import Tree
 from hatch_epcontext.providers import variable_of
 from hatch_epcontext.text import count, listing, show_size
-
-Tree = Mapping[str, Path]
-"""The project's files that the wheel contains, by their path in the wheel, with forward slashes."""
 
 OUTPUT = Key() / "output"
 """The configuration key of the package's folder in the wheel."""

@@ -10,6 +10,7 @@ from hatch_epcontext.build.cache import NO_HOME
 from hatch_epcontext.build.cache_store import Store
 from hatch_epcontext.build.plan import plan
 from hatch_epcontext.build.requirements import TOOLS, check_environment, installed
+from hatch_epcontext.config.build_hooks import hooks_for_command
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
@@ -150,7 +151,8 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
         )
         return "The hook is not switched on.", (problem,)
     try:
-        planned = plan(load(folder, table, wheel or everywhere or {}, environ))
+        hooks = hooks_for_command(folder)
+        planned = plan(load(folder, table, wheel or everywhere or {}, environ, hooks=hooks))
         check_environment(planned.local_targets, planned.requirements)
     except EpcontextError as error:
         return "The hook is switched on.", error.problems

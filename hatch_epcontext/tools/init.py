@@ -16,6 +16,7 @@ import tomlkit
 from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
+from hatch_epcontext.config.build_hooks import NAME, hooks_for_command, hooks_table
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
@@ -75,7 +76,7 @@ def add_models(
     new = [model for model in models if model.path not in listed]
     appended = [*_build_system(document, before)]
     if not _has_hook(tool):
-        appended.append(f"[{HOOK}]  # switches the hook on\n")
+        appended += _hook_tables(tool)
     if table is None:
         appended += _head(providers)
     tables = [_model(model, name, static=static) for model, name in _named(new, listed)]
@@ -89,6 +90,18 @@ def add_models(
         result = result.rstrip("\n") + ("\n\n" if result.strip() else "") + part
     _check(root, result)
     return result
+
+
+def _hook_tables(tool: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tables that switch the hook on, for wheels and sdists, behind the project's other hooks."""
+    build = tool.get("hatch", {}).get("build", {})
+    if not build.get("targets", {}).get("wheel", {}).get("hooks"):
+        return (f"[{HOOK}]  # switches the hook on\n",)
+    # Hooks for all targets run before those for wheels.
+    return (
+        f"[{hooks_table('wheel')}.{NAME}]  # switches the hook on, after the other ones\n",
+        f"[{hooks_table('sdist')}.{NAME}]  # checks that sdists have the models\n",
+    )
 
 
 def _build_system(document: tomlkit.TOMLDocument, before: Mapping[str, Any]) -> Iterator[str]:
@@ -291,4 +304,6 @@ def _check(root: Path, text: str) -> None:
                 "hand.",
             )
         ) from error
-    load(root, table, {}, {})
+    # What another build hook makes need not be there.
+    hooks = hooks_for_command(root)
+    load(root, table, {}, {}, hooks=hooks, pending=bool(hooks))

@@ -35,7 +35,7 @@ def test_a_new_project_gets_all_tables(project: Path) -> None:
         "requires": ["hatchling", "hatch-epcontext"],
         "build-backend": "hatchling.build",
     }
-    assert values["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["epcontext"] == {}
+    assert values["tool"]["hatch"]["build"]["hooks"]["epcontext"] == {}
     assert values["tool"]["epcontext"]["targets"] == {
         "qnn": {"provider": "qnn", "provider-options": {"soc_model": 60, "htp_arch": 73}}
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from hatch_epcontext.config.checks.common import check_values
 from hatch_epcontext.config.tables import RootTable, TargetTable
-from hatch_epcontext.errors import HOOK, ROOT, Key, Kind, Problem, Setting
+from hatch_epcontext.errors import ROOT, Key, Kind, Problem, Setting
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import quoted_key, show, toml_key
 
@@ -23,12 +23,12 @@ _HOOK_KEYS = frozenset(
 """The keys of a hook's table, which are Hatch's own."""
 
 
-def check_hook(table: Mapping[str, Any]) -> Iterator[Problem]:
-    """The hook's own table, which belongs to Hatch."""
+def check_hook(table: Mapping[str, Any], name: str) -> Iterator[Problem]:
+    """The hook's own table, which belongs to Hatch and is called ``name``."""
     for key in sorted(table.keys() - _HOOK_KEYS):
         yield Problem(
             Kind.UNKNOWN_KEY,
-            f"{HOOK}.{quoted_key(key)}",
+            f"{name}.{quoted_key(key)}",
             "is not one of Hatch's keys for a hook.",
             f"The configuration belongs in [{ROOT}].",
         )

@@ -1,0 +1,124 @@
+"""The project's other build hooks, which can make the files that the configuration names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hatch_epcontext.errors import HOOK
+from hatch_epcontext.text import listing, quoted_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NAME = "epcontext"
+"""The name of our hook."""
+
+ALL_HOOKS = "tool.hatch.build.hooks"
+"""Hatch's table of hooks for all targets, which run before those of one target."""
+
+_MAKE_NO_MODELS = frozenset({"vcs", "version"})
+"""Hooks that are known to write a file with the version, and nothing else."""
+
+
+def hooks_table(target: str) -> str:
+    """Hatch's table of the hooks for ``target`` alone."""
+    return f"tool.hatch.build.targets.{target}.hooks"
+
+
+@dataclass(frozen=True)
+class BuildHooks:
+    """The other build hooks of a project that may make files, in the order in which Hatch runs them.
+
+    ``before`` and ``after`` ours. ``tables``: the table that gives each hook its place, ours too; ``target``
+    is what they are for. They are ``run`` in a build, and not by a command.
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    tables: Mapping[str, str] = field(default_factory=dict)
+    target: str = "wheel"
+    run: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.after)
+
+    @property
+    def table(self) -> str:
+        """The table that gives our hook its place."""
+        return self.tables.get(NAME, HOOK)
+
+    def advice(self) -> str | None:
+        """What to do if a missing file is made by one of them; None if there are none."""
+        if not self.run:
+            return self._how_to_run() if self else None
+        lines = [self._how_to_order()] if self.after else []
+        if self.before:
+            lines.append(f"{_subject(self.before)} ran before this one, and did not make it.")
+        return "\n".join(lines) or None
+
+    def _how_to_run(self) -> str:
+        return (
+            f"If a build hook makes it ({listing(self.before + self.after)}): this command runs none. Run "
+            f"them first: hatch build -t {self.target} --hooks-only"
+        )
+
+    def _how_to_order(self) -> str:
+        last = self.after[-1]
+        theirs, ours = self.tables[last], self.table
+        verb = "runs" if len(self.after) == 1 else "run"
+        order = f"{_subject(self.after)} {verb} after this one. If the file is made there, change the order:"
+        if theirs.rpartition(".")[0] == ours.rpartition(".")[0]:
+            return f"{order}\nmove [{ours}] below [{theirs}]."
+        own = hooks_table(self.target)
+        sdist = (
+            f" Add [{hooks_table('sdist')}.{NAME}], so that sdists are checked too."
+            if self.target == "wheel"
+            else ""
+        )
+        return (
+            f"{order}\nwrite [{own}.{NAME}] below [{theirs}], and remove [{ours}], because hooks of "
+            f"[{ALL_HOOKS}] run first.{sdist}"
+        )
+
+
+NO_HOOKS = BuildHooks()
+
+
+def read_hooks(builder_config: Any) -> BuildHooks:
+    """The hooks in the configuration of one of hatchling's builders, without those that are switched off."""
+    names = list(builder_config.hook_config)
+    place = names.index(NAME) if NAME in names else len(names)
+    everywhere = builder_config.build_config.get("hooks", {})
+    target = builder_config.plugin_name
+    tables = {
+        name: f"{ALL_HOOKS if name in everywhere else hooks_table(target)}.{quoted_key(name)}"
+        for name in names
+    }
+    return BuildHooks(_makers(names[:place]), _makers(names[place + 1 :]), tables, target)
+
+
+def hooks_of_project(root: Path) -> BuildHooks:
+    """The hooks that run in a build of the wheel of ``root``; none if that is no valid project."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    # Whatever is wrong with the project, a build or the check of its configuration reports it.
+    with contextlib.suppress(Exception):
+        return read_hooks(WheelBuilder(str(root)).config)
+    return NO_HOOKS
+
+
+def hooks_for_command(root: Path) -> BuildHooks:
+    """The same for a command that runs none of them."""
+    return dataclasses.replace(hooks_of_project(root), run=False)
+
+
+def _makers(names: list[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _MAKE_NO_MODELS)
+
+
+def _subject(names: tuple[str, ...]) -> str:
+    return f"The build hook{'s' if len(names) > 1 else ''} {listing(names)}"

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.build_hooks import hooks_for_command, hooks_of_project
+
+WHEEL, EVERYWHERE = "tool.hatch.build.targets.wheel.hooks", "tool.hatch.build.hooks"
+
+
+def tables(*names: str) -> str:
+    return "".join(f"[{name}]\n" for name in names)
+
+
+def write(root: Path, toml: str) -> Path:
+    (root / "pyproject.toml").write_text('[project]\nname = "a"\nversion = "1"\n' + toml)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("toml", "before", "after"),
+    [
+        (tables(f"{WHEEL}.custom", f"{WHEEL}.epcontext"), ("custom",), ()),
+        (tables(f"{WHEEL}.epcontext", f"{WHEEL}.custom"), (), ("custom",)),
+        # Hooks for all targets run first, wherever they are written.
+        (tables(f"{WHEEL}.custom", f"{EVERYWHERE}.epcontext"), (), ("custom",)),
+        (tables(f"{WHEEL}.epcontext", f"{EVERYWHERE}.custom"), ("custom",), ()),
+        # A table of both kinds has the place of the first one.
+        (
+            tables(f"{EVERYWHERE}.epcontext", f"{WHEEL}.custom", f"{WHEEL}.epcontext"),
+            (),
+            ("custom",),
+        ),
+        (tables(f"{EVERYWHERE}.vcs", f"{EVERYWHERE}.epcontext"), (), ()),
+        (f"[{EVERYWHERE}.off]\nenable-by-default = false\n[{EVERYWHERE}.epcontext]\n", (), ()),
+        ("tool = 3", (), ()),
+    ],
+)
+def test_hooks_run_in_the_order_of_hatchling(
+    tmp_path: Path, toml: str, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    found = hooks_of_project(write(tmp_path, toml))
+    assert (found.before, found.after) == (before, after)
+    assert bool(found) == bool(before or after)
+
+
+def test_the_advice_says_how_to_change_the_order(tmp_path: Path) -> None:
+    same = hooks_of_project(write(tmp_path, tables(f"{WHEEL}.epcontext", f"{WHEEL}.custom")))
+    assert f"move [{WHEEL}.epcontext] below [{WHEEL}.custom]." in str(same.advice())
+    other = hooks_of_project(write(tmp_path, tables(f"{WHEEL}.custom", f"{EVERYWHERE}.epcontext")))
+    assert (
+        f"write [{WHEEL}.epcontext] below [{WHEEL}.custom], and remove [{EVERYWHERE}.epcontext]"
+    ) in str(other.advice())
+    right = hooks_of_project(write(tmp_path, tables(f"{WHEEL}.custom", f"{WHEEL}.epcontext")))
+    assert right.advice() == "The build hook custom ran before this one, and did not make it."
+
+
+def test_a_command_runs_no_hooks_and_says_how_to(tmp_path: Path) -> None:
+    root = write(tmp_path, tables(f"{WHEEL}.custom", f"{WHEEL}.epcontext"))
+    assert "(custom)" in str(hooks_for_command(root).advice())
+    assert "hatch build -t wheel --hooks-only" in str(hooks_for_command(root).advice())
+    assert hooks_for_command(write(tmp_path, tables(f"{WHEEL}.epcontext"))).advice() is None
