@@ -69,7 +69,7 @@ def write(
 def write_project(root: Path, table: Mapping[str, Any]) -> None:
     """Write a project with ``table`` as ``[tool.epcontext]``."""
     lines = [f"{toml(key)} = {toml(value)}" for key, value in table.items()]
-    hook = "[tool.hatch.build.targets.wheel.hooks.epcontext]"
+    hook = "[tool.hatch.build.hooks.epcontext]"
     _write(root, "\n".join([hook, "", "[tool.epcontext]", *lines]))
 
 

@@ -115,13 +115,16 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if config.wheel.sbom:
             check_environment((), SBOM)
         files = packed_files(self.build_config, build_data)
-        output = self._output_folder(config, selected_files(self.build_config), files)
+        selected = selected_files(self.build_config)
+        output = self._output_folder(config, selected, files)
         for message in refused_options(config):
             self._warning(message)
         staging = self._make_staging()
         result = self._build(config, staging)
         made = bundle(result, staging)
-        for message in repeated_models(result, shipped_sources(result), files, config.root):
+        for message in repeated_models(
+            result, shipped_sources(result), files, selected, config.root
+        ):
             self._warning(message)
         build_data["force_include"].update(made.entries(output))
         if config.wheel.sbom:

@@ -113,13 +113,12 @@ class Sdist:
 
     def warning(self, left_out: list[str]) -> str:
         """What to say of the files ``left_out``, which `check` returned."""
-        lines = ",\n".join(f"  {to_toml('/' + path)}" for path in left_out)
-        plural = len(self.makers) > 1
+        patterns = ", ".join(to_toml(f"/{path}") for path in left_out)
+        plural = "s" if len(self.makers) > 1 else ""
         return (
-            f"the sdist does not contain {listing(left_out)}. The build hook{'s' if plural else ''} "
-            f"{listing(self.makers)} must make {'them' if len(left_out) > 1 else 'it'} when the wheel is "
-            f"built from the sdist. If not, add this to [tool.hatch.build.targets.sdist]:\n"
-            f"artifacts = [\n{lines},\n]"
+            f"not in the sdist: {listing(left_out)}. The build hook{plural} {listing(self.makers)} must make "
+            f"{'them' if len(left_out) > 1 else 'it'} for the wheel. If not, set artifacts = [{patterns}] in "
+            "[tool.hatch.build.targets.sdist]."
         )
 
     def _needed(self) -> Checked[list[Needed]]:

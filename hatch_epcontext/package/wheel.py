@@ -235,11 +235,12 @@ def refused_options(config: Config) -> Iterator[str]:
 
 
 def repeated_models(
-    result: Result, shipped: Collection[str], tree: Tree, root: Path
+    result: Result, shipped: Collection[str], tree: Tree, selected: Tree, root: Path
 ) -> Iterator[str]:
     """A warning for each file of a source model that the wheel also holds as package data.
 
     ``shipped``: the names of the models whose sources are in the package; ``root``: the project.
+    ``selected``: those files of the wheel that Hatch selects, and no build hook adds.
     """
     sizes: dict[int, list[tuple[str, Path]]] = {}
     for name, path in tree.items():
@@ -255,15 +256,19 @@ def repeated_models(
                     inside = path.is_relative_to(root)
                     pattern = path.relative_to(root).as_posix() if inside else name
                     again = source.model.name in shipped
-                    yield _repeated(name, size, pattern, source.model, again=again)
+                    exclude = (
+                        f'Exclude it (exclude = ["{pattern}"] in [tool.hatch.build.targets.wheel])'
+                        if name in selected
+                        else "Leave it out where it is added (by a build hook, or by force-include)"
+                    )
+                    yield _repeated(name, size, exclude, source.model, again=again)
 
 
 def _is_same_file(path: Path, file: Path) -> bool:
     return path.samefile(file) or file_sha256(path) == file_sha256(file)
 
 
-def _repeated(name: str, size: int, pattern: str, model: Model, *, again: bool) -> str:
-    exclude = f'Exclude it (exclude = ["{pattern}"] in [tool.hatch.build.targets.wheel])'
+def _repeated(name: str, size: int, exclude: str, model: Model, *, again: bool) -> str:
     what = f"{name} ({show_size(size)}) is in the wheel as package data"
     if again:
         return (

@@ -33,7 +33,7 @@ name = "my-app"
 version = "1.0"
 requires-python = ">=3.10"
 
-[tool.hatch.build.targets.wheel.hooks.epcontext]
+[tool.hatch.build.hooks.epcontext]
 """
 
 CONFIGURATION = """

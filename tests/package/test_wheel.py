@@ -265,7 +265,7 @@ def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> l
     """The warnings about models that are also package data."""
     result = compiled(configured(project, toml), folder)
     shipped = [source.model.name for source in result.sources]
-    return list(wheel.repeated_models(result, shipped, tree, project))
+    return list(wheel.repeated_models(result, shipped, tree, tree, project))
 
 
 def test_an_option_with_which_the_loader_skips_a_target_is_a_warning(project: Path) -> None:
@@ -323,7 +323,7 @@ def test_package_data_beside_compiled_models_is_a_warning(project: Path, tmp_pat
     records = {**source.records, "w.bin": record_file(project / "models" / "w.bin")}
     result = Result((dataclasses.replace(source, records=records),), result.built)
     tree = {"my_app/w.bin": project / "models" / "w.bin"}
-    (message,) = wheel.repeated_models(result, (), tree, project)
+    (message,) = wheel.repeated_models(result, (), tree, tree, project)
     assert message.startswith(
         "my_app/w.bin (12 bytes) is in the wheel as package data, beside the compiled models of a."
     )
