@@ -208,8 +208,9 @@ at once, each with its dotted key, what was found, what is allowed, a suggestion
 near, and an [id](errors.md). The JSON schema in the package has the same keys for editors and for
 `validate-pyproject`; `epcontext schema` prints it.
 
-Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for wheels only
-`[tool.hatch.build.targets.wheel.hooks.epcontext]`. Its [place among other hooks](other-hooks.md) counts.
+Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for
+wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`. Its [place among other hooks](other-hooks.md)
+counts.
 """
 
 _ABOUT: Mapping[str, str] = {
