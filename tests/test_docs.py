@@ -177,7 +177,7 @@ def test_every_example_is_a_valid_configuration(block: str, tmp_path: Path) -> N
         quantize = given.get("quantize")
         samples = quantize.get("inputs") if isinstance(quantize, dict) else None
         for name in filter(None, (given["path"], inputs, samples)):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
     assert load(tmp_path, table, {}, {}).targets
 
