@@ -80,6 +80,11 @@ def empty(folder: Path) -> None:
     """The reader begins with nothing."""
 
 
+def adopter(folder: Path) -> None:
+    default(folder)
+    save(network(), folder / "rapidocr_onnxruntime" / "models" / "ch_PP-OCRv4_det_infer.onnx")
+
+
 @dataclass(frozen=True)
 class Page:
     project: Callable[[Path], None] = default
@@ -87,12 +92,16 @@ class Page:
 
 
 PAGES = {
+    "docs/adopting.md": Page(adopter),
     "docs/shapes.md": Page(two_shapes),
     "docs/tutorial.md": Page(empty),
 }
 """The pages that begin with something else than `default`."""
 
 BEFORE = {
+    "epcontext inspect --verify dist/rapidocr_onnxruntime-1.4.4-py3-none-any.whl": (
+        "epcontext export -t x-elite -o dist",
+    ),
     "epcontext validate model.ortpackage --variant x-elite --variant source": (
         "epcontext export -t x-elite -o model.ortpackage",
     ),
@@ -100,6 +109,15 @@ BEFORE = {
 """What is run before a command."""
 
 WRITTEN_OUT = {
+    # Its page has a model with another input, and a wheel that a front end has built.
+    "epcontext inspect rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx --provider qnn "
+    "--shape x=1,3,480,480": (
+        "epcontext inspect rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx --provider qnn "
+        "--dim batch=1"
+    ),
+    "epcontext inspect --verify dist/rapidocr_onnxruntime-1.4.4-py3-none-any.whl": (
+        "epcontext inspect --verify dist"
+    ),
     "epcontext bench MODEL...": "epcontext bench model.onnx -p cpu --dim batch=1 -n 1",
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... --package DIR": (
