@@ -42,7 +42,7 @@ class Adopter:
 
     @property
     def own_pyproject(self) -> Path:
-        """For a package that has no sdist: the ``pyproject.toml`` of its repository."""
+        """For a package without an sdist: a ``pyproject.toml`` that builds its wheel as it is."""
         return HERE / f"{self.name}.toml"
 
     def fetch(self, folder: Path) -> Path:
