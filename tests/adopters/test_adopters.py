@@ -57,10 +57,10 @@ def adopted(
     python = environment.executable("python")
     pip(python, "install", "-q", f"{before}{adopter.extra}", "onnxruntime-qnn>=2.7")
     script = (HERE / "apps" / adopter.script, *sounds(adopter, root))
-    runs = {"plain": last_line(environment.python(script[0], "plain", *script[1:]))}
+    runs = {"plain": facts_in(environment.python(script[0], "plain", *script[1:]))}
     pip(python, "install", "-q", "--no-deps", "--force-reinstall", after)
     for device in ("cpu", "any"):
-        runs[device] = last_line(environment.python(script[0], device, *script[1:]))
+        runs[device] = facts_in(environment.python(script[0], device, *script[1:]))
     for device, facts in runs.items():
         opened = ", ".join(f"{name} {took:.3f} s" for name, took in facts["opened"].items())
         figures.append(f"{adopter.name} {device}: opened {opened}")
@@ -92,8 +92,10 @@ def size(wheel: Path) -> str:
     return f"{wheel.stat().st_size / 1e6:.1f} MB"
 
 
-def last_line(printed: str) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(printed.splitlines()[-1])
+def facts_in(printed: str) -> dict[str, Any]:
+    """What an app reports, in a line of its own: libraries print before and after it."""
+    (line,) = (each for each in printed.splitlines() if each.startswith('{"targets"'))
+    facts: dict[str, Any] = json.loads(line)
     return facts
 
 

@@ -45,5 +45,5 @@ def timed(function: Callable[[], T]) -> tuple[T, float]:
 
 
 def report(**facts: Any) -> None:
-    """Print ``facts`` as the last line."""
+    """Print ``facts`` in a line of its own."""
     sys.stdout.write(f"\n{json.dumps(facts)}\n")
