@@ -25,7 +25,6 @@ from hatch_epcontext.tools.library import Verdict, try_library
 _EXAMPLES = """\b
 Examples:
   epcontext doctor
-  epcontext doctor --library onnxruntime_qnn
   epcontext doctor --library build/libmy_ep.so --ep-name MyEP --option threads=2
 """
 
@@ -84,9 +83,11 @@ def doctor(
         ctx.exit(1 if diagnosis.problems else 0)
     use_flag_names({}, "the library was not tried")
     verbosity = Verbosity.beside_json(False, verbose, as_json=as_json)
-    found = try_library(
-        library, ep_name, graphs or [*TRIALS], job, project.absolute(), verbosity.workers
-    )
+    names = graphs or tuple(TRIALS)
+    with verbosity.progress("trying", len(names)) as log:
+        found = try_library(
+            library, ep_name, names, job, project.absolute(), verbosity.workers, log
+        )
     if as_json:
         click.echo(to_json(found), nl=False)
     else:

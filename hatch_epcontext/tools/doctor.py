@@ -24,6 +24,9 @@ TIMEOUT = 120.0
 """Seconds for loading one EP's library."""
 
 
+_NAMED = "The configuration names its library: epcontext doctor --library PATH tries one."
+
+
 @dataclass(frozen=True)
 class ProviderState:
     """A provider in this environment.
@@ -103,7 +106,7 @@ def _examine_environment(distributions: Mapping[str, str]) -> tuple[Problem, ...
 
 def _state(provider: Provider, has_runtime: bool, folder: Path) -> ProviderState:
     if provider.needs_library:
-        return ProviderState(provider.name, None, reason="the configuration names its library.")
+        return ProviderState(provider.name, None, reason=_NAMED)
     package = _package(provider)
     if package is None or not has_runtime:
         needed = " and ".join(provider.requirements or (provider.distributions[0],))

@@ -115,6 +115,13 @@ class Trial:
         """All steps, in order."""
         return (self.run, self.compiled, self.loaded)
 
+    @property
+    def worst(self) -> StepStatus:
+        """How it ended: failed, refused or done."""
+        found = {step.status for step in self.steps}
+        order = (StepStatus.FAILED, StepStatus.REFUSED, StepStatus.DONE)
+        return next((each for each in order if each in found), StepStatus.SKIPPED)
+
 
 @dataclass(frozen=True)
 class LibraryDiagnosis:
@@ -162,13 +169,14 @@ def try_library(
     job_settings: JobSettings,
     root: Path,
     make_workers: Callable[[float], Workers],
+    log: Callable[[str], None],
 ) -> LibraryDiagnosis:
     """Register ``library``, the path of a file or a package, and try its EP with ``graphs`` of `TRIALS`.
 
     ``ep_name``: the EP to try, None for the only one or the main one. A path inside ``root`` is relative in
-    the table. ``make_workers`` gets the timeout in seconds. Raises ConfigError when there is no such file or
-    package, when the library has no EP of that name or none to choose, or when ``job_settings`` are invalid;
-    RequirementError when ONNX Runtime or onnx is missing.
+    the table. ``make_workers`` gets the timeout in seconds, and ``log`` a line for each graph. Raises
+    ConfigError when there is no such file or package, when the library has no EP of that name or none to
+    choose, or when ``job_settings`` are invalid; RequirementError when ONNX Runtime or onnx is missing.
     """
     found = _find(library)
     runtime = {
@@ -190,7 +198,7 @@ def try_library(
         device = _choose(offer, ep_name, job_settings.device)
         known = _known(device.ep, offer.reply.module)
         job = _with_library(job_settings, offer, device, known)
-        trials = _try_all(graphs, job, workers, folder)
+        trials = _try_all(graphs, job, workers, folder, log)
     verdict = _verdict(trials)
     works = any(each.loaded.status is StepStatus.DONE for each in trials)
     return LibraryDiagnosis(
@@ -348,7 +356,7 @@ def _no_device(
         Kind.NO_DEVICE,
         f"library {library.shown}",
         "\n".join([message, *reply.reasons]),
-        "\n".join(hints) or "Try it on a machine that has one.",
+        "\n".join(hints) or "Try it on a machine that has one, or with a newer ONNX Runtime.",
     )
 
 
@@ -410,15 +418,25 @@ def _example(known: Provider | None) -> Mapping[str, str]:
 
 
 def _try_all(
-    names: Sequence[str], job_settings: JobSettings, workers: Workers, folder: Path
+    names: Sequence[str],
+    job_settings: JobSettings,
+    workers: Workers,
+    folder: Path,
+    log: Callable[[str], None],
 ) -> tuple[Trial, ...]:
     (folder / "graphs").mkdir()
     request = TrialsRequest(tuple(names), str(folder / "graphs"))
     graphs = workers.call(request, folder / "trials", location="the graphs").graphs
     # Invalid settings are an error of all graphs.
     trials = [_Tried.make(graph, job_settings, workers, folder) for graph in graphs]
+
+    def run(tried: _Tried) -> Trial:
+        trial = tried.trial()
+        log(f"{trial.graph}: {trial.worst.value}")
+        return trial
+
     with ThreadPoolExecutor(trials[0].executor.at_once) as pool:
-        return tuple(pool.map(_Tried.trial, trials))
+        return tuple(pool.map(run, trials))
 
 
 @dataclass(frozen=True)
@@ -550,7 +568,7 @@ def _agreement(validation: Validation) -> str:
 def _verdict(trials: Iterable[Trial]) -> Verdict:
     trials = tuple(trials)
     compiled = {each.compiled.status for each in trials}
-    failed = any(step.status is StepStatus.FAILED for each in trials for step in each.steps)
+    failed = any(each.worst is StepStatus.FAILED for each in trials)
     if StepStatus.DONE in compiled:
         if failed:
             return Verdict.FAULTY

@@ -69,6 +69,12 @@ def test_of_several_eps_one_must_be_chosen() -> None:
     assert _choose(offer(*several, main="A"), None, "any") == several[0]
 
 
+def test_a_kind_of_device_that_an_ep_does_not_offer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"A offers no gpu on this machine") as raised:
+        _choose(offer(device("A"), device("B", "gpu")), "A", "gpu")
+    assert raised.value.problems[0].hint == "It offers npu."
+
+
 @pytest.mark.parametrize(
     ("path", "names", "expected"),
     [
