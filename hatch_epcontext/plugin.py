@@ -16,7 +16,7 @@ from hatchling.builders.constants import EDITABLES_REQUIREMENT, BuildEnvVars
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 if TYPE_CHECKING:
-    from hatch_epcontext.build.artifact import Result
+    from hatch_epcontext.build.artifact import Result, Source
     from hatch_epcontext.build.cache import Cache
     from hatch_epcontext.config.build_hooks import BuildHooks
     from hatch_epcontext.config.settings import Config, WheelSettings
@@ -39,6 +39,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _output: PurePosixPath | None = None
     _wheel: WheelSettings | None = None
     _bundle: Bundle | None = None
+    _sources: tuple[Source, ...] = ()
     _editable: tuple[Result, Path] | None = None
 
     def dependencies(self) -> list[str]:
@@ -130,6 +131,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if config.wheel.sbom:
             build_data["sbom_files"].append(str(self._write_sbom(result, made, output, staging)))
         self._output, self._wheel, self._bundle = output, config.wheel, made
+        self._sources = result.sources
         self._set_tag(config, build_data)
 
     def _check_sbom(self, config: Config) -> None:
@@ -289,10 +291,25 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 Path(artifact_path).unlink(missing_ok=True)
                 self._bundle.check_sources(self._bundle.folder)
                 raise
+            self._check_later_hooks(finished)
             self._info(f"verified the wheel: {count} files as in the manifest, {by}")
             if warning:
                 self._warning(warning)
         self._clean_up()
+
+    def _check_later_hooks(self, finished: Path) -> None:
+        """Fail if a hook that ran after this one has made a model again: what is compiled is an old one."""
+        from hatch_epcontext.build.sources import check_unchanged
+        from hatch_epcontext.errors import ModelError
+
+        hooks = self._hooks()
+        if not hooks.after:
+            return
+        try:
+            check_unchanged(self._sources, hooks.right_order())
+        except ModelError:
+            finished.unlink(missing_ok=True)
+            raise
 
     def clean(self, versions: list[str]) -> None:
         """Remove what an editable install wrote into the project, and nothing else."""

@@ -146,6 +146,23 @@ def test_the_wrong_order_is_named_with_the_right_one(
     assert f"move {OURS.strip()} below {OTHER.strip()}." in text
 
 
+def test_an_old_model_is_not_shipped_when_a_later_hook_makes_a_new_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(root, OURS + OTHER)
+    (root / "my_app" / "models").mkdir()
+    old = root / "my_app" / "models" / "a.onnx"
+    old.write_bytes((root / "a.bin").read_bytes())
+    make(root).unlink()
+    changed = network()
+    changed.producer_name = "a new version"
+    save(changed, root / "a.bin")
+    text = failure(root, capsys)
+    assert f"{old}: EPC211\n    was changed or removed after it had been compiled." in text
+    assert f"move {OURS.strip()} below {OTHER.strip()}." in text
+    assert list((root / "dist").iterdir()) == []
+
+
 def test_a_hook_that_makes_no_model_is_named(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

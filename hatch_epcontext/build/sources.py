@@ -16,7 +16,7 @@ from hatch_epcontext.build.plan import source_spec
 from hatch_epcontext.build.validation import inputs_digest
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, merged
-from hatch_epcontext.files import FileRecord, is_portable, is_regular, too_large
+from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT, ModelFacts, TensorFacts
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.providers import Profile
@@ -73,6 +73,16 @@ def read_sources(
         # The shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))
     return tuple(_source(model, known[model.name], index) for model in config.models)
+
+
+def check_unchanged(sources: Iterable[Source], hint: str) -> None:
+    """Raise ModelError, with ``hint``, if a file of ``sources`` is not any more what was read."""
+    for source in sources:
+        for name, recorded in source.records.items():
+            file = source.model.path.parent / name
+            if not file.is_file() or record_file(file) != recorded:
+                message = "was changed or removed after it had been compiled."
+                raise ModelError(Problem(Kind.MODEL_CHANGED, str(file), message, hint))
 
 
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:

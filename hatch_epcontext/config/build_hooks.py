@@ -55,7 +55,7 @@ class BuildHooks:
         """What to do if a missing file is made by one of them; None if there are none."""
         if not self.run:
             return self._how_to_run() if self else None
-        lines = [self._how_to_order()] if self.after else []
+        lines = [self.right_order()] if self.after else []
         if self.before:
             lines.append(f"{_subject(self.before)} ran before this one, and did not make it.")
         return "\n".join(lines) or None
@@ -66,7 +66,8 @@ class BuildHooks:
             f"them first: hatch build -t {self.target} --hooks-only"
         )
 
-    def _how_to_order(self) -> str:
+    def right_order(self) -> str:
+        """What to do if one of those ``after`` ours makes a file that it reads; there must be some."""
         last = self.after[-1]
         theirs, ours = self.tables[last], self.table
         verb = "runs" if len(self.after) == 1 else "run"
