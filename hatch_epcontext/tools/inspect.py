@@ -218,8 +218,9 @@ def _read_all(found: Mapping[str, model_package.Files], path: Path) -> dict[str,
         hint = "Name a wheel or a package that was built with models, or an ONNX file."
         if path.suffix == _WHEEL:
             hint = (
-                "It was built without models. Without Hatch, write them into the import package before "
-                "the build (epcontext export -o DIR), and let the build backend pack DIR."
+                "The models were not there when it was built, or the build backend left them out. Without "
+                "Hatch, write them into the import package before the build (epcontext export -o DIR), and "
+                "let the build backend pack DIR."
             )
         message = f"has no {model_package.FILE} of a model package."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
