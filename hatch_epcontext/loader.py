@@ -69,7 +69,8 @@ PREPARED = "prepared"
 CPU_EP = "CPUExecutionProvider"
 
 USER_CACHE_LIMIT = 4 * 2**30
-"""The size in bytes that contexts compiled on the user's machine may have together."""
+"""The size in bytes that each folder in the user's cache may have: contexts that were compiled on this
+machine, and copies of files in an archive."""
 
 _DAY = 24 * 60 * 60.0
 _MANIFEST = "manifest.json"
@@ -374,8 +375,8 @@ def path(
 ) -> Iterator[Path]:
     """The path of a model file, with its sidecars beside it, for tools that open it themselves.
 
-    ``target`` is the first of the model's targets by default. Files inside a zip archive are in a
-    temporary folder until the end of the ``with`` statement. Raises LoadError as `load` does.
+    ``target`` is the first of the model's targets by default. Files inside a zip archive are copied once,
+    into the user's cache folder. Raises LoadError as `load` does.
     """
     found = _package(package)
     variants = _choose(found, name, target, None)
@@ -654,9 +655,10 @@ class _Package:
     def on_disk(self, variant: _Variant, stack: contextlib.ExitStack, *, verify: bool) -> Path:
         """The model file of ``variant`` on disk, with its sidecars beside it.
 
-        ``stack`` holds the temporary folder of files from an archive. Raises _FileError when a file is
-        missing, has another size than it was recorded with, or is a link that leads out of the package;
-        with ``verify`` also if its sha256 differs, and if it was not recorded.
+        ``stack`` holds the temporary folder of files from an archive, where the user's cache cannot have
+        them. Raises _FileError when a file is missing, has another size than it was recorded with, or is
+        a link that leads out of the package; with ``verify`` also if its sha256 differs, and if it was
+        not recorded.
         """
         model_file = variant.model_file or self._only_model(variant.folder)
         folders = self._folders_of(variant, model_file)
@@ -721,14 +723,15 @@ class _Package:
     ) -> Path:
         root = self.root
         if self.is_archive:
-            root = self._extract(names or [model_file], stack)
+            root = self._unpack(names, model_file, stack, verify=verify)
         if self.is_confined:
             for path in _walk(root, folders, self._real_folders(root)):
                 name = path.relative_to(root).as_posix() if verify else _MANIFEST
                 if name != _MANIFEST and name not in self.files:
                     raise _FileError(f"{name} is not in the manifest, and cannot be verified")
         for name in names:
-            _check_file(root / name, name, self.files[name], verify=verify)
+            # Copies from an archive were compared when they were made or found.
+            _check_file(root / name, name, self.files[name], verify=verify and not self.is_archive)
         file: Path = root / model_file
         if not file.is_file():
             raise _FileError(f"{model_file} is missing in {self.location}")
@@ -741,27 +744,95 @@ class _Package:
         """
         return [root.resolve(), (root / _MANIFEST).resolve().parent]
 
-    def _extract(self, names: list[str], stack: contextlib.ExitStack) -> Path:
-        import shutil
+    def _unpack(
+        self, names: list[str], model_file: str, stack: contextlib.ExitStack, *, verify: bool
+    ) -> Path:
+        """A folder with copies of the recorded files ``names`` of an archive, or else of the model alone.
+
+        It is in the user's cache, where the next start finds it. Where there is none, or where it cannot be
+        written, it is a temporary folder, which ``stack`` removes.
+        """
         import tempfile
         from pathlib import Path
 
-        folder = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="epcontext-", ignore_cleanup_errors=True)
-            )
-        )
+        try:
+            if names:
+                return self._unpack_once(names, verify=verify)
+        except (OSError, RuntimeError) as error:
+            # RuntimeError: this user has no home. As a text: the error would keep the session alive.
+            _log("info", "%s is copied into a temporary folder: %s", model_file, str(error))
+        folder = tempfile.TemporaryDirectory(prefix="epcontext-", ignore_cleanup_errors=True)
+        root = Path(stack.enter_context(folder))
+        self._copy_out(names or [model_file], root)
+        return root
+
+    def _unpack_once(self, names: list[str], *, verify: bool) -> Path:
+        """The folder in the user's cache with ``names``, named by their contents. It appears as a whole.
+
+        Of several processes one copies, and the others wait. Raises OSError if the cache cannot be used.
+        """
+        import hashlib
+        import json
+        import tempfile
+        from pathlib import Path
+
+        content = json.dumps({name: self.files[name]["sha256"] for name in names}, sort_keys=True)
+        key = hashlib.sha256(content.encode()).hexdigest()[:32]
+        folder = _user_folder() / "unpacked"
+        found = folder / key
+        if not self._is_whole(found, names, verify=verify):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder / f"{key}.lock"):
+                # Asked again: another process may have made it meanwhile.
+                if not self._is_whole(found, names, verify=verify):
+                    _remove(found)
+                    new = tempfile.TemporaryDirectory(
+                        prefix=".new-", dir=folder, ignore_cleanup_errors=True
+                    )
+                    with new as made:
+                        self._copy_out(names, Path(made) / key)
+                        (Path(made) / key).rename(found)
+            with contextlib.suppress(OSError):
+                # What another process opens at this moment was used a moment ago.
+                _remove_oldest(folder, keep=key, unused_for=_DAY)
+        # The folder may have become read-only.
+        with contextlib.suppress(OSError):
+            os.utime(found)
+        return found
+
+    def _is_whole(self, folder: Path, names: list[str], *, verify: bool) -> bool:
+        try:
+            for name in names:
+                _check_file(folder / name, name, self.files[name], verify=verify)
+        except _FileError:
+            return False
+        return True
+
+    def _copy_out(self, names: list[str], folder: Path) -> None:
+        """Copy files of an archive into ``folder``. Raises _FileError for one that is not as recorded."""
+        import hashlib
+
         for name in names:
-            target = folder / name
+            target, digest = folder / name, hashlib.sha256()
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with (self.root / name).open("rb") as source, target.open("wb") as copy:
-                    shutil.copyfileobj(source, copy, 1 << 20)
-            except Exception as error:
-                # Of any kind: archives raise their own errors.
-                reason = f"{name} cannot be copied from {self.location} ({error})"
-                raise _FileError(reason) from None
-        return folder
+            with target.open("wb") as copy:
+                for chunk in self._chunks(name):
+                    digest.update(chunk)
+                    copy.write(chunk)
+                copy.flush()
+                os.fsync(copy.fileno())
+            if name in self.files and digest.hexdigest() != self.files[name]["sha256"]:
+                raise _changed(name)
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        """The contents of a file in an archive."""
+        try:
+            with (self.root / name).open("rb") as source:
+                while chunk := source.read(1 << 20):
+                    yield chunk
+        except Exception as error:
+            # Of any kind: archives raise their own errors.
+            raise _FileError(f"{name} cannot be copied from {self.location} ({error})") from None
 
 
 def _leaves(name: str) -> bool:
@@ -1080,7 +1151,7 @@ def _open(package: _Package, variant: _Variant, request: _Request) -> tuple[Any,
         file = package.on_disk(variant, stack, verify=request.verify)
         session, runs_on = _open_file(ort, package, variant, request, file)
         if package.is_archive:
-            # Files from an archive are there as long as the session.
+            # A temporary folder is there as long as the session.
             weakref.finalize(session, stack.pop_all().close)
     return session, runs_on
 
@@ -1608,7 +1679,9 @@ def _key_of_compiled(ort: Any, package: _Package, variant: _Variant, device: Any
     # The app may have registered a library that no package contains.
     with contextlib.suppress(OSError, TypeError):
         stat = Path(library).stat()
-        installed = [installed, stat.st_size, stat.st_mtime_ns]
+        # A frozen app that is one file unpacks its libraries at each start.
+        time = None if getattr(sys, "frozen", False) else stat.st_mtime_ns
+        installed = [installed, stat.st_size, time]
     content = {
         "model": {n: package.files[n]["sha256"] for n in package.prepared_files(variant)},
         "settings": variant.settings,
@@ -1699,8 +1772,11 @@ def _locked(file: Path) -> Iterator[None]:
             yield
 
 
-def _remove_oldest(folder: Path, keep: str) -> None:
-    """Remove the contexts that were unused for the longest time, beyond `USER_CACHE_LIMIT` bytes."""
+def _remove_oldest(folder: Path, keep: str, unused_for: float = 0.0) -> None:
+    """Remove what was unused for the longest time, beyond `USER_CACHE_LIMIT` bytes.
+
+    What was used in the last ``unused_for`` seconds is kept too.
+    """
     import shutil
     import time
 
@@ -1717,9 +1793,9 @@ def _remove_oldest(folder: Path, keep: str) -> None:
                 size = sum(file.stat().st_size for file in each.rglob("*"))
                 contexts.append((each.name == keep, used, size, each))
     total = 0
-    for is_kept, _, size, each in sorted(contexts, reverse=True):
+    for is_kept, used, size, each in sorted(contexts, reverse=True):
         total += size
-        if total > USER_CACHE_LIMIT and not is_kept:
+        if total > USER_CACHE_LIMIT and not is_kept and used <= time.time() - unused_for:
             _remove(each)
 
 

@@ -40,7 +40,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     _wheel: WheelSettings | None = None
     _bundle: Bundle | None = None
     _sources: tuple[Source, ...] = ()
-    _editable: tuple[Result, Path] | None = None
+    _editable: tuple[Result, Path, Mapping[str, Path]] | None = None
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
@@ -109,6 +109,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
         from hatch_epcontext.build.requirements import SBOM, check_environment
         from hatch_epcontext.package.bundle import bundle, shipped_sources
+        from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import packed_files, selected_files
         from hatch_epcontext.package.wheel import refused_options, repeated_models
 
@@ -122,7 +123,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(message)
         staging = self._make_staging()
         result = self._build(config, staging)
-        made = bundle(result, staging)
+        made = bundle(result, staging, modules(self._import_name(output)))
         for message in repeated_models(
             result, shipped_sources(result), files, selected, config.root
         ):
@@ -158,6 +159,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.run import open_cache
         from hatch_epcontext.build.sources import read_sources
         from hatch_epcontext.package import editable
+        from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import selected_files
 
         if config.editable == "skip":
@@ -167,7 +169,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         needed = () if self.build_config.dev_mode_dirs else (EDITABLES_REQUIREMENT,)
         check_environment((), needed)
         files = selected_files(self.build_config)
-        folder = editable.project_folder(self._output_folder(config, files, files), files)
+        output = self._output_folder(config, files, files)
+        folder = editable.project_folder(output, files)
         editable.check(folder)
         staging = self._make_staging()
         if config.editable == "compile":
@@ -179,7 +182,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 workers = self._workers(config, progress)
                 config = cut_models(config, index, workers, staging)
                 result = Result(read_sources(config, index, workers, staging / "check"), ())
-        self._editable = result, folder
+        self._editable = result, folder, modules(self._import_name(output))
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Then Hatch does not call `finalize`.
             self._write_editable()
@@ -189,9 +192,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.system import writing
 
         assert self._editable is not None, "it was made"
-        result, folder = self._editable
+        result, folder, shipped = self._editable
         with writing("the package of the editable install", folder, str(folder)):
-            editable.write(result, folder)
+            editable.write(result, folder, shipped)
         self._info(f"wrote {folder}")
         self._clean_up()
 
@@ -257,6 +260,18 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         wheel.check_collisions(output, packed, self._editable_files(output, selected))
         return output
 
+    def _place_in_wheel(self, output: PurePosixPath) -> PurePosixPath:
+        # Hatch's own rules for paths may move it. They raise ValueError for a project of models alone.
+        moved = str(Path(output))
+        with contextlib.suppress(ValueError):
+            moved = self.build_config.get_distribution_path(moved)
+        return PurePosixPath(Path(moved).as_posix())
+
+    def _import_name(self, output: PurePosixPath) -> str | None:
+        from hatch_epcontext.package.modules import import_name
+
+        return import_name(self._place_in_wheel(output))
+
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Verify the finished wheel or sdist; an invalid one is removed. An editable install gets its files.
 
@@ -275,10 +290,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self._output is None or self._wheel is None or self._bundle is None:
             return
         with self._errors_as_message():
-            # Hatch's own rules for paths may have moved it.
-            output = Path(self.build_config.get_distribution_path(str(Path(self._output))))
             try:
-                finished, place = Path(artifact_path), PurePosixPath(output.as_posix())
+                finished, place = Path(artifact_path), self._place_in_wheel(self._output)
                 if self._wheel.verify == "full":
                     count, by = wheel.verify(finished, place), "by sha256"
                 else:

@@ -21,6 +21,9 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.ipc.facts import Context, Coverage, ModelFacts, TensorFacts
+from hatch_epcontext.package.modules import modules
+
+MODULES = modules("my_app.epcontext")
 
 TOML = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 

@@ -1184,6 +1184,18 @@ def from_zip(ship: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return create
 
 
+def unpacked(app: Any) -> list[Path]:
+    """The folders in the user's cache with copies of files from the archive."""
+    folder = app._user_folder() / "unpacked"
+    return sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+
+
+def no_cache(app: Any) -> None:
+    """Let the user have a cache folder that nobody can write to, not even root."""
+    app._user_folder().parent.mkdir(parents=True, exist_ok=True)
+    app._user_folder().write_text("a file", encoding="utf-8")
+
+
 def test_a_model_is_opened_from_a_zip_archive(
     ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -1192,15 +1204,120 @@ def test_a_model_is_opened_from_a_zip_archive(
     ship(cpu=CPU, data=variant("a/data", "a.onnx"), npu=NPU)
     app = from_zip()
     assert app.models() == ["a"]
-    for target in ("cpu", "data", "source"):
-        session = app.load("a", target=target, verify=True)
-        assert session.run(None, X)[0].shape == (1, 10)
-        assert app.target_of(session) == target
-        # The files live as long as the session.
-        assert list((tmp_path / "temp").iterdir())
-        del session
-        gc.collect()
-        assert not list((tmp_path / "temp").iterdir())
+    for count, target in enumerate(("cpu", "data", "source"), 1):
+        for verify in (False, True):
+            session = app.load("a", target=target, verify=verify)
+            assert session.run(None, X)[0].shape == (1, 10)
+            assert app.target_of(session) == target
+            assert len(unpacked(app)) == count
+    assert not list((tmp_path / "temp").iterdir())
+
+
+def test_files_of_a_zip_archive_are_copied_once(ship: Shipper, from_zip: Callable[[], Any]) -> None:
+    ship(cpu=CPU)
+    app = from_zip()
+    with app.path("a") as file:
+        (folder,) = unpacked(app)
+        assert file.is_relative_to(folder)
+        first = file.stat()
+    with app.path("a") as file:
+        assert file.stat() == first
+    # So that nobody removes what is in use.
+    os.utime(folder, (0, 0))
+    app.load("a")
+    assert folder.stat().st_mtime > 0
+
+
+def test_a_damaged_copy_of_a_file_from_a_zip_archive_is_made_again(
+    ship: Shipper, from_zip: Callable[[], Any]
+) -> None:
+    ship(cpu=CPU)
+    app = from_zip()
+    with app.path("a") as file:
+        content = file.read_bytes()
+    file.write_bytes(content[:100])
+    app.load("a", target="cpu")
+    assert file.read_bytes() == content
+    # The size alone does not show it.
+    damage(file)
+    app.load("a", target="cpu", verify=True)
+    assert file.read_bytes() == content
+    assert len(unpacked(app)) == 1
+
+
+UNPACK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from zipped import epcontext
+print("ready", flush=True)
+sys.stdin.read()
+with epcontext.path("a") as file:
+    print(file)
+    file.read_bytes()
+"""
+
+
+def test_processes_that_copy_at_the_same_moment_get_one_whole_copy(
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+) -> None:
+    (ship.folder / "a/cpu").mkdir(parents=True)
+    (ship.folder / "a/cpu/weights.bin").write_bytes(random.Random(1).randbytes(5_000_000))
+    ship(cpu=CPU)
+    app = from_zip()
+    (archive,) = tmp_path.glob("*.zip")
+    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    command = [sys.executable, "-c", UNPACK, str(archive)]
+    processes: list[Any] = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    for each in processes:
+        assert each.stdout.readline() == "ready\n"
+    for each in processes:
+        each.stdin.close()
+    found = set()
+    for each in processes:
+        found.add(each.stdout.read())
+        assert each.wait() == 0
+        each.stdout.close()
+    (folder,) = unpacked(app)
+    assert found == {f"{folder / 'a/cpu/a_optimized.onnx'}\n"}
+    left = {each.name for each in folder.parent.iterdir()}
+    assert left == {folder.name, f"{folder.name}.lock"}
+
+
+def test_copies_from_zip_archives_do_not_fill_the_disk(
+    ship: Shipper, from_zip: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(network(), ship.folder / "a/data/a.onnx")
+    ship(cpu=CPU, data=variant("a/data", "a.onnx"))
+    app = from_zip()
+    monkeypatch.setattr(app, "USER_CACHE_LIMIT", 1)
+    with app.path("a", "cpu"):
+        (first,) = unpacked(app)
+    with app.path("a", "data"):
+        # What was used a moment ago may be open.
+        assert first in unpacked(app)
+    os.utime(first, (0, 0))
+    with app.path("a", "source"):
+        assert first not in unpacked(app)
+        assert len(unpacked(app)) == 2
+
+
+def test_without_a_cache_the_copies_live_as_long_as_the_session(
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ship(cpu=CPU)
+    app = from_zip()
+    no_cache(app)
+    session = app.load("a")
+    assert app.target_of(session) == "cpu"
+    assert "a/cpu/a_optimized.onnx is copied into a temporary folder" in caplog.text
+    assert list((tmp_path / "temp").iterdir())
+    del session
+    gc.collect()
+    assert not list((tmp_path / "temp").iterdir())
+    with app.path("a") as file:
+        assert file.is_relative_to(tmp_path / "temp")
+    assert not file.exists()
 
 
 def test_path_copies_the_files_from_a_zip_archive(
@@ -1213,26 +1330,31 @@ def test_path_copies_the_files_from_a_zip_archive(
     with app.path("a") as file:
         assert file.name == "a.onnx"
         assert (file.parent / "network.data").is_file()
-        assert file.is_relative_to(tmp_path / "temp")
-    assert not file.exists()
     for target in ("npu", "other"):
         with pytest.raises(app.LoadError, match=target), app.path("a", target):
             pass
     assert not list((tmp_path / "temp").iterdir())
+    assert len(unpacked(app)) == 1
 
 
+@pytest.mark.parametrize("with_cache", [True, False])
 def test_a_failure_in_a_zip_archive_leaves_no_files(
-    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path
+    ship: Shipper, from_zip: Callable[[], Any], tmp_path: Path, with_cache: bool
 ) -> None:
     ship(cpu=CPU)
     damage(ship.folder / "a/cpu/a_optimized.onnx")
     damage(ship.folder / "a/source/a.onnx", "missing")
     app = from_zip()
+    if not with_cache:
+        no_cache(app)
     with pytest.raises(app.LoadError) as raised:
         app.load("a")
-    assert "cpu: failed, InvalidProtobuf" in str(raised.value)
+    assert "cpu: failed, a/cpu/a_optimized.onnx was changed: its sha256 differs" in str(
+        raised.value
+    )
     assert "source: failed, a/source/a.onnx cannot be copied from" in str(raised.value)
     assert not list((tmp_path / "temp").iterdir())
+    assert unpacked(app) == []
 
 
 def test_a_damaged_zip_archive_is_a_load_error(
@@ -2632,7 +2754,7 @@ def test_settings_decide_how_and_whether_a_model_is_compiled_again(qnn: Shipper)
 
 @needs_qnn
 def test_another_version_or_device_needs_another_context(
-    broken: Any, monkeypatch: pytest.MonkeyPatch
+    broken: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found, ort = broken._package(None), onnxruntime
     npu = only_variant(broken)
@@ -2656,6 +2778,16 @@ def test_another_version_or_device_needs_another_context(
     moved = device("NPU", driver="1", library_path="/elsewhere")
     moved.device.metadata = {"LUID": "5", "DxgiAdapterNumber": "1", "DxgiHighPerformanceIndex": "0"}
     assert key(moved) == key()
+    # A library that no package contains has a time, and that of a frozen app a new one at each start.
+    for frozen, number in ((False, 2), (True, 1)):
+        monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+        library = tmp_path / "library.so"
+        found_keys = set()
+        for seconds in (1, 2):
+            library.write_bytes(b"library")
+            os.utime(library, (seconds, seconds))
+            found_keys.add(key(device("NPU", library_path=str(library))))
+        assert len(found_keys) == number
 
 
 @needs_qnn

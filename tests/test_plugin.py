@@ -143,6 +143,8 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
     names = zipfile.ZipFile(make(root)).namelist()
     assert {name for name in names if name.startswith("my_app/epcontext/")} == {
         "my_app/epcontext/__init__.py",
+        "my_app/epcontext/__pyinstaller/__init__.py",
+        "my_app/epcontext/__pyinstaller/hook-my_app.epcontext.py",
         "my_app/epcontext/manifest.json",
         "my_app/epcontext/a/cpu/a_optimized.onnx",
         "my_app/epcontext/a/source/a.onnx",
@@ -150,7 +152,7 @@ def test_the_wheel_has_the_package(root: Path, capsys: pytest.CaptureFixture[str
     assert files(root) == before, "the build changed the project"
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): optimized graph, ran and agrees with the CPU" in text
-    assert "epcontext: verified the wheel: 3 files as in the manifest, by RECORD" in text
+    assert "epcontext: verified the wheel: 5 files as in the manifest, by RECORD" in text
 
 
 def test_the_source_is_not_shipped_where_any_machine_runs_a_target(root: Path) -> None:
@@ -402,7 +404,13 @@ def test_an_editable_install_uses_the_source_models_in_place(
 ) -> None:
     names = zipfile.ZipFile(make(root, "editable")).namelist()
     assert not any("epcontext" in name for name in names)
-    assert files(root / "my_app" / "epcontext") == {".gitignore", "__init__.py", "manifest.json"}
+    assert files(root / "my_app" / "epcontext") == {
+        ".gitignore",
+        "__init__.py",
+        "__pyinstaller/__init__.py",
+        "__pyinstaller/hook-my_app.epcontext.py",
+        "manifest.json",
+    }
     assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err
 
 

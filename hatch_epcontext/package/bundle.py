@@ -39,16 +39,16 @@ class Bundle:
                 raise changed_error(path)
 
 
-def bundle(result: Result, staging: Path, *, loader: bool = True) -> Bundle:
+def bundle(result: Result, staging: Path, modules: Mapping[str, Path]) -> Bundle:
     """Put the artifacts, the sources if they are shipped, and the manifest into a folder in ``staging``.
 
-    With ``loader`` the folder is also a Python package, which opens the models.
+    ``modules``: the Python modules that the folder gets too, by their path in it, each with its file.
     """
     with writing("the model package", staging):
-        return _bundle(result, staging / "bundle", loader=loader)
+        return _bundle(result, staging / "bundle", modules)
 
 
-def _bundle(result: Result, folder: Path, *, loader: bool) -> Bundle:
+def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle:
     folder.mkdir()
     for built in result.built:
         shutil.copytree(
@@ -62,9 +62,10 @@ def _bundle(result: Result, folder: Path, *, loader: bool) -> Bundle:
             files |= _copy_source(source, folder)
             shipped = manifest.source_folder(source.model)
             own |= {f"{shipped}/{name}": source.model.path.parent / name for name in source.records}
-    if loader:
-        shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
-        files["__init__.py"] = record_file(folder / "__init__.py")
+    for name, path in modules.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
+        files[name] = record_file(folder / name)
     content = manifest.text(manifest.make(result, sources, files))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
     files[model_package.FILE] = record_file(folder / model_package.FILE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.build.artifact import Result
@@ -17,6 +18,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import record_file
 from hatch_epcontext.package import manifest, model_package
+from hatch_epcontext.package.modules import bytecode
 from hatch_epcontext.package.selection import Tree
 from hatch_epcontext.package.wheel import OUTPUT
 from hatch_epcontext.text import listing
@@ -79,8 +81,8 @@ def _changed(folder: Path, found: manifest.PackageMetadata) -> list[str]:
     ]
 
 
-def write(result: Result, folder: Path) -> None:
-    """Write the package of ``result`` into ``folder``: loader, artifacts and manifest.
+def write(result: Result, folder: Path, modules: Mapping[str, Path]) -> None:
+    """Write the package of ``result`` into ``folder``: ``modules``, artifacts and manifest.
 
     Source models are not copied: the manifest has their paths, so that the app sees an edited model. Only
     cut ones are, which are nowhere else.
@@ -97,7 +99,7 @@ def write(result: Result, folder: Path) -> None:
     }
     files = {
         ".gitignore": record_file(folder / ".gitignore"),
-        "__init__.py": record_file(manifest.loader_file()),
+        **{name: record_file(path) for name, path in modules.items()},
         **manifest.artifact_files(result),
         **{name: record_file(path) for name, path in cut.items()},
     }
@@ -105,10 +107,9 @@ def write(result: Result, folder: Path) -> None:
     # Before the files below: an interrupted install must not leave files that no manifest lists.
     content = manifest.text(manifest.make(result, sources, files, "installed"))
     (folder / model_package.FILE).write_text(content, encoding="utf-8", newline="\n")
-    shutil.copyfile(manifest.loader_file(), folder / "__init__.py")
     for built in result.built:
         shutil.copytree(built.artifact.folder, folder / built.job.folder, dirs_exist_ok=True)
-    for name, path in cut.items():
+    for name, path in {**modules, **cut}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
 
@@ -139,7 +140,7 @@ def remove(folder: Path) -> list[str]:
         else:
             path.unlink()
     (folder / model_package.FILE).unlink()
-    for compiled in (folder / "__pycache__").glob("__init__.*.pyc"):
+    for compiled in bytecode(folder):
         compiled.unlink()
     for path in [*sorted(folder.rglob("*"), reverse=True), folder]:
         if path.is_dir():

@@ -17,6 +17,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.package import model_package
 from hatch_epcontext.package.bundle import Bundle, bundle
 from hatch_epcontext.package.manifest import read_own
+from hatch_epcontext.package.modules import bytecode, import_name_in_tree, modules
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.compile import CompileResult, check_folder
@@ -48,7 +49,7 @@ def export(
     _check_place(config, folder, place, overwrite=overwrite)
     with temp_dir() as staging:
         result = run(plan(config), staging)
-        made = bundle(result, staging, loader=loader)
+        made = bundle(result, staging, modules(import_name_in_tree(place)) if loader else {})
         _refuse_sources(place, (file for source in result.sources for file in source.files))
         # Compiling takes long enough for somebody else to write there.
         _refuse_existing(folder, place, overwrite=overwrite)
@@ -122,11 +123,10 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
 
 def _files(place: Path) -> Iterator[str]:
     """The files below ``place``, without what Python writes when it imports the loader."""
+    compiled = bytecode(place)
     for path in sorted(place.rglob("*")):
-        if path.is_dir() and not path.is_symlink():
-            continue
-        bytecode = path.parent == place / "__pycache__" and path.match("__init__.*.pyc")
-        if not bytecode:
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder and path not in compiled:
             yield path.relative_to(place).as_posix()
 
 

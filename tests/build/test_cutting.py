@@ -27,6 +27,7 @@ from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.package import editable
 from hatch_epcontext.package.bundle import bundle
 from tests.models import network, save, save_with_data
+from tests.results import MODULES
 
 CUT = """
 provider = "cpu"
@@ -55,7 +56,7 @@ def test_the_shipped_source_is_cut_as_the_artifact_is(
     run: Run, project: Path, tmp_path: Path
 ) -> None:
     before = (project / "models" / "a.onnx").read_bytes()
-    made = bundle(run(), tmp_path)
+    made = bundle(run(), tmp_path, MODULES)
     package = tmp_path / "package"
     # As a wheel has it: the files of the bundle are links.
     shutil.copytree(made.folder, package)
@@ -100,7 +101,9 @@ def test_an_editable_install_has_the_cut_source(project: Path, tmp_path: Path) -
     index, workers = Cache(None, print).index(), Workers(60)
     config = cut_models(config, index, workers, tmp_path)
     folder = project / "my_app" / "epcontext"
-    editable.write(Result(read_sources(config, index, workers, tmp_path / "check"), ()), folder)
+    editable.write(
+        Result(read_sources(config, index, workers, tmp_path / "check"), ()), folder, MODULES
+    )
     session = loader.load("a", package=folder)
     assert [each.name for each in session.get_inputs()] == ["c"]
     assert "a/source/a.onnx" in json.dumps(json.loads((folder / "manifest.json").read_text()))

@@ -22,9 +22,11 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     out = app_project / "my_app" / "epcontext"
     printed = cli("export", app_project, "-o", out)
     assert printed.stderr.count("optimized graph, ran and agrees with the CPU") == 4
-    assert printed.stdout.startswith(f"wrote {out} (6 files, ")
+    assert printed.stdout.startswith(f"wrote {out} (8 files, ")
     assert files(out) == [
         "__init__.py",
+        "__pyinstaller/__init__.py",
+        "__pyinstaller/hook-my_app.epcontext.py",
         "a/one/a_optimized.onnx",
         "a/two/a_optimized.onnx",
         "b/one/b_optimized.onnx",
@@ -35,20 +37,21 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=app_project, capture_output=True, text=True, check=True)
     assert done.stdout == "one\n"
-    assert cli("inspect", out, "--verify").stdout.endswith("verified: 5 files\n")
+    assert cli("inspect", out, "--verify").stdout.endswith("verified: 7 files\n")
 
 
 def test_it_is_the_same_as_in_a_wheel_byte_for_byte(
     cli: Cli, app_project: Path, tmp_path: Path
 ) -> None:
     wheel = build_wheel(app_project)
-    cli("export", app_project, "-o", tmp_path / "out", "-q")
+    out = app_project / "my_app" / "epcontext"
+    cli("export", app_project, "-o", out, "-q")
     unpack = [sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "wheel")]
     subprocess.run(unpack, check=True)
     packed = tmp_path / "wheel" / "my_app" / "epcontext"
-    assert files(tmp_path / "out") == files(packed)
+    assert files(out) == files(packed)
     for name in files(packed):
-        assert (tmp_path / "out" / name).read_bytes() == (packed / name).read_bytes()
+        assert (out / name).read_bytes() == (packed / name).read_bytes()
 
 
 def test_only_the_chosen_target_and_model_are_exported(

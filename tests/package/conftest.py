@@ -6,7 +6,7 @@ import pytest
 
 from hatch_epcontext.build.artifact import Artifact
 from hatch_epcontext.package.bundle import bundle
-from tests.results import TOML, configured, resulting
+from tests.results import MODULES, TOML, configured, resulting
 
 OUTPUT = PurePosixPath("my_app/epcontext")
 """The package's folder in the wheels of these tests."""
@@ -16,7 +16,7 @@ OUTPUT = PurePosixPath("my_app/epcontext")
 def finished(project: Path, artifact: Artifact, tmp_path: Path) -> dict[str, bytes]:
     """The contents of a wheel's files, by name."""
     config = configured(project, TOML + 'fallback = "source"')
-    made = bundle(resulting(config, artifact), tmp_path)
+    made = bundle(resulting(config, artifact), tmp_path, MODULES)
     return {name: Path(source).read_bytes() for source, name in made.entries(OUTPUT).items()} | {
         "my_app/__init__.py": b""
     }

@@ -14,13 +14,13 @@ from hatch_epcontext.package.manifest import PackageMetadata, ours
 from tests.package.foreign import reading
 from tests.package.test_manifest import SEVERAL, TWO, newer_python
 from tests.projects import GROUP
-from tests.results import TOML, compiled, configured, resulting
+from tests.results import MODULES, TOML, compiled, configured, resulting
 
 
 def make(project: Path, toml: str, folder: Path, *, with_loader: bool = True) -> Bundle:
     """The bundle of a project that is configured by ``toml``, made in the new ``folder``."""
     result = compiled(configured(project, toml), folder / "artifacts")
-    return bundle(result, folder, loader=with_loader)
+    return bundle(result, folder, MODULES if with_loader else {})
 
 
 def recorded(made: Bundle) -> set[str]:
@@ -40,9 +40,11 @@ def test_it_has_all_files_and_the_manifest_lists_them(
     project: Path, artifact: Artifact, tmp_path: Path
 ) -> None:
     config = configured(project, TOML + 'fallback = "source"')
-    made = bundle(resulting(config, artifact), tmp_path)
+    made = bundle(resulting(config, artifact), tmp_path, MODULES)
     assert set(made.files) == {
         "__init__.py",
+        "__pyinstaller/__init__.py",
+        "__pyinstaller/hook-my_app.epcontext.py",
         "a/cpu/a_ctx.onnx",
         "a/cpu/a_ctx_qnn.bin",
         "a/source/a.onnx",
@@ -96,7 +98,7 @@ def test_two_bundles_of_one_result_are_the_same(project: Path, tmp_path: Path) -
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    one, two = (record_files(bundle(result, folder).folder) for folder in folders)
+    one, two = (record_files(bundle(result, folder, MODULES).folder) for folder in folders)
     assert one == two
 
 
@@ -129,7 +131,7 @@ def test_external_data_is_shipped_in_the_sources_folder(project: Path, tmp_path:
     (source,) = result.sources
     weights = record_file(project / "models" / "weights" / "w.bin")
     source = dataclasses.replace(source, records={**source.records, "weights/w.bin": weights})
-    made = bundle(Result((source,), result.built), tmp_path)
+    made = bundle(Result((source,), result.built), tmp_path, MODULES)
     assert {name for name in recorded(made) if "source" in name} == {
         "a/source/a.onnx",
         "a/source/weights/w.bin",
@@ -159,7 +161,7 @@ def test_the_source_is_shipped_unless_any_machine_runs_a_target(
 ) -> None:
     result = compiled(configured(project, toml), tmp_path / "artifacts")
     assert shipped_sources(result) == ({"a": "a/source/a.onnx"} if shipped else {})
-    made = bundle(result, tmp_path)
+    made = bundle(result, tmp_path, MODULES)
     assert any("source" in name for name in recorded(made)) == shipped
     (component,) = json.loads((made.folder / "manifest.json").read_text("utf-8"))[
         "components"

@@ -13,7 +13,7 @@ from hatch_epcontext.files import record_file
 from hatch_epcontext.package import editable
 from tests.package.foreign import reading
 from tests.package.test_manifest import SEVERAL
-from tests.results import compiled, configured, resulting
+from tests.results import MODULES, compiled, configured, resulting
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_the_folder_of_the_output_in_the_project() -> None:
 def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
     result: Result, folder: Path
 ) -> None:
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     assert (folder / "__init__.py").is_file()
     assert (folder / "a" / "cpu" / "a_ctx.onnx").read_bytes() == b"context"
     package, problems = reading(folder)
@@ -69,6 +69,8 @@ def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
     assert files_of(manifest_of(folder)).keys() == {
         ".gitignore",
         "__init__.py",
+        "__pyinstaller/__init__.py",
+        "__pyinstaller/hook-my_app.epcontext.py",
         "a/cpu/a_ctx.onnx",
         "a/cpu/a_ctx_qnn.bin",
     }
@@ -78,7 +80,7 @@ def test_the_loader_opens_the_source_where_it_is(
     project: Path, folder: Path, tmp_path: Path
 ) -> None:
     result = compiled(configured(project, SEVERAL), tmp_path / "artifacts")
-    editable.write(Result(result.sources, ()), folder)
+    editable.write(Result(result.sources, ()), folder, MODULES)
     assert loader.models(package=folder) == ["det"]
     with loader.path("det", package=folder) as path:
         assert path.resolve() == (project / "models" / "a.onnx").resolve()
@@ -89,13 +91,13 @@ def test_the_loader_opens_the_source_where_it_is(
 
 
 def test_artifacts_in_the_project_are_copies(result: Result, folder: Path) -> None:
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     (folder / "a" / "cpu" / "a_ctx.onnx").write_bytes(b"edited")
     assert (result.built[0].artifact.folder / "a_ctx.onnx").read_bytes() == b"context"
 
 
 def test_removing_removes_our_files_and_the_folder(result: Result, folder: Path) -> None:
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "__init__.cpython-311.pyc").touch()
     assert list(editable.remove(folder)) == []
@@ -104,7 +106,7 @@ def test_removing_removes_our_files_and_the_folder(result: Result, folder: Path)
 
 
 def test_removing_keeps_other_files_and_changed_files(result: Result, folder: Path) -> None:
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     (folder / "notes.txt").write_text("mine", encoding="utf-8")
     changed = folder / "a" / "cpu" / "a_ctx.onnx"
     changed.write_bytes(b"edited")
@@ -138,7 +140,7 @@ def test_a_folder_without_our_manifest_is_not_changed(folder: Path) -> None:
 
 
 def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) -> None:
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     victim = folder.parent / "__init__.py"
     content = manifest_of(folder)
     files_of(content)["../__init__.py"] = {
@@ -151,14 +153,14 @@ def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) 
 
 
 def test_writing_again_replaces_the_files(result: Result, folder: Path) -> None:
-    editable.write(result, folder)
-    editable.write(Result(result.sources, ()), folder)
+    editable.write(result, folder, MODULES)
+    editable.write(Result(result.sources, ()), folder, MODULES)
     assert not (folder / "a").exists()
 
 
 def test_changed_files_are_not_overwritten(result: Result, folder: Path) -> None:
     editable.check(folder)
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     editable.check(folder)
     (folder / "__init__.py").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"files were changed .*: __init__\.py\."):
@@ -174,7 +176,7 @@ def test_files_of_the_project_are_not_overwritten(folder: Path) -> None:
 
 
 def test_the_files_of_an_older_version_are_replaced(result: Result, folder: Path) -> None:
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     content = manifest_of(folder)
     (component,) = content["components"].values()
     about = component["variants"]["cpu"]["additional_metadata"]["hatch-epcontext"]
@@ -188,7 +190,7 @@ def test_the_files_of_an_older_version_are_replaced(result: Result, folder: Path
 def test_the_paths_of_our_files(result: Result, folder: Path) -> None:
     output = PurePosixPath("my_app/epcontext")
     assert editable.owned_paths(output, folder) == frozenset()
-    editable.write(result, folder)
+    editable.write(result, folder, MODULES)
     assert editable.owned_paths(output, folder) == {
         f"my_app/epcontext/{name}" for name in (*files_of(manifest_of(folder)), "manifest.json")
     }

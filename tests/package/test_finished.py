@@ -196,7 +196,7 @@ def test_a_package_of_another_tool_is_verified_by_record(files: Files, tmp_path:
         for name in ("manifest.json", foreign.MODEL)
     }
     both = archived({**files, **other}, tmp_path)
-    assert verified(both) == Verification(files=5, recorded=len(files) + 2, models=2, variants=3)
+    assert verified(both) == Verification(files=7, recorded=len(files) + 2, models=2, variants=3)
     del other[f"my_app/models/{foreign.MODEL}"]
     other["my_app/models/det/cpu/other.onnx"] = b""
     with pytest.raises(
@@ -207,4 +207,4 @@ def test_a_package_of_another_tool_is_verified_by_record(files: Files, tmp_path:
 
 def test_another_archive_has_no_record(files: Files, tmp_path: Path) -> None:
     path = repacked(archived(files, tmp_path), INFO).rename(tmp_path / "models.zip")
-    assert verified(path) == Verification(files=4, models=1, variants=2)
+    assert verified(path) == Verification(files=6, models=1, variants=2)

@@ -36,7 +36,7 @@ def written(project: Path, tmp_path: Path, toml: str = TOML) -> dict[str, Any]:
 def document(result: Result, tmp_path: Path, project: sbom.Project = PROJECT) -> dict[str, Any]:
     staging = tmp_path / "staging"
     staging.mkdir()
-    made = bundle(result, staging)
+    made = bundle(result, staging, {})
     path = sbom.write(result, made, PurePosixPath("my_app/epcontext"), project, staging)
     assert path.name.endswith(".cdx.json")
     text = path.read_text(encoding="utf-8")
