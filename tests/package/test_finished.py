@@ -38,7 +38,7 @@ def verified(path: Path) -> Verification:
 
 def test_each_file_of_a_wheel_is_compared_with_its_records(files: Files, tmp_path: Path) -> None:
     assert verified(archived(files, tmp_path)) == Verification(
-        files=4, recorded=len(files), models=1, variants=2
+        files=6, recorded=len(files), models=1, variants=2
     )
 
 
