@@ -142,7 +142,8 @@ def _pattern(line: str) -> str:
 
 
 def _general(line: str) -> str:
-    line = re.sub(r"\d+(\.\d+)*( (bytes|kB|MB))?", "0", line)
+    # Windows has other separators.
+    line = re.sub(r"\d+(\.\d+)*( (bytes|kB|MB))?", "0", line.replace("\\", "/"))
     line = line.replace(", compiled in 0 s", ", from the cache")
     return re.sub(r"([━─═])\1+|\s+", lambda match: match[1] or " ", line).strip()
 

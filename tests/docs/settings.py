@@ -68,7 +68,13 @@ def default(folder: Path, configuration: str = CONFIGURATION) -> None:
     (folder / "pyproject.toml").write_text(HEAD + configuration, encoding="utf-8")
     save(network(), folder / "models" / "digits.onnx")
     save(network(), folder / "model.onnx")
-    for name in ("model1.onnx", "model2.onnx", "prefill.onnx", "decode.onnx"):
+    for name in (
+        "models/detector.onnx",
+        "model1.onnx",
+        "model2.onnx",
+        "prefill.onnx",
+        "decode.onnx",
+    ):
         save(network(1), folder / name)
 
 
@@ -116,7 +122,10 @@ WRITTEN_OUT = {
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext inspect --verify my_app/epcontext"
     ),
-    "epcontext bench MODEL...": "epcontext bench model.onnx -p cpu --dim batch=1 -n 1",
+    "epcontext bench model.onnx -p qnn -O soc_model=60 --dim batch=1 --plot bench.png": (
+        "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1 --no-embed"
+    ),
+    "epcontext bench MODEL...": "epcontext bench model.onnx -p cpu --dim batch=1 -n 1 --no-embed",
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... --package DIR": (
         "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
