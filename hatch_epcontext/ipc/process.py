@@ -76,9 +76,11 @@ class Heartbeat:
 
     def due(self) -> float | None:
         """Seconds since the start, if it is time for a report."""
+        return self.said() if time.monotonic() >= self.next else None
+
+    def said(self) -> float:
+        """Seconds since the start; the next report is thirty seconds from now."""
         now = time.monotonic()
-        if now < self.next:
-            return None
         self.next = now + _NEXT_BEATS
         return now - self.start
 
@@ -294,7 +296,7 @@ class Workers:
         if self.progress is None:
             return
         if seconds is None and self.pulse is not None and self.pulse.due():
-            seconds = time.monotonic() - beat.start
+            seconds = beat.said()
         if seconds is None:
             return
         if self.pulse is not None:
