@@ -624,7 +624,8 @@ class Problem:
         """The hint and the settings: what to do; empty where nothing is known."""
         names = names or KeyNames()
         lines = [self.hint] if self.hint else []
-        lines += [names.setting(each) for each in self.settings]
+        # A question in a comment can stand for several settings.
+        lines += dict.fromkeys(names.setting(each) for each in self.settings)
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -201,6 +201,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _build(self, config: Config, staging: Path) -> Result:
         from hatch_epcontext.build.plan import plan
         from hatch_epcontext.build.run import IncompleteError, build, open_cache
+        from hatch_epcontext.config.lines import PyprojectNames
 
         cache = open_cache(config, self._warning)
         try:
@@ -213,6 +214,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._report(error.result, config, cache)
             raise
         self._report(result, config, cache)
+        for message in PyprojectNames(config.root).warnings:
+            self._warning(message)
         return result
 
     def _workers(self, config: Config, progress: _Progress) -> Workers:
@@ -399,6 +402,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     @contextlib.contextmanager
     def _errors_as_message(self) -> Iterator[None]:
         """Foreseen errors become one message without a traceback."""
+        from hatch_epcontext.config.lines import PyprojectNames
         from hatch_epcontext.errors import EpcontextError, MissingError
         from hatch_epcontext.system import os_error_text
         from hatch_epcontext.text import printable
@@ -413,7 +417,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 if missing
                 else ""
             )
-            self.app.abort(f"epcontext: {error}{hint}", error.exit_code)
+            text = error.text(PyprojectNames(Path(self.root)))
+            self.app.abort(f"epcontext: {text}{hint}", error.exit_code)
         except OSError as error:
             self._clean_up()
             self.app.abort(f"epcontext: {printable(os_error_text(error), lines=True)}")

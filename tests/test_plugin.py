@@ -282,7 +282,11 @@ def test_an_invalid_configuration_is_one_message(
 ) -> None:
     configure(root, "jbs = 1\n")
     text = failure(root, capsys)
-    assert text.startswith("epcontext: invalid configuration:\ntool.epcontext.jbs: EPC001\n")
+    line = (root / "pyproject.toml").read_text(encoding="utf-8").split("\n").index("jbs = 1") + 1
+    heading = (
+        f"epcontext: invalid configuration:\npyproject.toml:{line}: tool.epcontext.jbs: EPC001\n"
+    )
+    assert text.startswith(heading)
 
 
 def test_a_failed_job_is_one_message_and_leaves_nothing(

@@ -1,4 +1,4 @@
-"""Errors about a configuration that was made from flags: messages name the flags."""
+"""How errors are worded: about flags, messages name the flags, and about projects the lines of the file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hatch_epcontext.config.lines import PyprojectNames
 from hatch_epcontext.errors import (
     BuildError,
     EpcontextError,
@@ -135,7 +136,7 @@ def _text(value: Any) -> str:
 @dataclass(frozen=True)
 class _Wording:
     names: KeyNames
-    headline: str
+    headline: str | None
 
 
 def use_flag_names(models: Mapping[str, Path], headline: str) -> None:
@@ -146,8 +147,13 @@ def use_flag_names(models: Mapping[str, Path], headline: str) -> None:
     click.get_current_context().meta[_META] = _Wording(FlagNames(models), headline)
 
 
+def use_lines(project: Path) -> None:
+    """Make the errors of the running command name the lines of the ``pyproject.toml`` in ``project``."""
+    click.get_current_context().meta[_META] = _Wording(PyprojectNames(project), None)
+
+
 def error_text(error: EpcontextError, ctx: click.Context) -> str:
-    """The message for ``error``, worded as the command chose with `use_flag_names`."""
+    """The message for ``error``, worded as the command chose with `use_flag_names` or `use_lines`."""
     wording: _Wording | None = ctx.meta.get(_META)
     if wording is None:
         return str(error)

@@ -17,7 +17,7 @@ from hatch_epcontext.cli._common import (
     warn,
 )
 from hatch_epcontext.cli._output import add_row, echo, show, table
-from hatch_epcontext.cli._project import project_config, project_options
+from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.serialize import to_json
 
@@ -69,6 +69,7 @@ def build(
             return
         verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
         run_plan(planned, staging, verbosity, config.root.name, as_json=as_json)
+        warn_of_questions(config)
 
 
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from hatch_epcontext.cli._common import (
     show_written,
     verbosity_options,
 )
-from hatch_epcontext.cli._project import project_config, project_options
+from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
 from hatch_epcontext.tools.export import export
 
 # Click keeps the lines of a paragraph that begins with a backspace.
@@ -72,5 +72,6 @@ def export_(
         return run_plan(planned, staging, verbosity, config.root.name, as_json=as_json)
 
     written = export(config, output, run, loader=True, overwrite=overwrite)
+    warn_of_questions(config)
     if not verbosity.quiet:
         show_written(output, written.files, as_json=as_json)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import os
-import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import indent
 
 import click
 
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._output import echo
+from hatch_epcontext.config.lines import FILE
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
-from hatch_epcontext.files import write_atomically
+from hatch_epcontext.files import file_sha256, write_atomically
 from hatch_epcontext.ipc.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.text import listing, to_toml
+from hatch_epcontext.tools.doctor import installed_providers
 from hatch_epcontext.tools.init import NewModel, add_models
 from hatch_epcontext.tools.inspect import TIMEOUT, inspect_model
+from hatch_epcontext.tools.next_steps import NextSteps, next_steps
+from hatch_epcontext.tools.project import find_models
 from hatch_epcontext.tools.suggest import suggest
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
@@ -32,7 +37,8 @@ _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_
     "providers",
     multiple=True,
     type=click.Choice(_WRITABLE, case_sensitive=False),
-    help="A provider to compile for; repeatable. The default is qnn, or cpu where qnn has no packages.",
+    help="A provider to compile for; repeatable. The default is those that are installed here and offer a "
+    "device, as in epcontext doctor, and cpu where there are none.",
 )
 @click.option(
     "--project",
@@ -46,23 +52,17 @@ def init(
 ) -> None:
     """Write the tables for models into pyproject.toml.
 
-    Without a MODEL these are all .onnx files of the project. Inputs and open dimensions are read from the
-    models. Sizes that the graph or the file implies are filled in; the others are questions in comments. If
-    there is a configuration already, models that it does not list are added. Everything else stays as it is.
+    Without a MODEL these are all .onnx files of the project, except those in its tests, docs and examples.
+    Inputs and open dimensions are read from the models. Sizes that the graph or the file implies are filled
+    in; the others are questions in comments, and a build names their lines. If there is a configuration
+    already, models that it does not list are added. Everything else stays as it is.
+
+    A project of hatchling gets the build requirement and the hook, and its wheel leaves out the plain files
+    of the models. For other build backends, what to do is printed, as are the lines that the app needs.
     """
     root = project.resolve()
     file = root / "pyproject.toml"
-    if not file.is_file():
-        raise ConfigError(
-            Problem(
-                Kind.INVALID_PYPROJECT,
-                str(file),
-                "does not exist.",
-                "Create a project first, for example with: hatch new",
-            )
-        )
-    with file.open(encoding="utf-8", newline="") as opened:
-        before = opened.read()
+    before = _text(file)
     found = [*_read(root, models or tuple(_all(root)), named=bool(models))]
     if not found:
         raise ConfigError(
@@ -76,43 +76,103 @@ def init(
     # A file with the line ends of Windows keeps them.
     ends = "\r\n" if "\r\n" in before else "\n"
     chosen = [PROVIDERS[name] for name in dict.fromkeys(providers)] or _default(before)
-    after = add_models(root, before.replace("\r\n", "\n"), found, chosen).replace("\n", ends)
+    after = add_models(root, before.replace("\r\n", "\n"), found, chosen)
+    text = after.replace("\n", ends)
     if dry_run:
         lines = difflib.unified_diff(
-            before.splitlines(), after.splitlines(), str(file), str(file), lineterm=""
+            before.splitlines(), text.splitlines(), str(file), str(file), lineterm=""
         )
         echo("\n".join(lines), lines=True)
-    elif after == before:
+    elif text == before:
         echo(f"{file} has all models already")
     else:
-        write_atomically(file, after)
+        write_atomically(file, text)
         echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
-        for model in found:
-            for question in model.questions if model.path in after else ():
-                echo(f"{model.path}: still open: {question}")
+    _show(next_steps(root, after), found)
+
+
+def _text(file: Path) -> str:
+    """The text of the ``pyproject.toml`` at ``file``; empty for a project of setuptools without one."""
+    if file.is_file():
+        with file.open(encoding="utf-8", newline="") as opened:
+            return opened.read()
+    if any((file.parent / name).is_file() for name in ("setup.py", "setup.cfg")):
+        return ""
+    raise ConfigError(
+        Problem(
+            Kind.INVALID_PYPROJECT,
+            str(file),
+            "does not exist.",
+            "Create a project first, for example with: hatch new",
+        )
+    )
+
+
+def _show(steps: NextSteps, models: list[NewModel]) -> None:
+    asked = {model.path: model.questions for model in models}
+    questions = [
+        f"{FILE}:{question.line}: {question.path}: still open: {text}"
+        for question in steps.questions
+        for text in asked.get(question.path, ())
+    ]
+    name, *others = map(to_toml, steps.models)
+    more = f"  # or {', '.join(others)}" if others else ""
+    app = [f"from {steps.module} import load", f"session = load({name}){more}"]
+    _section(
+        'Fill in these sizes, and remove the "#" before the line; a build names it too:', questions
+    )
+    _section("In the app:", app)
+    _section("In the dependencies of the app:", steps.dependencies)
+    _section("Note:", steps.notes)
+
+
+def _section(heading: str, lines: Sequence[str]) -> None:
+    if lines:
+        echo("")
+        echo(heading)
+        echo(indent("\n".join(lines), "    "), lines=True)
 
 
 def _default(text: str) -> list[Provider]:
+    """The providers that are installed and offer a device, if nothing is configured yet."""
     try:
         if "epcontext" in parse(text).get("tool", {}):
             return []
     except ValueError:
         return []
-    qnn = PROVIDERS["qnn"]
-    return [PROVIDERS["cpu"] if qnn.unavailable(sys.version_info[:2], sys.platform) else qnn]
+    states = installed_providers()
+    for state in states:
+        if not state.devices:
+            warn(
+                f"{state.provider}: {state.package} is installed, but {state.reason} No target for it."
+            )
+    usable = [PROVIDERS[state.provider] for state in states if state.devices]
+    if not usable:
+        warn("no EP is installed here, so the target is cpu; choose others with -p.")
+    return usable or [PROVIDERS["cpu"]]
 
 
-def _all(root: Path) -> Iterator[Path]:
-    """The project's ONNX files, without hidden folders, virtual environments and build outputs."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in ("build", "dist", "node_modules", "__pycache__")
-            and not (Path(folder) / name / "pyvenv.cfg").exists()
+def _all(root: Path) -> list[Path]:
+    """The project's models, each once."""
+    models, others = find_models(root)
+    if others:
+        warn(
+            f"left out {_listed(root, others)}; name those that the app needs: epcontext init MODEL..."
         )
-        yield from (Path(folder) / name for name in sorted(files) if name.endswith(".onnx"))
+    kept: dict[tuple[int, str], Path] = {}
+    sizes = Counter(path.stat().st_size for path in models)
+    for path in models:
+        size = path.stat().st_size
+        key = (size, file_sha256(path) if sizes[size] > 1 else "")
+        if (first := kept.setdefault(key, path)) is not path:
+            warn(
+                f"left out {_listed(root, [path])}: it is the same file as {_listed(root, [first])}."
+            )
+    return list(kept.values())
+
+
+def _listed(root: Path, paths: list[Path]) -> str:
+    return listing(path.relative_to(root).as_posix() for path in paths)
 
 
 def _read(root: Path, models: tuple[Path, ...], *, named: bool) -> Iterator[NewModel]:

@@ -47,8 +47,7 @@ def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath
     """
     if configured is not None:
         return configured
-    packages = {PurePosixPath(path).parent for path in tree if path.endswith("/__init__.py")}
-    outermost = sorted(str(p) for p in packages if packages.isdisjoint(p.parents))
+    outermost = sorted(map(str, import_packages(tree)))
     if len(outermost) != 1:
         found = (
             f"several import packages ({listing(outermost)})" if outermost else "no import package"
@@ -63,6 +62,12 @@ def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath
             )
         )
     return PurePosixPath(outermost[0], "epcontext")
+
+
+def import_packages(tree: Tree) -> set[PurePosixPath]:
+    """The outermost import packages in the wheel."""
+    packages = {PurePosixPath(path).parent for path in tree if path.endswith("/__init__.py")}
+    return {each for each in packages if packages.isdisjoint(each.parents)}
 
 
 def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) -> None:

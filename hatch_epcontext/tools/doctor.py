@@ -83,6 +83,25 @@ def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> D
     )
 
 
+def installed_providers() -> list[ProviderState]:
+    """The providers whose packages are installed here, as `examine` finds them; the CPU is the last one.
+
+    Those that compile ahead of time come first.
+    """
+    if not _versions(DISTRIBUTIONS):
+        return []
+    with temp_dir() as folder:
+        return [
+            _state(each, True, folder)
+            for each in sorted(PROVIDERS.values(), key=_preference)
+            if not each.needs_library and _package(each) is not None
+        ]
+
+
+def _preference(provider: Provider) -> tuple[bool, bool]:
+    return provider.name == "cpu", provider.product != "context"
+
+
 def _versions(names: Iterable[str]) -> dict[str, str]:
     return {name: version for name in names if (version := installed(name))}
 

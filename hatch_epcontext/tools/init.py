@@ -17,16 +17,20 @@ from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
 from hatch_epcontext.config.build_hooks import NAME, hooks_for_command, hooks_table
+from hatch_epcontext.config.lines import is_question
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
 from hatch_epcontext.ipc.facts import TensorFacts
 from hatch_epcontext.ipc.protocol import InspectReply, OpenSize, SuggestReply
+from hatch_epcontext.package.wheel import check_collisions, import_packages, output_folder
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.text import file_name, quoted_key, show, to_toml
+from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.tools.project import FOLDER, HATCHLING, Project
 
 _PACKAGE = "hatch-epcontext"
 _BACKEND = "hatchling.build"
+_WHEEL = "tool.hatch.build.targets.wheel"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ class NewModel:
     suggested: SuggestReply = SuggestReply()
 
     @property
+    def files(self) -> list[str]:
+        """The model's file and those of its external data, as paths in the project."""
+        folder = PurePosixPath(self.path).parent
+        return [self.path, *(str(folder / name) for name in self.facts.external_data)]
+
+    @property
     def questions(self) -> tuple[str, ...]:
         """What the user has to say about open dimensions, as it stands in the comments."""
         return tuple(dict.fromkeys(_questions(self).values()))
@@ -51,7 +61,9 @@ def add_models(
     """``text``, the ``pyproject.toml`` of the project in ``root``, with all that ``models`` need.
 
     If it is configured already, the models that it does not list are added, and ``providers`` must be
-    empty. Raises ConfigError when that is impossible; the result is always a valid configuration.
+    empty. Projects of hatchling, and those without a build backend, get the build requirement and the
+    hook too; their wheels leave out the plain files of the new models. Raises ConfigError when that is
+    impossible; the result is always a valid configuration, and has all that was in ``text``.
     """
     try:
         document = tomlkit.parse(text)
@@ -72,23 +84,31 @@ def add_models(
             )
         )
     static = table is not None or any(provider.static_shapes for provider in providers)
-    listed = set(_listed(table))
+    listed = dict(_listed(root, table))
     new = [model for model in models if model.path not in listed]
-    appended = [*_build_system(document, before)]
-    if not _has_hook(tool):
-        appended += _hook_tables(tool)
+    project = Project(root, before)
+    appended: list[str] = []
+    wheel: dict[str, list[str]] = {}
+    output = None
+    if project.backend == HATCHLING:
+        appended += _build_system(document, before)
+        wheel, output = _in_the_wheel(project, new, table)
+        # Before the hook's table, which is inside of it.
+        appended += _extend_wheel(document, before, wheel)
+        if not _has_hook(tool):
+            appended += _hook_tables(tool)
     if table is None:
-        appended += _head(providers)
-    tables = [_model(model, name, static=static) for model, name in _named(new, listed)]
+        appended += _head(providers, output)
+    tables = [_model(model, name, static=static) for model, name in _named(new, listed.values())]
     existing = document.get("tool", {}).get("epcontext", {}).get("models")
     if isinstance(existing, Array) and not isinstance(existing, AoT):
         for model_table in tables:
-            existing.append(_inline(model_table))
+            _append(existing, model_table)
         tables = []
-    result = tomlkit.dumps(document)
+    result = _with_keys(tomlkit.dumps(document), wheel)
     for part in (*appended, *tables):
         result = result.rstrip("\n") + ("\n\n" if result.strip() else "") + part
-    _check(root, result)
+    _check(root, before, result)
     return result
 
 
@@ -110,18 +130,131 @@ def _build_system(document: tomlkit.TOMLDocument, before: Mapping[str, Any]) -> 
     if system is None:
         yield f'[build-system]\nrequires = ["hatchling", "{_PACKAGE}"]\nbuild-backend = "{_BACKEND}"\n'
         return
-    if system.get("build-backend") != _BACKEND:
-        raise ConfigError(
-            Problem(
-                Kind.INVALID_PYPROJECT,
-                "build-system.build-backend",
-                f"is {show(system.get('build-backend'))}, and the hook needs Hatch's build backend.",
-                f'Change the project to build-backend = "{_BACKEND}".',
-            )
-        )
     names = [re.split(r"[^A-Za-z0-9._-]", each)[0] for each in system.get("requires", ())]
     if _PACKAGE not in {str(canonicalize_name(name)) for name in names}:
         document["build-system"]["requires"].append(_PACKAGE)
+
+
+def _in_the_wheel(
+    project: Project, models: Sequence[NewModel], table: Mapping[str, Any] | None
+) -> tuple[dict[str, list[str]], str | None]:
+    """The keys of Hatch's wheel target to extend, and ``output``, if the hook cannot infer it.
+
+    The plain files of ``models`` are excluded; ``packages`` is set if Hatch finds none by the project's
+    name.
+    """
+    tree = project.hatch_tree()
+    if tree is None:
+        packages = project.packages()
+        places = [PurePosixPath(model.path) for model in models]
+        folder = project.choose((each.folder for each in packages), places)
+        selection = project.values.get("tool", {}).get("hatch", {}).get("build", {})
+        if folder is None or _is_selected(selection):
+            return {}, None
+        inside = [path for path in map(str, places) if PurePosixPath(path).is_relative_to(folder)]
+        wheel = {"packages": [str(folder)], "exclude": inside}
+        return {key: paths for key, paths in wheel.items() if paths}, None
+    root = project.root.resolve()
+    files = {path.resolve(): name for name, path in tree.items()}
+    wanted = [each for model in models for each in model.files]
+    packed = [each for each in wanted if (root / each).resolve() in files]
+    kept = (table or {}).get("fallback") == "none"
+    wheel = {"exclude": packed} if packed and not kept else {}
+    names = [files[(root / each).resolve()] for each in packed]
+    return wheel, _output(project, tree, [PurePosixPath(each) for each in names])
+
+
+def _is_selected(build: Mapping[str, Any]) -> bool:
+    """Whether the project says itself what Hatch puts into the wheel."""
+    wheel = build.get("targets", {}).get("wheel", {})
+    keys = ("packages", "only-include", "include")
+    return any(key in each for each in (build, wheel) for key in keys)
+
+
+def _output(
+    project: Project, tree: Mapping[str, Path], models: Sequence[PurePosixPath]
+) -> str | None:
+    """``output``, if the hook cannot infer it from the files in the wheel."""
+    try:
+        found = output_folder(None, tree)
+        check_collisions(found, tree, frozenset())
+    except ConfigError:
+        package = project.choose(sorted(import_packages(tree)), models)
+        if package is None:
+            return f"{project.name.replace('-', '_').replace('.', '_')}_{FOLDER}"
+        taken = {
+            PurePosixPath(path).parts[len(package.parts)]
+            for path in tree
+            if PurePosixPath(path).is_relative_to(package)
+        }
+        free = next(name for name in _FOLDERS if name not in taken and f"{name}.py" not in taken)
+        return str(package / free)
+    return None
+
+
+_FOLDERS = (FOLDER, f"{FOLDER}_models", *(f"{FOLDER}_models{number}" for number in range(2, 100)))
+
+
+def _extend_wheel(
+    document: tomlkit.TOMLDocument, before: Mapping[str, Any], wheel: dict[str, list[str]]
+) -> Iterator[str]:
+    """Add what ``wheel`` has to existing lists, and take it out; yield the table if there is none.
+
+    What is left belongs into the existing table.
+    """
+    build = before.get("tool", {}).get("hatch", {}).get("build", {})
+    targets = build.get("targets", {}).get("wheel", {})
+    for key in [key for key in wheel if key in targets]:
+        existing = document["tool"]["hatch"]["build"]["targets"]["wheel"][key]
+        new = [path for path in wheel.pop(key) if path not in existing]
+        existing.extend(new)
+    for key in [key for key in wheel if key in build]:
+        # The target's own list replaces that of all targets.
+        wheel[key] = [*build[key], *wheel[key]]
+    if wheel and _header(tomlkit.dumps(document)) is None:
+        yield f"[{_WHEEL}]\n" + "".join(_keys(wheel))
+        wheel.clear()
+
+
+def _keys(wheel: Mapping[str, list[str]]) -> Iterator[str]:
+    for key, paths in wheel.items():
+        note = "  # the app opens these models with load()" if key == "exclude" else ""
+        if len(paths) == 1:
+            yield f"{key} = {to_toml(paths)}{note}\n"
+        else:
+            lines = "".join(f"    {to_toml(path)},\n" for path in paths)
+            yield f"{key} = [{note}\n{lines}]\n"
+
+
+def _header(text: str) -> int | None:
+    """The index of the line with the header of Hatch's wheel target."""
+    lines = text.split("\n")
+    pattern = re.compile(rf"\s*\[\s*{re.escape(_WHEEL)}\s*\]\s*(#.*)?")
+    return next((index for index, line in enumerate(lines) if pattern.fullmatch(line)), None)
+
+
+def _with_keys(text: str, wheel: Mapping[str, list[str]]) -> str:
+    """``text`` with the keys of ``wheel`` at the end of the table of Hatch's wheel target."""
+    header = _header(text)
+    if not wheel or header is None:
+        return text
+    lines = text.split("\n")
+    end = header + 1
+    while end < len(lines) and not (lines[end].lstrip()[:1] == "[" and _is_whole(lines[:end])):
+        end += 1
+    while not lines[end - 1].strip() or lines[end - 1].lstrip()[:1] == "#":
+        end -= 1
+    added = "".join(_keys(wheel)).rstrip("\n").split("\n")
+    return "\n".join([*lines[:end], *added, *lines[end:]])
+
+
+def _is_whole(lines: Sequence[str]) -> bool:
+    """Whether no statement goes on behind ``lines``."""
+    try:
+        parse("\n".join(lines) + "\n")
+    except ValueError:
+        return False
+    return True
 
 
 def _has_hook(tool: Mapping[str, Any]) -> bool:
@@ -130,15 +263,22 @@ def _has_hook(tool: Mapping[str, Any]) -> bool:
     return "epcontext" in build.get("hooks", {}) or "epcontext" in wheel.get("hooks", {})
 
 
-def _listed(table: Mapping[str, Any] | None) -> Iterator[str]:
+def _listed(root: Path, table: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """The paths of all models that are configured, each with its name."""
     for model in (table or {}).get("models", ()):
-        path = model.get("path") if isinstance(model, dict) else model
+        path, name = model, None
+        if isinstance(model, dict):
+            path, name = model.get("path"), model.get("name")
         if isinstance(path, str):
-            yield PurePosixPath(path).as_posix()
+            found = root.glob(path) if any(each in path for each in "*?[") else ()
+            for each in [file.relative_to(root).as_posix() for file in found] or [path]:
+                pure = PurePosixPath(each)
+                yield pure.as_posix(), name if isinstance(name, str) else pure.stem
 
 
-def _head(providers: Iterable[Provider]) -> Iterator[str]:
-    yield (f'[{ROOT}]\n# fallback = "none"  # do not ship the source models\n')
+def _head(providers: Iterable[Provider], output: str | None) -> Iterator[str]:
+    place = "" if output is None else f"output = {to_toml(output)}  # the folder in the wheel\n"
+    yield f'[{ROOT}]\n{place}# fallback = "none"  # do not ship the source models\n'
     for provider in providers:
         lines = [
             f"[{ROOT}.targets.{quoted_key(provider.name)}]",
@@ -153,10 +293,13 @@ def _head(providers: Iterable[Provider]) -> Iterator[str]:
 
 
 def _named(
-    models: Iterable[NewModel], listed: Iterable[str]
+    models: Iterable[NewModel], names: Iterable[str]
 ) -> Iterator[tuple[NewModel, str | None]]:
-    """Each model with the name that it needs, or None where the name of its file is valid and free."""
-    taken = {PurePosixPath(path).stem.casefold() for path in listed}
+    """Each model with the name that it needs, or None where the name of its file is valid and free.
+
+    ``names`` are taken.
+    """
+    taken = {name.casefold() for name in names}
     for model in models:
         stem = PurePosixPath(model.path).stem
         name = plain = file_name(stem, "-")
@@ -175,8 +318,7 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
     if name is not None:
         lines.append(f"name = {to_toml(name)}")
     lines.append(f"path = {tomlkit.item(model.path).as_string()}")
-    off = "" if static else "# "
-    lines += [line if line.startswith("# ") else off + line for line in _sizes(model)]
+    lines += _sizes(model, static=static)
     lines += _constants(model, static=static)
     return "\n".join(lines) + "\n"
 
@@ -210,8 +352,11 @@ def _questions(model: NewModel) -> dict[_Place, str]:
     return found
 
 
-def _sizes(model: NewModel) -> Iterator[str]:
-    """The lines with the sizes of open dimensions; those with a question are comments."""
+def _sizes(model: NewModel, *, static: bool) -> Iterator[str]:
+    """The lines with the sizes of open dimensions; those with a question are comments.
+
+    Without ``static`` so are those with nothing but 1, which the dummy inputs have anyway.
+    """
     sizes = _open_sizes(model)
     dims: dict[str, int | None] = {}
     of_dims: list[_Place] = []
@@ -226,15 +371,17 @@ def _sizes(model: NewModel) -> Iterator[str]:
                 a if a is not None else b for a, b in zip(fixed, found, strict=True)
             ]
             of_shapes += [place for place in places if place in sizes]
+            continue
         for place, size, suggested in zip(places, tensor.shape, found, strict=True):
             if isinstance(size, str) and size not in dims:
                 dims[size] = suggested
                 of_dims.append(place)
     asked = _questions(model)
-    if dims:
-        yield _line("dims", dims, [(sizes[place], asked.get(place)) for place in of_dims])
-    if shapes:
-        yield _line("shapes", shapes, [(sizes[place], asked.get(place)) for place in of_shapes])
+    for key, table, places in (("dims", dims, of_dims), ("shapes", shapes, of_shapes)):
+        if places:
+            line = _line(key, table, [(sizes[each], asked.get(each)) for each in places])
+            ones = all(sizes[each].size == 1 for each in places)
+            yield f"# {line}" if ones and not static else line
 
 
 def _line(key: str, table: object, found: Sequence[tuple[OpenSize, str | None]]) -> str:
@@ -281,29 +428,50 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def _inline(table: str) -> Any:
-    """A model's table as an item of a list, which cannot have comments."""
+def _append(existing: Array, table: str) -> None:
+    """Add a model's table to a list, with its open question, if it has one, in a comment."""
     values = parse(table)["tool"]["epcontext"]["models"][0]
-    if values.keys() == {"path"}:
-        return values["path"]
-    inline = tomlkit.inline_table()
-    inline.update(values)
-    return inline
+    item: Any = values["path"]
+    if values.keys() != {"path"}:
+        item = tomlkit.inline_table()
+        item.update(values)
+    questions = [line for line in table.splitlines() if is_question(line)]
+    if questions:
+        existing.add_line(item, comment="; ".join(line.removeprefix("# ") for line in questions))
+        if not existing.as_string().rstrip("] ").endswith("\n"):
+            existing.add_line(indent="")
+    else:
+        existing.append(item)
 
 
-def _check(root: Path, text: str) -> None:
+def _check(root: Path, before: Mapping[str, Any], text: str) -> None:
+    values: dict[str, Any] = {}
     try:
-        table = parse(text)["tool"]["epcontext"]
+        values = parse(text)
+        reason = "a key would change"
     except ValueError as error:
+        reason = str(error)
+    if not values or not _has_all(values, before):
         raise ConfigError(
             Problem(
                 Kind.INVALID_PYPROJECT,
                 "pyproject.toml",
-                f"has inline tables, to which nothing can be added: {error}.",
+                f"has inline tables, to which nothing can be added: {reason}.",
                 f"Write [tool] and [tool.hatch] as tables of their own, or add [{HOOK}] and [{ROOT}] by "
                 "hand.",
             )
-        ) from error
+        )
     # What another build hook makes need not be there.
     hooks = hooks_for_command(root)
-    load(root, table, {}, {}, hooks=hooks, pending=bool(hooks))
+    load(root, values["tool"]["epcontext"], {}, {}, hooks=hooks, pending=bool(hooks))
+
+
+def _has_all(after: Any, before: Any) -> bool:
+    """Whether ``after`` has all that was there before: lists may be longer."""
+    if isinstance(before, dict):
+        return isinstance(after, dict) and all(
+            key in after and _has_all(after[key], value) for key, value in before.items()
+        )
+    if isinstance(before, list):
+        return isinstance(after, list) and after[: len(before)] == before
+    return bool(after == before)

@@ -14,8 +14,13 @@ from hatch_epcontext.text import listing
 from hatch_epcontext.worker import external, graph, reading
 from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.dummy.kinds import dimension_kind
 from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
+from hatch_epcontext.worker.open_sizes import (
+    how_to_fix,
+    open_dimension_message,
+    place_of_sizes,
+    sizes_to_fix,
+)
 from hatch_epcontext.worker.refusals import known_limits as refusals
 from hatch_epcontext.worker.step import step
 
@@ -155,11 +160,11 @@ def check_fixed(
             continue
         assert ep is not None
         yield Problem.at(
-            spec.key,
+            place_of_sizes(each, spec),
             Kind.OPEN_DIMENSION,
             open_dimension_message(each, ep),
-            _how_to_fix(each),
-            *_sizes_to_fix(each, spec),
+            how_to_fix(each),
+            *sizes_to_fix(each, spec),
         )
 
 
@@ -177,48 +182,9 @@ def _check_left_open(
             f"{open_dimension_message(each, ep)} It is left open because static-shapes is false.",
             "Remove static-shapes = false."
             if fixed.is_fixed
-            else f"Remove static-shapes = false, too. {_how_to_fix(fixed)}",
-            *([] if fixed.is_fixed else _sizes_to_fix(fixed, spec)),
+            else f"Remove static-shapes = false, too. {how_to_fix(fixed)}",
+            *([] if fixed.is_fixed else sizes_to_fix(fixed, spec)),
         )
-
-
-def _is_batch(tensor: TensorFacts, axis: int) -> bool:
-    return dimension_kind(tensor, axis, is_state=False) == "batch"
-
-
-def _open_axes(tensor: TensorFacts) -> list[int]:
-    return [axis for axis, size in enumerate(tensor.shape) if not isinstance(size, int)]
-
-
-def _how_to_fix(tensor: TensorFacts) -> str:
-    if all(_is_batch(tensor, axis) for axis in _open_axes(tensor)):
-        return "Fix it, for example with size 1."
-    return "Fix it with the size that the app feeds, such as how wide its images or how long its texts are."
-
-
-def _sizes_to_fix(tensor: TensorFacts, spec: ModelSpec) -> list[Setting]:
-    """The settings that fix ``tensor``: 1 for what is a batch, and all else is for the user to choose."""
-    axes = _open_axes(tensor)
-    known = all(_is_batch(tensor, axis) for axis in axes)
-    if None in tensor.shape:
-        shape = [size if isinstance(size, int) else 1 for size in tensor.shape]
-        place = spec.place("shapes")
-        return [Setting(place, {tensor.name: shape}) if known else Setting(place / tensor.name)]
-    names = {str(tensor.shape[axis]): axis for axis in axes}
-    if known:
-        return [Setting(spec.place("dims"), dict.fromkeys(names, 1))]
-    return [
-        Setting(spec.place("dims") / name, 1 if _is_batch(tensor, axis) else None)
-        for name, axis in names.items()
-    ]
-
-
-def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
-    """The message about an input with open dimensions, for an EP that needs fixed shapes."""
-    return (
-        f"the input {tensor.name!r} has an open dimension ({tensor.shape_text}), and {ep} compiles "
-        "only fixed shapes."
-    )
 
 
 def _check_profiles(given: ModelProfiles, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:

@@ -11,8 +11,8 @@ import onnx
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.ipc.protocol import CompileBytesReply, CompileBytesRequest
 from hatch_epcontext.worker import graph, reading
-from hatch_epcontext.worker.check import open_dimension_message
 from hatch_epcontext.worker.compiler import compile_buffers, explained, lower_ir_version
+from hatch_epcontext.worker.open_sizes import open_dimension_message
 from hatch_epcontext.worker.session import provider_of
 
 

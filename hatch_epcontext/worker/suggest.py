@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime as ort
 
 from hatch_epcontext.errors import Key
 from hatch_epcontext.ipc.facts import ModelSpec, Size, TensorFacts
@@ -20,6 +21,7 @@ from hatch_epcontext.ipc.protocol import (
     SuggestReply,
     SuggestRequest,
 )
+from hatch_epcontext.text import listing
 from hatch_epcontext.worker import graph, reading
 from hatch_epcontext.worker.dummy.forms import Form, Forms, follow
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
@@ -42,6 +44,9 @@ _LENGTHS = (
 
 _ENOUGH = 3
 """Sizes that a graph takes, after which it is said to take any."""
+
+_BASE = 64
+"""A size for the other dimensions, where none is known that the graph takes."""
 
 _SECONDS = 20.0
 """Seconds for trying sizes, and for one run."""
@@ -88,12 +93,20 @@ def handle(request: SuggestRequest) -> SuggestReply:
         place: (1, "1 is a guess") for place, kind in kinds.items() if kind == "batch"
     }
     sizes = {**_with_same_names(inputs, guessed), **sizes}
+    factors: dict[DimensionKind, int] = {
+        "height": _factor(model, inputs, -2),
+        "width": _factor(model, inputs, -1),
+    }
+    fitting: list[int] = []
     if request.run and path.stat().st_size <= _LARGEST:
-        sizes = {**_tried(path, model, inputs, kinds, sizes), **sizes}
-    factors = {"height": _factor(model, inputs, -2), "width": _factor(model, inputs, -1)}
-    rate = _sample_rate(model)
+        tried, fitting = _tried(path, model, inputs, kinds, sizes, factors)
+        sizes = {**tried, **sizes}
+    hints = {"length": _length_hints(fitting, _sample_rate(model))}
+    hints |= {
+        side: [f"A multiple of {factor} fits"] for side, factor in factors.items() if factor > 1
+    }
     found = (
-        OpenSize(*place, *sizes.get(place, (None, _question(kind, factors.get(kind, 1), rate))))
+        OpenSize(*place, *sizes.get(place, (None, _question(kind, hints.get(kind, [])))))
         for place, kind in kinds.items()
     )
     return SuggestReply(tuple(found), tuple(_constants(model, _sized(inputs, sizes))))
@@ -176,12 +189,16 @@ def _sample_rate(model: onnx.ModelProto) -> int | None:
     return rate if isinstance(rate, int) and not isinstance(rate, bool) else None
 
 
-def _question(kind: DimensionKind, factor: int, rate: int | None) -> str:
+def _length_hints(fitting: Sequence[int], rate: int | None) -> list[str]:
     hints = []
-    if factor > 1:
-        hints.append(f"A multiple of {factor} fits")
-    if rate and kind == "length":
+    if fitting:
+        hints.append(f"For example {listing(map(str, sorted(fitting)))} fit, and not all others do")
+    if rate:
         hints.append(f"The file names a sample rate of {rate}")
+    return hints
+
+
+def _question(kind: DimensionKind, hints: Sequence[str]) -> str:
     return " ".join([_UNKNOWN[kind], ". ".join(hints)]).strip()
 
 
@@ -217,42 +234,92 @@ def _tried(
     inputs: Sequence[TensorFacts],
     kinds: Mapping[_Place, DimensionKind],
     sizes: _Sizes,
-) -> _Sizes:
-    """The sizes of all that ``sizes`` does not have, if there is only one with which the model runs."""
+    factors: Mapping[DimensionKind, int],
+) -> tuple[_Sizes, list[int]]:
+    """The sizes of what ``sizes`` does not have, as far as the model runs on the CPU with only one of them.
+
+    Also some with which it runs, if it does not with others. ``factors``: by what the graph divides sides.
+    """
     still_open = [place for place in kinds if place not in sizes]
     if not still_open:
-        return {}
+        return {}, []
+    trial = _Trial(path, model)
+    found = _only_multiples(trial, inputs, kinds, sizes, factors)
+    sizes = {**found, **sizes}
+    still_open = [place for place in still_open if place not in found]
     is_image = any(kinds[place] in ("height", "width") for place in still_open)
-    note = "the only size found that the graph takes"
-
-    def all_of(number: int) -> _Sizes:
-        return dict.fromkeys(still_open, (number, note))
-
-    shapes = {
-        number: _sized(inputs, {**sizes, **all_of(number)})
-        for number in (_SIDES if is_image else _LENGTHS)
-    }
-    found = _only_one(path, model, shapes)
-    return {} if found is None else all_of(found)
-
-
-def _only_one(
-    path: Path, model: onnx.ModelProto, shapes: Mapping[int, Sequence[TensorFacts]]
-) -> int | None:
-    """The key of the only ``shapes`` with which the model runs on the CPU; None if there are several."""
-    end = time.monotonic() + _SECONDS
     taken: list[int] = []
-    spec = ModelSpec("model", str(path), Key(()))
-    with contextlib.suppress(Exception):
-        session = open_session(path, cpu_options())
-        for number, inputs in shapes.items():
-            left = end - time.monotonic()
-            if left <= 0 or len(taken) == _ENOUGH:
-                return None
-            with contextlib.suppress(Exception):
-                run(session, dummy_inputs(inputs, spec, input_ranges(model, inputs)), left)
-                taken.append(number)
-    return taken[0] if len(taken) == 1 else None
+    refused = 0
+    for number in _SIDES if is_image else _LENGTHS:
+        if not still_open or trial.is_over or len(taken) == _ENOUGH:
+            break
+        if trial.takes(_sized(inputs, {**sizes, **_all_of(still_open, number)})):
+            taken.append(number)
+        else:
+            refused += 1
+    if len(taken) == 1 and not trial.is_over:
+        note = "the only size found that the graph takes"
+        return {**found, **dict.fromkeys(still_open, (taken[0], note))}, []
+    return found, (taken if refused else [])
+
+
+def _all_of(places: Sequence[_Place], size: int) -> _Sizes:
+    return dict.fromkeys(places, (size, ""))
+
+
+def _only_multiples(
+    trial: _Trial,
+    inputs: Sequence[TensorFacts],
+    kinds: Mapping[_Place, DimensionKind],
+    sizes: _Sizes,
+    factors: Mapping[DimensionKind, int],
+) -> _Sizes:
+    """The sides of images of which the graph takes only one multiple of what it divides them by."""
+    still_open = [place for place in kinds if place not in sizes]
+    # Multiples of the factors, so that only the side that is tried can be what the graph refuses.
+    usual = {
+        place: (-(-_BASE // f) * f, "")
+        for place in still_open
+        if (f := factors.get(kinds[place], 1))
+    }
+    found: _Sizes = {}
+    for place in still_open:
+        kind, factor = kinds[place], factors.get(kinds[place], 1)
+        same = [each for each in still_open if kinds[each] == kind]
+        tried = (
+            _sized(inputs, {**sizes, **usual, **_all_of(same, factor * times)})
+            for times in (1, 2, 3)
+        )
+        if factor > 1 and trial.takes(next(tried)) and not any(map(trial.takes, tried)):
+            found[place] = factor, f"the only multiple of {factor} that the graph takes"
+    return {} if trial.is_over else found
+
+
+class _Trial:
+    """Runs a model on the CPU with dummy inputs of several sizes, until its time is over."""
+
+    def __init__(self, path: Path, model: onnx.ModelProto) -> None:
+        self._end = time.monotonic() + _SECONDS
+        self._model = model
+        self._spec = ModelSpec("model", str(path), Key(()))
+        self._session: ort.InferenceSession | None = None
+        with contextlib.suppress(Exception):
+            self._session = open_session(path, cpu_options())
+
+    @property
+    def is_over(self) -> bool:
+        return self._session is None or time.monotonic() >= self._end
+
+    def takes(self, inputs: Sequence[TensorFacts]) -> bool:
+        """Whether the model runs with ``inputs``; False also when the time is over."""
+        left = self._end - time.monotonic()
+        if self._session is None or left <= 0:
+            return False
+        with contextlib.suppress(Exception):
+            feeds = dummy_inputs(inputs, self._spec, input_ranges(self._model, inputs))
+            run(self._session, feeds, left)
+            return True
+        return False
 
 
 def _constants(

@@ -138,7 +138,7 @@ def test_an_open_dimension_is_an_error_with_the_flag_that_fixes_it(
     cli: Cli, source: Path, out: Path
 ) -> None:
     printed = cli("compile", source, "-o", out, "-p", "qnn", code=1).stderr
-    assert f"{source}: EPC204\n    the input 'x' has an open dimension" in printed
+    assert f"{source}: --dim: EPC204\n    the input 'x' has an open dimension" in printed
     assert "\n    Add --dim batch=1\n" in printed
     printed = cli("compile", save(network(None), source), "-o", out, "-p", "qnn", code=1).stderr
     assert "\n    Add --shape x=1,1,8,8\n" in printed

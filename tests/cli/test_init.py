@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from onnx import helper
 
+from hatch_epcontext.providers import PROVIDERS
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import model, network, save, value
@@ -17,7 +19,9 @@ BEFORE = '[project]\nname = "my-app"  # ours\nversion = "1"\n'
 def new_project(project: Path) -> Path:
     (project / "pyproject.toml").write_text(BEFORE, encoding="utf-8")
     for name in ("a", "b"):
-        save(network(), project / "models" / f"{name}.onnx")
+        made = network()
+        made.doc_string = name
+        save(made, project / "models" / f"{name}.onnx")
     return project
 
 
@@ -27,6 +31,8 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
         save(network(), new_project / folder / "c.onnx")
     (new_project / "env" / "pyvenv.cfg").touch()
     (new_project / "models" / "damaged.onnx").write_text("text", encoding="utf-8")
+    save(network(), new_project / "tests" / "d.onnx")
+    shutil.copy(new_project / "models" / "b.onnx", new_project / "my_app" / "b.onnx")
     cli("compile", new_project / "models" / "a.onnx", "-o", new_project / "models" / "a_ctx.onnx",
         "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1", "-q")  # fmt: skip
     printed = cli("init", "--project", new_project)
@@ -34,7 +40,12 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     assert "damaged.onnx: is not an ONNX model" in printed.stderr
     assert "epcontext build --dry-run" in printed.stdout
     planned = json.loads(cli("build", new_project, "--dry-run", "--json").stdout)
-    assert [job["job"] for job in planned["jobs"]] == ["a -> qnn", "b -> qnn"]
+    # Of the EPs whose packages are installed, those that offer a device on this machine.
+    targets = {job["job"].split(" -> ")[1] for job in planned["jobs"]}
+    assert {"qnn", "cpu"} <= targets <= set(PROVIDERS) - {"cuda", "directml"}
+    assert {job["job"].split(" -> ")[0] for job in planned["jobs"]} == {"a", "b"}
+    assert "left out tests/d.onnx" in printed.stderr
+    assert "left out my_app/b.onnx: it is the same file as models/b.onnx" in printed.stderr
     assert "has all models already" in cli("init", "--project", new_project).stdout
 
 
@@ -99,7 +110,10 @@ def test_a_link_is_taken_and_sizes_are_asked_for(
     link = new_project / "models" / "link.onnx"
     link.symlink_to(elsewhere)
     printed = cli("init", link, "--project", new_project, "-p", "cpu").stdout
-    assert "models/link.onnx: still open: width: how long is it?" in printed
+    assert 'from my_app.epcontext import load\n    session = load("link")\n' in printed
+    assert "pyproject.toml:22: models/link.onnx: still open: width: how long is it?" in printed
+    warned = cli("build", new_project).stderr
+    assert "pyproject.toml:22: is still a question, and open dimensions without a size" in warned
     text = (new_project / "pyproject.toml").read_text(encoding="utf-8")
     assert 'path = "models/link.onnx"' in text
     assert "# dims = { batch = 1, width = ? }" in text

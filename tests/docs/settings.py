@@ -21,7 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.models import network, save
+import numpy as np
+from onnx import helper, numpy_helper
+
+from tests.models import model, network, save, value
 
 HEAD = """
 [build-system]
@@ -86,6 +89,20 @@ def empty(folder: Path) -> None:
     """The reader begins with nothing."""
 
 
+def unconfigured(folder: Path) -> None:
+    """A project that does not use hatch-epcontext yet."""
+    (folder / "my_app" / "data").mkdir(parents=True)
+    (folder / "my_app" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text('[project]\nname = "my-app"\nversion = "1"\n', "utf-8")
+    made = model(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        [value("x", ["batch", "samples"])],
+        [value("y", ["batch", "frames", 40])],
+        [numpy_helper.from_array(np.array([1, -1, 40]), "shape")],
+    )
+    save(made, folder / "my_app" / "data" / "vad.onnx")
+
+
 @dataclass(frozen=True)
 class Page:
     project: Callable[[Path], None] = default
@@ -93,6 +110,7 @@ class Page:
 
 
 PAGES = {
+    "docs/existing-projects.md": Page(unconfigured),
     "docs/shapes.md": Page(two_shapes),
     "docs/tutorial.md": Page(empty),
 }

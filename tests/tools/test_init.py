@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.config.lines import Lines
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import HOOK, ConfigError
+from hatch_epcontext.errors import HOOK, ConfigError, Key
 from hatch_epcontext.ipc.facts import TensorFacts
 from hatch_epcontext.ipc.protocol import InspectReply, OpenSize, SuggestedConstant, SuggestReply
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.init import NewModel, add_models
+from hatch_epcontext.tools.project import Project
 
 QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]
 
@@ -68,7 +70,7 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
     asked = replace(new("models/a.onnx", *tensors), suggested=suggested)
     made = add_models(project, "", [asked], [QNN])
     (model,) = models_of(made)
-    assert model == {"path": "models/a.onnx", "dims": {"h": 48, "new\nline": 1}}
+    assert model == {"path": "models/a.onnx", "dims": {"new\nline": 1}}
     question = "axis 3 of im:age.0: how wide are the images?"
     assert asked.questions == (question,)
     (line,) = (each for each in made.splitlines() if question in each)
@@ -78,6 +80,14 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
         **model,
         "shapes": {"im:age.0": [1, 3, 48, 320]},
     }
+
+
+def test_sizes_other_than_one_are_for_dummy_inputs_of_open_shapes_too(project: Path) -> None:
+    tensor = TensorFacts("x", "float32", ("batch", "time"))
+    sizes = (OpenSize("x", 0, 1, "1 is a guess"), OpenSize("x", 1, 76, "the only size"))
+    model = replace(new("models/a.onnx", tensor), suggested=SuggestReply(sizes))
+    made = add_models(project, "", [model], [CPU])
+    assert models_of(made) == [{"path": "models/a.onnx", "dims": {"batch": 1, "time": 76}}]
 
 
 def test_a_model_of_which_nothing_is_suggested_gets_questions(project: Path) -> None:
@@ -157,6 +167,107 @@ def test_models_are_added_to_an_existing_list(project: Path) -> None:
     assert models_of(opened)[1] == {"path": "models/b.onnx", "dims": {"batch": 1}}
 
 
+def test_a_question_of_a_model_in_a_list_is_a_comment_beside_it(project: Path) -> None:
+    before = '[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]\n'
+    (project / "models" / "c.onnx").touch()
+    asked = replace(new("models/b.onnx"), suggested=SuggestReply())
+    made = add_models(project, before, [asked, new("models/c.onnx")], [])
+    assert models_of(made)[:2] == ["models/a.onnx", "models/b.onnx"]
+    (line,) = (each for each in made.splitlines() if "b.onnx" in each)
+    assert line.strip().startswith('"models/b.onnx", # dims = { batch = ? }')
+    assert Lines(made).of(Key(("models", 1, "dims", "batch"))) == made.splitlines().index(line) + 1
+
+
+def test_globs_and_names_of_configured_models_count(project: Path) -> None:
+    before = (
+        '[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/*.onnx"]\n',
+        '[tool.epcontext]\nprovider = "cpu"\n[[tool.epcontext.models]]\npath = "models/a.onnx"\nname = "b"\n',
+    )
+    made = add_models(project, before[0], [new(), new("models/b.onnx")], [])
+    assert models_of(made) == ["models/*.onnx"]
+    added = models_of(add_models(project, before[1], [new("models/b.onnx")], []))[1]
+    assert added == {"path": "models/b.onnx", "dims": {"batch": 1}, "name": "b-2"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "",
+            f"[tool.hatch.build.targets.wheel]\n{{}}\n\n[{HOOK}]",
+        ),
+        (
+            "[tool.hatch.build.targets.wheel]\npackages = [\n    'my_app',\n]  # one\n\n[tool.ruff]\n",
+            "[tool.hatch.build.targets.wheel]\npackages = [\n    'my_app',\n]  # one\n{}\n\n[tool.ruff]\n",
+        ),
+        (
+            "[tool.hatch.build.targets.wheel]\nexclude = ['x']  # no\n[tool.ruff]\n",
+            "[tool.hatch.build.targets.wheel]\nexclude = ['x', \"my_app/c.onnx\"]  # no\n[tool.ruff]\n",
+        ),
+        (
+            "[tool.hatch.build]\nexclude = ['x']\n",
+            '    "x",\n    "my_app/c.onnx",\n]\n',
+        ),
+        (
+            "[tool.hatch.build.targets]\nwheel.packages = ['my_app']\n",
+            None,
+        ),
+    ],
+)
+def test_the_wheel_leaves_out_the_plain_files(
+    project: Path, before: str, after: str | None
+) -> None:
+    (project / "my_app" / "c.onnx").touch()
+    project_table = '[project]\nname = "my-app"\nversion = "1"\n'
+    models = [new(), new("my_app/c.onnx")]
+    if after is None:
+        with pytest.raises(ConfigError, match="has inline tables"):
+            add_models(project, project_table + before, models, [CPU])
+        return
+    made = add_models(project, project_table + before, models, [CPU])
+    line = 'exclude = ["my_app/c.onnx"]  # the app opens these models with load()'
+    assert after.format(line) in made
+    build = parse(made)["tool"]["hatch"]["build"]
+    assert "my_app/c.onnx" in build["targets"]["wheel"]["exclude"]
+    tree = Project(project, parse(made)).hatch_tree()
+    assert tree is not None
+    assert set(tree) == {"my_app/__init__.py"}
+
+
+def test_output_is_chosen_if_the_wheel_has_several_packages(project: Path) -> None:
+    (project / "other").mkdir()
+    (project / "other" / "__init__.py").touch()
+    (project / "other" / "epcontext.py").touch()
+    (project / "other" / "c.onnx").touch()
+    wheel = '[tool.hatch.build.targets.wheel]\npackages = ["my_app", "other"]\n'
+    before = f'[project]\nname = "x"\nversion = "1"\n{wheel}'
+    made = add_models(project, before, [new("other/c.onnx")], [CPU])
+    assert parse(made)["tool"]["epcontext"]["output"] == "other/epcontext_models"
+    made = add_models(project, before.replace('"x"', '"my-app"'), [new("other/c.onnx")], [CPU])
+    assert parse(made)["tool"]["epcontext"]["output"] == "my_app/epcontext"
+
+
+def test_hatch_is_told_where_a_package_with_another_name_is(project: Path) -> None:
+    (project / "src").mkdir()
+    (project / "my_app").rename(project / "src" / "my_app")
+    made = add_models(project, '[project]\nname = "x"\nversion = "1"\n', [new()], [CPU])
+    tree = Project(project, parse(made)).hatch_tree()
+    assert tree is not None
+    assert set(tree) == {"my_app/__init__.py"}
+
+
+@pytest.mark.parametrize(
+    "backend", ["setuptools.build_meta", "maturin", "uv_build", "flit_core.buildapi", "mine.build"]
+)
+def test_a_project_of_another_build_backend_gets_only_the_configuration(
+    project: Path, backend: str
+) -> None:
+    before = f'[build-system]\nrequires = ["x"]\nbuild-backend = "{backend}"\n'
+    made = add_models(project, before, [new()], [CPU])
+    assert made.startswith(before)
+    assert parse(made)["tool"].keys() == {"epcontext"}
+
+
 def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> None:
     for name in ("my model", "A"):
         (project / "models" / f"{name}.onnx").touch()
@@ -169,10 +280,6 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
     ("before", "message"),
     [
         ("[tool", "is not TOML"),
-        (
-            '[build-system]\nbuild-backend = "setuptools.build_meta"',
-            "the hook needs Hatch's build backend",
-        ),
         ('[tool.epcontext]\nprovider = "cpu"\nmodels = ["models/a.onnx"]', "exists already"),
         ("tool = { ruff = {} }", "has inline tables"),
     ],

@@ -64,6 +64,36 @@ def test_sizes_in_the_metadata_are_taken(
     assert (found["x", 2], found["x", 3]) == expected
 
 
+def test_the_only_multiple_of_the_strides_that_the_graph_takes_is_found(tmp_path: Path) -> None:
+    # The height becomes 1 in the pooling, and with more the product does not fit.
+    made = model(
+        [
+            helper.make_node("Conv", ["x", "v"], ["z"], strides=(4, 1)),
+            helper.make_node(
+                "MaxPool", ["z"], ["p"], kernel_shape=(4, 1), strides=(4, 1), ceil_mode=1
+            ),
+            helper.make_node("Squeeze", ["p", "axes"], ["y"]),
+        ],
+        [value("x", ["n", 3, "h", 4])],
+        [value("y", ["n", 4, 4])],
+        [weights("v", 4, 3, 1, 1), numpy_helper.from_array(np.array([2]), "axes")],
+    )
+    reply = suggested(tmp_path, made, run=True)
+    assert sizes(reply) == {("x", 0): 1, ("x", 2): 16}
+    assert reply.sizes[1].note == "the only multiple of 16 that the graph takes"
+
+
+def test_lengths_that_fit_are_named_if_others_do_not(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        [value("x", ["batch", "time"])],
+        [value("y", ["batch", "t", 40])],
+        [numpy_helper.from_array(np.array([1, -1, 40]), "shape")],
+    )
+    note = suggested(tmp_path, made, run=True).sizes[1].note
+    assert note == "how long is it? For example 40, 80 and 160 fit, and not all others do"
+
+
 def test_the_only_size_that_the_graph_takes_is_found(tmp_path: Path) -> None:
     made = model(
         [

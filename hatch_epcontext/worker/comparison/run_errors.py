@@ -15,6 +15,7 @@ from hatch_epcontext.text import listing
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.comparison.sizes import only_sizes_matter
 from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.open_sizes import place_of_sizes, sizes_to_fix
 from hatch_epcontext.worker.refusals.conditions import advice
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
@@ -72,6 +73,8 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
             message += (
                 f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
             )
+    if without_size := [each for each in sized(inputs, spec) if not each.is_fixed]:
+        return _without_size(spec, message, without_size)
     hint, settings = (not spec.constants and advice(fixed.graph, spec.key)) or ("", ())
     return Problem.at(
         spec.key,
@@ -81,6 +84,20 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
         *settings,
         *_settings(named, spec),
         Setting(spec.key / "validate" / "tolerance", False),
+    )
+
+
+def _without_size(spec: ModelSpec, message: str, inputs: Sequence[TensorFacts]) -> Problem:
+    """The problem if open dimensions of ``inputs``, which have no size, can be the cause."""
+    names = listing(repr(each.name) for each in inputs)
+    dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
+    settings = [each for tensor in inputs for each in sizes_to_fix(tensor, spec)]
+    return Problem.at(
+        place_of_sizes(inputs[0], spec),
+        Kind.SOURCE_FAILED,
+        f"{message}\nOpen dimensions {dimensions} no size in the configuration, and get 1.",
+        "Give them the sizes that the app feeds.",
+        *settings,
     )
 
 

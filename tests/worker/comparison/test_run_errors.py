@@ -143,3 +143,16 @@ def test_where_values_decide_sizes_other_values_may_help(decides: str) -> None:
     error = RuntimeError("running MatMul node. Name:'product' Status Message: no")
     settings = [str(each) for each in source_failed(spec, made, error).settings]
     assert "tool.epcontext.models[0].validate.inputs" in settings
+
+
+def test_open_dimensions_without_a_size_are_the_likely_cause() -> None:
+    made = model(
+        [helper.make_node("Pad", ["x", "pads"], ["y"], "pad", mode="reflect")],
+        [value("x", [None, "time"])],
+        [value("y", [None, "t"])],
+        [numpy_helper.from_array(np.array([0, 1, 0, 1]), "pads")],
+    )
+    found = problem(made, x=np.ones((1, 1), np.float32))
+    assert "Open dimensions of the input 'x' have no size in the configuration" in found.message
+    assert found.key == Key(("models", 0, "shapes"))
+    assert [str(each) for each in found.settings] == ["tool.epcontext.models[0].shapes.x"]

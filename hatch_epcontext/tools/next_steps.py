@@ -1,0 +1,260 @@
+"""What is left to do for the user after ``epcontext init``: in the app, in its metadata, in its build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from hatch_epcontext.build.requirements import ONNX_RUNTIME
+from hatch_epcontext.config.build_hooks import hooks_for_command
+from hatch_epcontext.config.lines import Lines
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Key
+from hatch_epcontext.package.wheel import output_folder
+from hatch_epcontext.providers import DISTRIBUTIONS, Provider
+from hatch_epcontext.text import listing, to_toml
+from hatch_epcontext.tools.project import FOLDER, HATCHLING, Package, Project
+
+_MOST_NAMED = 3
+"""Of more files than this, a note gives the number."""
+
+_OLDEST_PYTHON = (3, 10)
+"""The oldest Python that the loader runs on."""
+
+
+@dataclass(frozen=True)
+class OpenQuestion:
+    """A model with sizes that only the user knows, and the line of ``pyproject.toml`` that asks for them."""
+
+    path: str
+    line: int | None
+
+
+@dataclass(frozen=True)
+class NextSteps:
+    """What is left to do.
+
+    ``module``: the module with ``load``; ``models`` their names; ``dependencies``: what the app needs and
+    does not list, as strings in TOML with a reason where there is one; ``notes``: sentences; ``questions``
+    by the index of the model.
+    """
+
+    module: str
+    models: tuple[str, ...]
+    dependencies: tuple[str, ...]
+    notes: tuple[str, ...]
+    questions: tuple[OpenQuestion, ...]
+
+
+def next_steps(root: Path, text: str) -> NextSteps:
+    """What is left to do in the project in ``root``, whose ``pyproject.toml`` has a valid ``text``."""
+    values = parse(text)
+    hooks = hooks_for_command(root)
+    config = load(root, values["tool"]["epcontext"], {}, {}, hooks=hooks, pending=bool(hooks))
+    project = Project(root, values)
+    names = tuple(dict.fromkeys(model.configured_name for model in config.models))
+    if project.backend == HATCHLING:
+        module, notes = _with_hatchling(project, config)
+    else:
+        module, notes = _with_export(project, config)
+    notes += tuple(_python(values))
+    questions = tuple(_questions(text, values))
+    return NextSteps(module, names, tuple(_dependencies(values, config)), notes, questions)
+
+
+def _questions(text: str, values: Mapping[str, Any]) -> Iterator[OpenQuestion]:
+    lines = Lines(text)
+    for index, model in enumerate(values["tool"]["epcontext"].get("models", ())):
+        path = model.get("path") if isinstance(model, dict) else model
+        for key in ("dims", "shapes"):
+            if question := lines.question(Key(("models", index, key))):
+                yield OpenQuestion(str(path), question.line)
+
+
+def _with_hatchling(project: Project, config: Config) -> tuple[str, tuple[str, ...]]:
+    """The module with ``load`` in a wheel of hatchling, and notes about this wheel."""
+    tree = project.hatch_tree()
+    notes: list[str] = []
+    output = config.output
+    if output is None:
+        try:
+            output = output_folder(None, tree or {})
+        except ConfigError:
+            found = _package(project, config)
+            output = PurePosixPath(_import_name(project) if found is None else found.name, FOLDER)
+            if found is None:
+                notes.append(
+                    "The project has no import package yet, and the wheel needs one: create "
+                    f"src/{output.parent}/__init__.py."
+                )
+    wheel = project.values.get("tool", {}).get("hatch", {}).get("build", {})
+    wheel = wheel.get("targets", {}).get("wheel", {})
+    if plain := [path for path in _paths(config) if _matches(path, wheel.get("exclude", ()))]:
+        notes.append(
+            f"The wheel leaves out {_names(plain)} (exclude in pyproject.toml), because the app opens "
+            "what was made of them. If other code opens these files, remove them from exclude, and set "
+            'fallback = "none" for those models.'
+        )
+    packed = {path.resolve() for path in (tree or {}).values()}
+    if again := [path for path in _paths(config) if (config.root / path).resolve() in packed]:
+        notes.append(
+            f"{_names(again)}: packed as plain files, too. Add them to exclude in "
+            "[tool.hatch.build.targets.wheel], or move them out of the package."
+        )
+    notes += [
+        f"{path}: packed once more by [tool.hatch.build.targets.wheel.{key}]. Remove it there."
+        for key in ("shared-data", "force-include")
+        for path in _paths(config)
+        if _is_in(path, wheel.get(key, {}))
+    ]
+    return ".".join(output.parts), tuple(notes)
+
+
+def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]]:
+    """The module with ``load`` that another build backend packs, and how it does so."""
+    found = _package(project, config)
+    name = PurePosixPath(_import_name(project)) if found is None else found.name
+    folder = (PurePosixPath("src", name) if found is None else found.folder) / FOLDER
+    front_end = "uv build" if project.backend == "uv_build" else "python -m build"
+    commands = f"    epcontext export -o {folder} --overwrite\n    {front_end}"
+    what = f"The build backend is {project.backend}, which does not run Hatch's hooks"
+    notes = [f"{what}: it packs a folder that you write before each build:\n{commands}"]
+    if found is None:
+        notes.append(f"No import package was found: {folder.parent} is a guess.")
+    if advice := _PACKING.get(project.backend):
+        notes.append(advice.format(package=to_toml(".".join(name.parts)), folder=folder))
+    notes.append(
+        'Or change to hatchling (requires = ["hatchling", "hatch-epcontext"], build-backend = '
+        '"hatchling.build"), and call epcontext init again: then each build compiles the models.'
+    )
+    if inside := [path for path in _paths(config) if path.is_relative_to(folder.parent)]:
+        notes.append(
+            f"{_names(inside)}: the backend may pack them as plain files, too. Move them out of "
+            f"{folder.parent}, such as to models/, or exclude them."
+        )
+    return ".".join((*name.parts, FOLDER)), tuple(notes)
+
+
+_PACKING: Mapping[str, str] = {
+    "setuptools": (
+        "Add to pyproject.toml:\n    [tool.setuptools.package-data]\n"
+        '    {package} = ["epcontext/**"]'
+    ),
+    "maturin": (
+        "If the folder is in .gitignore, add to pyproject.toml:\n    [tool.maturin]\n"
+        '    include = [{{ path = "{folder}/**/*", format = ["sdist", "wheel"] }}]'
+    ),
+    "poetry-core": (
+        "If the folder is in .gitignore, add to pyproject.toml:\n    [tool.poetry]\n"
+        '    include = [{{ path = "{folder}/**/*", format = "wheel" }}]'
+    ),
+    "scikit-build-core": (
+        "If the folder is in .gitignore, add to pyproject.toml:\n    [tool.scikit-build]\n"
+        '    sdist.include = ["{folder}/**"]'
+    ),
+}
+"""What build backends must be told; the others pack all files of an import package."""
+
+
+def _paths(config: Config) -> list[PurePosixPath]:
+    root = config.root
+    paths = (PurePosixPath(each.path.relative_to(root).as_posix()) for each in config.models)
+    return list(dict.fromkeys(paths))
+
+
+def _names(paths: list[PurePosixPath]) -> str:
+    names = [str(path) for path in paths[:_MOST_NAMED]]
+    more = len(paths) - len(names)
+    return listing([*names, f"{more} more"] if more else names)
+
+
+def _matches(path: PurePosixPath, patterns: Iterable[str]) -> bool:
+    return any(str(path) == pattern.lstrip("/") for pattern in patterns)
+
+
+def _is_in(path: PurePosixPath, included: Mapping[str, str]) -> bool:
+    return any(path.is_relative_to(source.strip("/")) for source in included)
+
+
+def _package(project: Project, config: Config) -> Package | None:
+    packages = {each.folder: each for each in project.packages()}
+    folder = project.choose(packages, _paths(config))
+    return None if folder is None else packages[folder]
+
+
+def _import_name(project: Project) -> str:
+    return str(canonicalize_name(project.name)).replace("-", "_")
+
+
+def _dependencies(values: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """What the app needs to run, and does not depend on."""
+    project = values.get("project", {})
+    given = dict(_parsed(project.get("dependencies", ())))
+    extras = {
+        name: extra
+        for extra, listed in project.get("optional-dependencies", {}).items()
+        for name, _ in _parsed(listed)
+    }
+    providers = {each.provider.name: each.provider for each in config.targets}
+    wanted = next((name for name in DISTRIBUTIONS if name in given), None)
+    if wanted is None:
+        name = _distribution(providers.values())
+        only = f"  (so far only in the extra {extras[name]})" if name in extras else ""
+        yield f"{to_toml(name + ONNX_RUNTIME)}{only}"
+    elif given[wanted].contains("1.22"):
+        yield f"{to_toml(wanted + ONNX_RUNTIME)}  (instead of {to_toml(f'{wanted}{given[wanted]}')})"
+    for provider in providers.values():
+        for requirement in provider.requirements:
+            name = canonicalize_name(Requirement(requirement).name)
+            if name not in given and name not in extras:
+                text = to_toml(f"{requirement}{_marker(provider)}")
+                yield f"{text}  (for {provider.name}; or in an extra)"
+
+
+def _parsed(requirements: Iterable[str]) -> Iterator[tuple[str, SpecifierSet]]:
+    for each in requirements:
+        try:
+            requirement = Requirement(each)
+        except InvalidRequirement:
+            continue
+        yield canonicalize_name(requirement.name), requirement.specifier
+
+
+def _distribution(providers: Iterable[Provider]) -> str:
+    possible = [set(provider.distributions) for provider in providers]
+    return next(
+        (name for name in DISTRIBUTIONS if all(name in each for each in possible)), DISTRIBUTIONS[0]
+    )
+
+
+def _marker(provider: Provider) -> str:
+    parts = []
+    if provider.python > _OLDEST_PYTHON:
+        parts.append(f"python_version >= '{provider.python[0]}.{provider.python[1]}'")
+    if provider.systems:
+        systems = " or ".join(f"sys_platform == '{each}'" for each in provider.systems)
+        parts.append(f"({systems})" if parts and len(provider.systems) > 1 else systems)
+    return f"; {' and '.join(parts)}" if parts else ""
+
+
+def _python(values: Mapping[str, Any]) -> Iterator[str]:
+    """A note if the project is for older versions of Python than the loader."""
+    given = values.get("project", {}).get("requires-python")
+    oldest, older = _OLDEST_PYTHON, f"{_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1] - 1}"
+    try:
+        too_old = isinstance(given, str) and SpecifierSet(given).contains(older)
+    except InvalidSpecifier:
+        return
+    if too_old:
+        yield (
+            f"requires-python is {to_toml(given)}, and the loader needs Python {oldest[0]}.{oldest[1]} or "
+            "newer."
+        )

@@ -1,0 +1,168 @@
+"""What is known of a project from its files: its build backend, its import packages, its models."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from hatch_epcontext.package.manifest import read_own
+
+HATCHLING = "hatchling"
+
+FOLDER = "epcontext"
+"""The package's folder in the app's import package."""
+
+_BACKENDS = {
+    "hatchling": HATCHLING,
+    "setuptools": "setuptools",
+    "maturin": "maturin",
+    "scikit_build_core": "scikit-build-core",
+    "poetry": "poetry-core",
+    "pdm": "pdm-backend",
+    "uv_build": "uv_build",
+    "flit_core": "flit",
+    "flit": "flit",
+}
+"""Names of build backends, by the first part of ``build-backend``."""
+
+_OUTPUTS = frozenset({"build", "dist", "node_modules", "site-packages", "__pycache__"})
+
+_NOT_THE_APP = frozenset(
+    {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
+)
+"""Folders whose models and packages are not the app's."""
+
+_SOURCES = ("src", "python", "lib", "")
+"""Folders that contain import packages, in the usual layouts."""
+
+_DEPTH = 4
+"""Names in the longest import package that is found: ``livekit.plugins.silero`` has three."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An import package: ``name`` is its path where it is installed, ``folder`` that in the project."""
+
+    name: PurePosixPath
+    folder: PurePosixPath
+
+
+@dataclass(frozen=True)
+class Project:
+    """The project in the folder ``root``; ``values`` are those of its ``pyproject.toml``."""
+
+    root: Path
+    values: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The project's name, or that of its folder."""
+        name = _table(self.values, "project").get("name")
+        return name if isinstance(name, str) else self.root.name
+
+    @property
+    def backend(self) -> str:
+        """The name of the build backend; without any it is hatchling, for a new project."""
+        system = _table(self.values, "build-system")
+        given = system.get("build-backend")
+        if isinstance(given, str):
+            return _BACKENDS.get(re.split(r"[.:]", given)[0], given)
+        old = any((self.root / name).is_file() for name in ("setup.py", "setup.cfg"))
+        return "setuptools" if system or old else HATCHLING
+
+    def hatch_tree(self) -> dict[str, Path] | None:
+        """The files that hatchling puts into the wheel, by their path in it; None if it refuses to say."""
+        from hatchling.builders.wheel import WheelBuilder
+
+        try:
+            builder = WheelBuilder(str(self.root), config=dict(self.values))
+            selected = list(builder.recurse_selected_project_files())
+        except Exception:
+            # Metadata may need plugins that only the build environment has.
+            return None
+        return {Path(each.distribution_path).as_posix(): Path(each.path) for each in selected}
+
+    def packages(self) -> list[Package]:
+        """The outermost import packages in the project's folders, without tests and examples."""
+        found: dict[PurePosixPath, PurePosixPath] = {}
+        for source in dict.fromkeys((*self._configured_sources(), *_SOURCES)):
+            for folder, _ in _walk(self.root / source, skip=_NOT_THE_APP):
+                inside = folder.relative_to(self.root / source)
+                is_package = (folder / "__init__.py").is_file()
+                if is_package and inside.parts and len(inside.parts) <= _DEPTH:
+                    name = PurePosixPath(inside.as_posix())
+                    path = PurePosixPath(folder.relative_to(self.root).as_posix())
+                    if path not in found.values():
+                        found.setdefault(name, path)
+        # A folder for packages can look like a namespace.
+        packages = [
+            Package(name, folder)
+            for name, folder in found.items()
+            if found.keys().isdisjoint(name.parents)
+        ]
+        return sorted(packages, key=lambda package: str(package.name))
+
+    def _configured_sources(self) -> Iterator[str]:
+        tool = _table(self.values, "tool")
+        for table, key in (("maturin", "python-source"), ("uv", "module-root")):
+            values = _table(tool, table)
+            given = (_table(values, "build-backend") if table == "uv" else values).get(key)
+            if isinstance(given, str) and ".." not in given and (self.root / given).is_dir():
+                yield given.strip("/")
+
+    def choose(
+        self, packages: Iterable[PurePosixPath], models: Iterable[PurePosixPath]
+    ) -> PurePosixPath | None:
+        """The one of ``packages`` that is the app's: the only one, or that with the project's name.
+
+        Otherwise that with ``models``, which are paths as those of the packages; None if it is unknown.
+        """
+        all_of_them = list(packages)
+        if len(all_of_them) == 1:
+            return all_of_them[0]
+        wanted = canonicalize_name(self.name)
+        named = [p for p in all_of_them if canonicalize_name("-".join(p.parts)) == wanted]
+        files = list(models)
+        with_models = [p for p in all_of_them if any(file.is_relative_to(p) for file in files)]
+        return next(iter([*named, *with_models]), None)
+
+
+def find_models(root: Path) -> tuple[list[Path], list[Path]]:
+    """The ONNX files of the project in ``root``, and those in its tests, docs and examples.
+
+    Hidden folders, virtual environments, build outputs and packages that this tool wrote are left out.
+    """
+    app: list[Path] = []
+    others: list[Path] = []
+    for folder, files in _walk(root):
+        names = {part.casefold() for part in folder.relative_to(root).parts}
+        found = [folder / name for name in files if name.casefold().endswith(".onnx")]
+        (app if names.isdisjoint(_NOT_THE_APP) else others).extend(found)
+    return app, others
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
+    """The folders of a project with the names of their files, in order."""
+    for path, folders, files in os.walk(root):
+        folder = Path(path)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in _OUTPUTS
+            and name.casefold() not in skip
+            and not (folder / name / "pyvenv.cfg").exists()
+            and read_own(folder / name) is None
+        )
+        yield folder, sorted(files)
+
+
+def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = values.get(name)
+    return table if isinstance(table, dict) else {}

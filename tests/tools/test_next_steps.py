@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.tools.next_steps import next_steps
+
+TABLE = """\
+[tool.epcontext.targets.qnn]
+provider = "qnn"
+[tool.epcontext.targets.cpu]
+provider = "cpu"
+[[tool.epcontext.models]]
+path = "my_app/c.onnx"
+# dims = { width = ? }
+"""
+
+
+def head(project: Path, more: str = "", backend: str = "hatchling.build") -> str:
+    (project / "my_app" / "c.onnx").touch()
+    return (
+        f'[build-system]\nrequires = []\nbuild-backend = "{backend}"\n'
+        f'[project]\nname = "my-app"\nversion = "1"\n{more}\n'
+    )
+
+
+def test_the_lines_of_the_app_are_those_of_the_project(project: Path) -> None:
+    (project / "models" / "c.onnx").touch()
+    more = '[[tool.epcontext.models]]\npath = "models/c.onnx"\nname = "d"\n'
+    steps = next_steps(project, head(project) + TABLE + more)
+    assert (steps.module, steps.models) == ("my_app.epcontext", ("c", "d"))
+    (question,) = steps.questions
+    assert (question.path, question.line) == ("my_app/c.onnx", 14)
+    chosen = next_steps(project, head(project) + '[tool.epcontext]\noutput = "x/y"\n' + TABLE)
+    assert chosen.module == "x.y"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", ['"onnxruntime>=1.23"', '"onnxruntime-qnn>=2.7; python_version']),
+        ('dependencies = ["onnxruntime>=1.24", "onnxruntime_qnn"]', []),
+        (
+            'dependencies = ["onnxruntime-gpu>=1", "onnxruntime-qnn"]',
+            ['"onnxruntime-gpu>=1.23"  (instead of'],
+        ),
+        (
+            '[project.optional-dependencies]\nnpu = ["onnxruntime", "onnxruntime-qnn"]',
+            ['"onnxruntime>=1.23"  (so far only in the extra npu)'],
+        ),
+    ],
+)
+def test_missing_dependencies_of_the_app_are_listed(
+    project: Path, given: str, expected: list[str]
+) -> None:
+    steps = next_steps(project, head(project, given) + TABLE)
+    assert len(steps.dependencies) == len(expected)
+    assert all(map(str.startswith, steps.dependencies, expected))
+
+
+def test_files_that_are_packed_twice_are_noted(project: Path) -> None:
+    (plain,) = next_steps(project, head(project) + TABLE).notes
+    assert plain.startswith("my_app/c.onnx: packed as plain files, too.")
+    wheel = '[tool.hatch.build.targets.wheel]\nexclude = ["my_app/c.onnx"]\nshared-data = { my_app = "x" }\n'
+    left_out, shared = next_steps(project, head(project) + wheel + TABLE).notes
+    assert left_out.startswith("The wheel leaves out my_app/c.onnx")
+    assert shared.startswith(
+        "my_app/c.onnx: packed once more by [tool.hatch.build.targets.wheel.shared"
+    )
+
+
+def test_an_older_python_and_a_missing_package_are_noted(project: Path) -> None:
+    (project / "my_app" / "__init__.py").unlink()
+    notes = next_steps(project, head(project, 'requires-python = ">=3.8"') + TABLE).notes
+    assert any("create src/my_app/__init__.py" in note for note in notes)
+    assert any("the loader needs Python 3.10" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        (
+            "setuptools.build_meta",
+            '[tool.setuptools.package-data]\n    "my_app" = ["epcontext/**"]',
+        ),
+        (
+            "poetry.core.masonry.api",
+            'include = [{ path = "my_app/epcontext/**/*", format = "wheel" }]',
+        ),
+        ("scikit_build_core.build", 'sdist.include = ["my_app/epcontext/**"]'),
+        ("maturin", 'format = ["sdist", "wheel"] }]'),
+        ("uv_build", "uv build"),
+    ],
+)
+def test_other_build_backends_pack_what_is_exported(project: Path, backend: str, said: str) -> None:
+    steps = next_steps(project, head(project, backend=backend) + TABLE)
+    notes = "\n".join(steps.notes)
+    assert steps.module == "my_app.epcontext"
+    assert "epcontext export -o my_app/epcontext --overwrite" in notes
+    assert said in notes
+    assert "my_app/c.onnx: the backend may pack them as plain files, too" in notes
