@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,8 @@ class Adopter:
     """A package by its version and the sha256 of its file, and what runs of it.
 
     ``script`` is in ``apps``. ``npu`` and ``cpu`` are the targets that its models open on: where a device may
-    be simulated, and by default. ``extra`` installs what the package needs for its models.
+    be simulated, and by default. ``extra`` installs what the package needs for its models, and ``pins`` fixes
+    the versions of what is large.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Adopter:
     script: str
     npu: Mapping[str, str]
     extra: str = ""
+    pins: Sequence[str] = ()
     is_wheel: bool = False
 
     @property
@@ -77,6 +79,7 @@ ADOPTERS = (
         "run_silero.py",
         {"silero_vad": "cpu", "silero_vad_16k_op15": "npu"},
         extra="[onnx-cpu]",
+        pins=["torch==2.13.0"],
     ),
     Adopter(
         "livekit-plugins-silero",

@@ -55,7 +55,8 @@ def adopted(
     figures.append(f"{adopter.name} patched: {size(after)}, built in {seconds:.0f} s")
     environment = make_environment(root / "venv", own)
     python = environment.executable("python")
-    pip(python, "install", "-q", f"{before}{adopter.extra}", "onnxruntime-qnn>=2.7")
+    needed = (f"{before}{adopter.extra}", "onnxruntime-qnn>=2.7", *adopter.pins)
+    pip(python, "install", "-q", *needed)
     script = (HERE / "apps" / adopter.script, *sounds(adopter, root))
     runs = {"plain": facts_in(environment.python(script[0], "plain", *script[1:]))}
     pip(python, "install", "-q", "--no-deps", "--force-reinstall", after)
