@@ -9,6 +9,7 @@ project with two targets, and the models that the pages name. So most commands n
 - it is abbreviated, or takes too long: name it in `WRITTEN_OUT`, with what is run in its place;
 - it cannot run without certain hardware: name it in `FAILING`, with the reason and the message;
 - it needs what Python or another build has made before, by a line of the page: name that in `SCRIPTS`;
+- it prints something else than its page shows, such as of another model: name it in `OTHER_OUTPUT`;
 - it is a part of a sentence, and nobody types it like this: name it in `NOT_RUN`, with the reason.
 
 A command is named as its page has it, with single spaces. What no page has is an error, so that nothing here
@@ -143,7 +144,6 @@ WRITTEN_OUT = {
     "epcontext bench model.onnx -p qnn -O soc_model=60 --dim batch=1 --plot bench.png": (
         "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1 --no-embed"
     ),
-    "epcontext bench MODEL...": "epcontext bench model.onnx -p cpu --dim batch=1 -n 1 --no-embed",
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... --package DIR": (
         "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
@@ -199,7 +199,15 @@ SCRIPTS = {
 }
 """The lines that call Python, and what Python is called with. Other lines than these are not run."""
 
+OTHER_OUTPUT = {
+    "epcontext inspect rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx": (
+        "the page shows the real model, which tests/adopters fetches"
+    ),
+}
+"""The commands that print something else here than on their page, each with the reason."""
+
 NOT_RUN: dict[str, str] = {
+    "epcontext bench MODEL...": "takes long, and docs/performance.md has it with all arguments",
     "epcontext doctor --library PATH": "names the command in a sentence",
 }
 """The commands that are a part of a sentence, each with the reason."""
