@@ -86,7 +86,7 @@ def open_frozen(program: Path, device: str, folder: Path) -> list[str]:
     env = {"HOME": str(home), "LOCALAPPDATA": str(home), "TMPDIR": str(folder)}
     printed = run(program, device, IMAGE, cwd=home, env=env).splitlines()
     # QNN's simulator prints lines of its own.
-    return [line for line in printed if "onnxruntime" not in line and "LIBNATIVE" not in line]
+    return [line for line in printed if ":onnxruntime:" not in line and "LIBNATIVE" not in line]
 
 
 NPU = [
