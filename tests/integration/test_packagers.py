@@ -75,8 +75,9 @@ def plain(env: Env, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 def freeze(environment: Environment, folder: Path, *flags: str, fails: bool = False) -> str:
     (folder / "main.py").write_text(MAIN, encoding="utf-8")
-    command = (environment.executable("pyinstaller"), "--noconfirm", "--name", "digits", *flags)
-    return run(*command, "main.py", cwd=folder, env=environment.env, fails=fails)
+    program = environment.executable("pyinstaller")
+    command = ("--noconfirm", "--name", "digits", *flags, "main.py")
+    return run(program, *command, cwd=folder, env=environment.env, fails=fails)
 
 
 def open_frozen(program: Path, device: str, folder: Path) -> list[str]:
@@ -182,8 +183,8 @@ def test_the_app_runs_from_a_zip_archive(
     stamps = set()
     for arguments in archived.values():
         for device, expected in (("any", NPU), ("cpu", CPU)):
-            command = [app.executable("python"), *arguments, device, IMAGE]
-            printed = run(*command, cwd=tmp_path, env=env).splitlines()
+            python = app.executable("python")
+            printed = run(python, *arguments, device, IMAGE, cwd=tmp_path, env=env).splitlines()
             assert [line for line in printed if line in expected] == expected
         copied = sorted((cache / "digits_app" / "unpacked").rglob("*.onnx"))
         assert {file.name for file in copied} == {"digits_ctx.onnx", "digits_optimized.onnx"}
