@@ -1786,7 +1786,7 @@ def _remove_oldest(folder: Path, keep: str, unused_for: float = 0.0) -> None:
         with contextlib.suppress(OSError):
             used = each.stat().st_mtime
             if each.name.startswith("."):
-                # It belongs to a process that compiles, or that was killed long ago.
+                # It belongs to a process that compiles or copies, or that was killed long ago.
                 if used < time.time() - _DAY:
                     shutil.rmtree(each, ignore_errors=True)
             elif each.is_dir():
