@@ -62,8 +62,9 @@ def add_models(
 
     If it is configured already, the models that it does not list are added, and ``providers`` must be
     empty. Projects of hatchling, and those without a build backend, get the build requirement and the
-    hook too; their wheels leave out the plain files of the new models. Raises ConfigError when that is
-    impossible; the result is always a valid configuration, and has all that was in ``text``.
+    hook too; their wheels leave out the plain files of the new models, and those of all models where the
+    hook is new. Raises ConfigError when that is impossible; the result is always a valid configuration,
+    and has all that was in ``text``.
     """
     try:
         document = tomlkit.parse(text)
@@ -92,7 +93,9 @@ def add_models(
     output = None
     if project.backend == HATCHLING:
         appended += _build_system(document, before)
-        wheel, output = _in_the_wheel(project, new, table)
+        # One that has just moved to hatchling lists its models already.
+        packed = new if _has_hook(tool) or _keeps_plain_files(table) else models
+        wheel, output = _in_the_wheel(project, packed, table)
         # Before the hook's table, which is inside of it.
         appended += _extend_wheel(document, before, wheel)
         if not _has_hook(tool):
@@ -261,6 +264,12 @@ def _has_hook(tool: Mapping[str, Any]) -> bool:
     build = tool.get("hatch", {}).get("build", {})
     wheel = build.get("targets", {}).get("wheel", {})
     return "epcontext" in build.get("hooks", {}) or "epcontext" in wheel.get("hooks", {})
+
+
+def _keeps_plain_files(table: Mapping[str, Any] | None) -> bool:
+    """Whether some models have a ``fallback`` of their own, as for plain files that the app opens."""
+    models = (table or {}).get("models", ())
+    return any(isinstance(each, dict) and "fallback" in each for each in models)
 
 
 def _listed(root: Path, table: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

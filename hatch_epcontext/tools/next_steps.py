@@ -99,15 +99,15 @@ def _with_hatchling(project: Project, config: Config) -> tuple[str, tuple[str, .
     wheel = wheel.get("targets", {}).get("wheel", {})
     if plain := [path for path in _paths(config) if _matches(path, wheel.get("exclude", ()))]:
         notes.append(
-            f"The wheel leaves out {_names(plain)} (exclude in pyproject.toml), because the app opens "
-            "what was made of them. If other code opens these files, remove them from exclude, and set "
-            'fallback = "none" for those models.'
+            f"The wheel leaves out {_names(plain)} (exclude in pyproject.toml): the app opens the "
+            "compiled models. Where other code opens a plain file, remove it from exclude, and set "
+            'fallback = "none" for its model.'
         )
     packed = {path.resolve() for path in (tree or {}).values()}
     if again := [path for path in _paths(config) if (config.root / path).resolve() in packed]:
         notes.append(
-            f"{_names(again)}: packed as plain files, too. Add them to exclude in "
-            "[tool.hatch.build.targets.wheel], or move them out of the package."
+            f"Packed in plain form, too: {_names(again)}. Add the paths to exclude in "
+            "[tool.hatch.build.targets.wheel], or move the files out of the package."
         )
     notes += [
         f"{path}: packed once more by [tool.hatch.build.targets.wheel.{key}]. Remove it there."
@@ -129,37 +129,59 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
     notes = [f"{what}: it packs a folder that you write before each build:\n{commands}"]
     if found is None:
         notes.append(f"No import package was found: {folder.parent} is a guess.")
-    if advice := _PACKING.get(project.backend):
-        notes.append(advice.format(package=to_toml(".".join(name.parts)), folder=folder))
+    if packing := _PACKING.get(project.backend):
+        notes.append(packing.advice(project.values, ".".join(name.parts), folder))
     notes.append(
         'Or change to hatchling (requires = ["hatchling", "hatch-epcontext"], build-backend = '
         '"hatchling.build"), and call epcontext init again: then each build compiles the models.'
     )
     if inside := [path for path in _paths(config) if path.is_relative_to(folder.parent)]:
         notes.append(
-            f"{_names(inside)}: the backend may pack them as plain files, too. Move them out of "
+            f"The backend may pack plain models, too: {_names(inside)}. Move them out of "
             f"{folder.parent}, such as to models/, or exclude them."
         )
     return ".".join((*name.parts, FOLDER)), tuple(notes)
 
 
-_PACKING: Mapping[str, str] = {
-    "setuptools": (
-        "Add to pyproject.toml:\n    [tool.setuptools.package-data]\n"
-        '    {package} = ["epcontext/**"]'
+@dataclass(frozen=True)
+class _Packing:
+    """What a build backend must be told: an ``item`` in the list ``key`` of ``[tool.<table>]``.
+
+    ``{package}`` and ``{folder}`` stand for the import package, and for the folder that is exported.
+    """
+
+    table: str
+    key: str
+    item: str
+    if_ignored: bool = True
+    """Whether that is only needed if git ignores the folder."""
+
+    def advice(self, values: Mapping[str, Any], package: str, folder: PurePosixPath) -> str:
+        """What the user writes, as it fits what ``values``, those of ``pyproject.toml``, have already."""
+        key = self.key.format(package=to_toml(package))
+        item = self.item.replace("{folder}", str(folder))
+        given: Any = values.get("tool", {})
+        # The dots in the name of a package are not those of TOML.
+        parts = (each.format(package=package) for each in self.key.split("."))
+        for name in (*self.table.split("."), *parts):
+            given = given.get(name) if isinstance(given, dict) else None
+        start = "If the folder is in .gitignore, add" if self.if_ignored else "Add"
+        if given:
+            return (
+                f"{start} to the list {key} in [tool.{self.table}] of pyproject.toml:\n    {item}"
+            )
+        return f"{start} to [tool.{self.table}] in pyproject.toml:\n    {key} = [{item}]"
+
+
+_PACKING: Mapping[str, _Packing] = {
+    "setuptools": _Packing(
+        "setuptools.package-data", "{package}", '"epcontext/**"', if_ignored=False
     ),
-    "maturin": (
-        "If the folder is in .gitignore, add to pyproject.toml:\n    [tool.maturin]\n"
-        '    include = [{{ path = "{folder}/**/*", format = ["sdist", "wheel"] }}]'
+    "maturin": _Packing(
+        "maturin", "include", '{ path = "{folder}/**/*", format = ["sdist", "wheel"] }'
     ),
-    "poetry-core": (
-        "If the folder is in .gitignore, add to pyproject.toml:\n    [tool.poetry]\n"
-        '    include = [{{ path = "{folder}/**/*", format = "wheel" }}]'
-    ),
-    "scikit-build-core": (
-        "If the folder is in .gitignore, add to pyproject.toml:\n    [tool.scikit-build]\n"
-        '    sdist.include = ["{folder}/**"]'
-    ),
+    "poetry-core": _Packing("poetry", "include", '{ path = "{folder}/**/*", format = "wheel" }'),
+    "scikit-build-core": _Packing("scikit-build", "sdist.include", '"{folder}/**"'),
 }
 """What build backends must be told; the others pack all files of an import package."""
 

@@ -103,7 +103,9 @@ def handle(request: SuggestRequest) -> SuggestReply:
         sizes = {**tried, **sizes}
     hints = {"length": _length_hints(fitting, _sample_rate(model))}
     hints |= {
-        side: [f"A multiple of {factor} fits"] for side, factor in factors.items() if factor > 1
+        side: [f"Multiples of {factor} fit, others may not"]
+        for side, factor in factors.items()
+        if factor > 1
     }
     found = (
         OpenSize(*place, *sizes.get(place, (None, _question(kind, hints.get(kind, [])))))
@@ -258,7 +260,7 @@ def _tried(
         else:
             refused += 1
     if len(taken) == 1 and not trial.is_over:
-        note = "the only size found that the graph takes"
+        note = f"{taken[0]} is the only size found that the graph takes"
         return {**found, **dict.fromkeys(still_open, (taken[0], note))}, []
     return found, (taken if refused else [])
 
@@ -291,7 +293,7 @@ def _only_multiples(
             for times in (1, 2, 3)
         )
         if factor > 1 and trial.takes(next(tried)) and not any(map(trial.takes, tried)):
-            found[place] = factor, f"the only multiple of {factor} that the graph takes"
+            found[place] = factor, f"{factor} is the only multiple of it that the graph takes"
     return {} if trial.is_over else found
 
 

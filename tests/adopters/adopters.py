@@ -114,12 +114,12 @@ def apply(patch: Path, project: Path) -> None:
 
 
 def changed_lines(patch: Path) -> dict[str, int]:
-    """The lines that ``patch`` adds and removes, without empty ones, by the suffix of their file."""
+    """The lines that ``patch`` adds and removes, by the suffix of their file."""
     counts: dict[str, int] = {}
     suffix = ""
     for line in patch.read_text(encoding="utf-8").splitlines():
         if line.startswith("+++ "):
             suffix = Path(line).suffix
-        elif line.startswith(("+", "-")) and not line.startswith("---") and line[1:].strip():
+        elif line.startswith(("+", "-")) and not line.startswith("---"):
             counts[suffix] = counts.get(suffix, 0) + 1
     return counts

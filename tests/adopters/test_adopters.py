@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ def test_a_patch_is_small(adopter: Adopter) -> None:
     assert 0 < changed[".toml"] < 25
     assert 0 < changed[".py"] < 10
     assert changed.get(".yaml", 0) <= 2
+
+
+def test_the_page_shows_the_whole_patch() -> None:
+    page = (HERE.parent.parent / "docs" / "adopting.md").read_text(encoding="utf-8")
+    patch = next(each for each in ADOPTERS if each.is_wheel).patch.read_text(encoding="utf-8")
+    shown = "".join(re.findall(r"```diff\n(.*?)```", page, re.DOTALL))
+    # git names the files once more, and the function of each hunk.
+    plain = re.sub(r"^(diff|index) .*\n|(?<= @@) .*", "", patch, flags=re.MULTILINE)
+    assert sorted(shown.split("--- a/")) == sorted(plain.split("--- a/"))
 
 
 @dataclass(frozen=True)

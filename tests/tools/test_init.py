@@ -234,6 +234,23 @@ def test_the_wheel_leaves_out_the_plain_files(
     assert set(tree) == {"my_app/__init__.py"}
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_models_of_a_project_that_moved_to_hatchling_are_left_out_of_its_wheel(
+    project: Path, *, kept: bool
+) -> None:
+    (project / "my_app" / "c.onnx").touch()
+    head = '[build-system]\nrequires = []\nbuild-backend = "{}"\n[project]\nname = "my-app"\nversion = "1"\n'
+    models = [new("my_app/c.onnx")]
+    old, moved = (head.format(name) for name in ("setuptools.build_meta", "hatchling.build"))
+    configured = add_models(project, old, models, [CPU]).replace(old, moved)
+    if kept:
+        configured += 'fallback = "none"\n'
+    made = add_models(project, configured, models, [])
+    assert ("exclude = " in made) is not kept
+    assert models_of(made) == models_of(configured)
+    assert add_models(project, made, models, []) == made
+
+
 def test_output_is_chosen_if_the_wheel_has_several_packages(project: Path) -> None:
     (project / "other").mkdir()
     (project / "other" / "__init__.py").touch()

@@ -61,7 +61,7 @@ def test_missing_dependencies_of_the_app_are_listed(
 
 def test_files_that_are_packed_twice_are_noted(project: Path) -> None:
     (plain,) = next_steps(project, head(project) + TABLE).notes
-    assert plain.startswith("my_app/c.onnx: packed as plain files, too.")
+    assert plain.startswith("Packed in plain form, too: my_app/c.onnx.")
     wheel = '[tool.hatch.build.targets.wheel]\nexclude = ["my_app/c.onnx"]\nshared-data = { my_app = "x" }\n'
     left_out, shared = next_steps(project, head(project) + wheel + TABLE).notes
     assert left_out.startswith("The wheel leaves out my_app/c.onnx")
@@ -82,7 +82,7 @@ def test_an_older_python_and_a_missing_package_are_noted(project: Path) -> None:
     [
         (
             "setuptools.build_meta",
-            '[tool.setuptools.package-data]\n    "my_app" = ["epcontext/**"]',
+            'Add to [tool.setuptools.package-data] in pyproject.toml:\n    "my_app" = ["epcontext/**"]',
         ),
         (
             "poetry.core.masonry.api",
@@ -99,4 +99,26 @@ def test_other_build_backends_pack_what_is_exported(project: Path, backend: str,
     assert steps.module == "my_app.epcontext"
     assert "epcontext export -o my_app/epcontext --overwrite" in notes
     assert said in notes
-    assert "my_app/c.onnx: the backend may pack them as plain files, too" in notes
+    assert "The backend may pack plain models, too: my_app/c.onnx." in notes
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "said"),
+    [
+        (
+            "setuptools.build_meta",
+            '[tool.setuptools.package-data]\nmy_app = ["*.yaml"]',
+            'to the list "my_app" in [tool.setuptools.package-data] of pyproject.toml:\n    "epcontext/**"',
+        ),
+        (
+            "scikit_build_core.build",
+            '[tool.scikit-build]\nsdist.include = ["x"]',
+            'to the list sdist.include in [tool.scikit-build] of pyproject.toml:\n    "my_app/epcontext/**"',
+        ),
+    ],
+)
+def test_a_list_that_exists_is_not_to_be_written_again(
+    project: Path, backend: str, given: str, said: str
+) -> None:
+    notes = next_steps(project, head(project, backend=backend) + f"{given}\n" + TABLE).notes
+    assert any(said in note for note in notes)

@@ -39,8 +39,8 @@ def test_a_batch_is_one_and_sides_of_images_are_questions(tmp_path: Path) -> Non
     assert sizes(reply) == {("x", 0): 1, ("x", 2): None, ("x", 3): None}
     assert [each.note for each in reply.sizes] == [
         "1 is a guess",
-        "how high are the images? A multiple of 16 fits",
-        "how wide are the images? A multiple of 4 fits",
+        "how high are the images? Multiples of 16 fit, others may not",
+        "how wide are the images? Multiples of 4 fit, others may not",
     ]
 
 
@@ -80,7 +80,7 @@ def test_the_only_multiple_of_the_strides_that_the_graph_takes_is_found(tmp_path
     )
     reply = suggested(tmp_path, made, run=True)
     assert sizes(reply) == {("x", 0): 1, ("x", 2): 16}
-    assert reply.sizes[1].note == "the only multiple of 16 that the graph takes"
+    assert reply.sizes[1].note == "16 is the only multiple of it that the graph takes"
 
 
 def test_lengths_that_fit_are_named_if_others_do_not(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ class Checked:
 
 def _warning(each: Run, error: BuildError) -> str:
     first, *others = (problem.message.splitlines()[0] for problem in error.problems)
-    more = f" So do {count(len(others), 'other output')}." if others else ""
+    verb = "does" if len(others) == 1 else "do"
+    more = f" So {verb} {count(len(others), 'other output')}." if others else ""
     return f"{first}{more} This counts only if the app can have such inputs."
 
 
