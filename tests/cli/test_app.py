@@ -114,7 +114,7 @@ _MAIN = "import sys; from hatch_epcontext.cli import main; sys.argv[0] = 'epcont
 
 @pytest.mark.parametrize(
     ("arguments", "code", "with_errors"),
-    [(["schema"], 0, False), (["inspect", "nothing.onnx"], 2, True)],
+    [(["schema"], 0, False), (["validate", "nothing.onnx"], 2, True)],
 )
 def test_a_reader_that_leaves_is_no_error(
     arguments: list[str], code: int, with_errors: bool
