@@ -144,11 +144,12 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _write_sbom(
         self, result: Result, made: Bundle, output: PurePosixPath, staging: Path
     ) -> Path:
+        from hatch_epcontext.config.lines import PyprojectNames
         from hatch_epcontext.package import sbom
 
         core = self.metadata.core
         project = sbom.Project(core.name, self.metadata.version, core.license_expression or None)
-        for message in sbom.unlicensed(result):
+        for message in sbom.unlicensed(result, PyprojectNames(Path(self.root))):
             self._warning(message)
         return sbom.write(result, made, output, project, staging)
 

@@ -94,7 +94,9 @@ def test_a_wheel_with_an_sbom_is_the_same_each_time(
         content = json.loads(archive.read(place))
         assert place in archive.read("my_app-1.0.dist-info/RECORD").decode()
     assert content["metadata"]["component"]["purl"] == "pkg:pypi/my-app@1.0"
-    assert "tool.epcontext.models[0]: no license is known" in capsys.readouterr().err
+    assert (
+        "tool.epcontext.models[0] (models/a.onnx): no license is known" in capsys.readouterr().err
+    )
     wheel.unlink()
     assert make(root).read_bytes() == first
 

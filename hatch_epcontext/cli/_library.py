@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from hatch_epcontext.cli._flag_errors import FlagNames
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.ipc.protocol import EpDevice
@@ -103,7 +104,7 @@ def _show_problems(found: LibraryDiagnosis) -> None:
         return
     echo("problems:")
     for problem in found.problems:
-        _show_lines(problem.message, problem.advice(), _own_log(problem))
+        _show_lines(problem.message, problem.advice(FlagNames({})), _own_log(problem))
     for (message, log), names in graphs.items():
         # Advice is about the models of a project.
         _show_lines(f"{', '.join(names)}: {message}", "", log)

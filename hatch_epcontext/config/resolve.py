@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packaging.licenses import canonicalize_license_expression
-
 from hatch_epcontext.config.checks.common import check_duplicates, check_name
 from hatch_epcontext.config.checks.model import (
     applicable,
@@ -158,7 +156,7 @@ class Resolver:
             validate=validate,
             fallback=table.fallback or self._table.fallback,
             cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
-            license=canonicalize_license_expression(table.license) if table.license else None,
+            license=table.license,
         )
 
     def _validate(self, key: Key, given: Any) -> Checked[ValidateSettings]:

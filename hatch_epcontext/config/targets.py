@@ -34,10 +34,11 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
 
 def is_path(library: str) -> bool:
     """Whether ``library`` is the path of a file, and not the name of a package."""
-    return re.fullmatch(r"\w+(\.\w+)*", library) is None or Path(library).suffix in _LIBRARIES
+    return re.fullmatch(r"\w+(\.\w+)*", library) is None or Path(library).suffix in LIBRARIES
 
 
-_LIBRARIES = (".so", ".dll", ".dylib")
+LIBRARIES = (".so", ".dll", ".dylib")
+"""How the names of shared libraries end."""
 
 
 def _that_shares_weights(provider: Provider) -> Provider:

@@ -23,6 +23,7 @@ from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
     Key,
+    KeyNames,
     Kind,
     MissingError,
     Problem,
@@ -84,13 +85,13 @@ def check(own_files: Collection[str]) -> None:
             raise ConfigError(Problem.at(KEY, Kind.CONFLICTING_KEYS, message, "Rename it."))
 
 
-def unlicensed(result: Result) -> Iterator[str]:
-    """A warning for each model of which no license is known."""
+def unlicensed(result: Result, names: KeyNames) -> Iterator[str]:
+    """A warning for each model of which no license is known; ``names`` says how keys are called."""
     for source in _sources(result):
         if not (source.model.license or source.facts.license):
             yield (
-                f"{source.model.key}: no license is known, and the SBOM has none. Set license, for "
-                'example to "Apache-2.0".'
+                f"{names.key(source.model.key)}: no license is known, and the SBOM has none. Set license "
+                'in the model\'s table, for example to "Apache-2.0".'
             )
 
 

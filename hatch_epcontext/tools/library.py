@@ -372,8 +372,12 @@ def _choose(offer: _Offer, ep_name: str | None, kind: str | None) -> EpDevice:
         )
     if ep not in names:
         message = f"the library offers {listing(names)}, and not {ep}."
+        # Where that is the name of its registration, no other one helps.
         hint = (
-            "Some libraries name their EP after their registration: --set registration-name=NAME."
+            "Name one that it offers, or leave --ep-name out."
+            if offer.reply.name == ep
+            else f"Name one that it offers. Some libraries name their EP after their registration: "
+            f"--set registration-name={ep}."
         )
         raise ConfigError(Problem(Kind.UNLOADABLE_LIBRARY, "--ep-name", message, hint))
     own = [each for each in devices if each.ep == ep]

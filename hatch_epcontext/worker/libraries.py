@@ -6,14 +6,19 @@ import ctypes
 import importlib
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 
+from hatch_epcontext.config.targets import LIBRARIES
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.providers import Plugin, missing
 from hatch_epcontext.text import listing
+
+_MOST_LIBRARIES = 3
+"""Libraries of a package that a message names."""
 
 
 class UnavailableError(BuildError):
@@ -76,7 +81,8 @@ def _registration_problem(
             Kind.UNLOADABLE_LIBRARY,
             "",
             f"{plugin.module} is not the package of a plugin EP: {error}.",
-            "Such a package has get_library_path(). Without one, name the path of the library instead.",
+            "Such a package has get_library_path(). Without one, name the path of the library instead"
+            f"{_libraries_in(plugin.module)}.",
         )
     if "CreateEpFactories" in str(error):
         return Problem(
@@ -85,6 +91,18 @@ def _registration_problem(
             f"{plugin.path or plugin.package} is a library, but not that of an EP: {error}.",
         )
     return unloadable(ep, str(error), library)
+
+
+def _libraries_in(module: str) -> str:
+    """The shared libraries in the package ``module``, as the end of a sentence; empty for none or many."""
+    found = [
+        str(path)
+        for folder in getattr(sys.modules.get(module), "__path__", ())
+        for path in sorted(Path(folder).rglob("*"))
+        # Extension modules of Python are tagged.
+        if path.suffix in LIBRARIES and "." not in path.stem
+    ]
+    return f": {listing(found)}" if 0 < len(found) <= _MOST_LIBRARIES else ""
 
 
 def unloadable(ep: str | None, message: str, library: Path) -> Problem:

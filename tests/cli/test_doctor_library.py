@@ -142,3 +142,31 @@ def test_wrong_usage_is_an_error(
 def test_an_ep_that_the_library_does_not_have_is_an_error(cli: Cli) -> None:
     printed = cli("doctor", *QNN, "--ep-name", "Other", code=2).output
     assert "the library offers QNNExecutionProvider, and not Other." in printed
+    assert "--set registration-name=Other" in printed
+
+
+@needs_nxrt
+def test_another_registration_is_not_advised_where_it_was_tried(cli: Cli) -> None:
+    printed = cli("doctor", "--library", "nxrt_ep_cpu", "--ep-name", "Other", code=2).output
+    assert "the library offers cpu_ep, and not Other." in printed
+    assert "leave --ep-name out" in printed
+    assert "registration-name" not in printed
+
+
+@needs_qnn
+def test_a_timeout_names_the_flag(cli: Cli) -> None:
+    printed = cli("doctor", *QNN, "--set", "build.timeout=0.01", code=1).stdout
+    assert "Add --set build.timeout=0.02" in printed
+
+
+def test_a_package_without_the_function_names_its_library(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "some_ep"
+    (package / "lib").mkdir(parents=True)
+    for name in ("__init__.py", "_native.cpython-311-x86_64-linux-gnu.so", "lib/libsome_ep.so"):
+        (package / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    printed = cli("doctor", "--library", "some_ep", code=1).stdout
+    assert f"name the path of the library instead: {package / 'lib' / 'libsome_ep.so'}." in printed

@@ -140,6 +140,14 @@ def test_an_old_key_of_a_model_is_an_error_that_names_the_new_one(
     assert f"Set validate = {new} in the model's table: {{ path =" in found.text()
 
 
+@pytest.mark.parametrize("text", ["apache 2", "MIT AND", ""])
+def test_a_license_that_is_no_expression_is_an_error(project: Path, text: str) -> None:
+    toml = f'{CPU}models = [{{ path = "models/a.onnx", license = "{text}" }}]'
+    ((location, found),) = problems(project, toml).items()
+    assert (location, found.kind) == ("models[0].license", Kind.INVALID_VALUE)
+    assert "an SPDX license expression" in found.text()
+
+
 def test_every_moved_key_is_reported_at_once(project: Path) -> None:
     toml = """
     provider = "cpu"

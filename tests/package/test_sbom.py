@@ -11,7 +11,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.errors import ConfigError, KeyNames
 from hatch_epcontext.package import sbom
 from hatch_epcontext.package.bundle import bundle
 from hatch_epcontext.worker.graph import license_of
@@ -157,8 +157,8 @@ def test_equal_content_has_the_same_serial_number_and_no_time(
 
 def test_what_has_no_license_is_named(project: Path, tmp_path: Path) -> None:
     result = compiled(configured(project, TOML), tmp_path / "artifacts")
-    (warning,) = sbom.unlicensed(result)
-    assert warning.startswith("tool.epcontext.models[1]")
+    (warning,) = sbom.unlicensed(result, KeyNames())
+    assert warning.startswith("tool.epcontext.models[1] (models/b.onnx): no license is known")
 
 
 def test_the_license_in_the_file_counts_where_none_is_configured(
@@ -170,7 +170,7 @@ def test_the_license_in_the_file_counts_where_none_is_configured(
         for each in result.sources
     )
     result = dataclasses.replace(result, sources=sources)
-    assert not list(sbom.unlicensed(result))
+    assert not list(sbom.unlicensed(result, KeyNames()))
     content = document(result, tmp_path)
     (named,) = component(content, "model:b")["licenses"]
     assert named == {"license": {"name": "AGPL-3.0 License"}}
