@@ -295,13 +295,18 @@ class Workers:
         seconds = beat.due()
         if self.progress is None:
             return
-        if seconds is None and self.pulse is not None and self.pulse.due():
+        # Of many short steps the one that is named has often only begun.
+        short = seconds is None and self.pulse is not None and self.pulse.due()
+        if short:
             seconds = beat.said()
         if seconds is None:
             return
         if self.pulse is not None:
             self.pulse.spoke()
-        self.progress(f"{location}: {order.action} runs for {seconds:.0f} s{order.last_step}")
+        state = f"runs for {seconds:.0f} s{order.last_step}"
+        self.progress(
+            f"{location}: {order.action} {state if seconds >= 1 or not short else 'begins'}"
+        )
 
     def _too_slow(self, order: Order, location: str) -> Problem:
         limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
