@@ -123,7 +123,7 @@ def test_lines_about_long_steps_can_be_switched_off(
     make(root)
     printed = capsys.readouterr().err
     assert "a -> cpu (cpu): optimized graph" in printed
-    assert "runs for" not in printed
+    assert "has run for" not in printed
 
 
 def hook(root: Path, target: str = "wheel") -> EpcontextBuildHook:

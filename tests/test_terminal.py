@@ -147,15 +147,15 @@ def test_a_long_step_is_shown_on_the_terminal_and_nowhere_twice(
     shown = b""
     for piece in run(command, project, environ()):
         shown += piece
-        if b"prepare runs for" in shown:
+        if b"prepare has run for" in shown:
             (tmp_path / "seen").touch()
     (line,) = re.findall(rb"epcontext .*prepare.*?(?=\r)", shown)
     assert re.fullmatch(
-        rb"epcontext \(\d+ s\): a -> cpu: preparation: prepare runs for \d+ s"
+        rb"epcontext \(\d+ s\): a -> cpu: preparation: prepare has run for \d+ s"
         rb"( while turning \\x1b\[31mred \(for \d+ s\))?",
         line,
     )
     captured = log.read_text(encoding="utf-8")
-    assert "runs for" not in captured
+    assert "has run for" not in captured
     assert "epcontext: a -> cpu (cpu): optimized graph" in captured
     assert len(list(tmp_path.glob("*.whl"))) == 1

@@ -79,6 +79,8 @@ def inspect(
 
 
 def _describe(verified: tool.Verification) -> str:
+    if not verified.files and verified.recorded is None:
+        return "it names no other files"
     text = count(verified.files, "file")
     if verified.recorded is not None:
         models, variants = count(verified.models, "model"), count(verified.variants, "variant")

@@ -303,7 +303,7 @@ class Workers:
             return
         if self.pulse is not None:
             self.pulse.spoke()
-        state = f"runs for {seconds:.0f} s{order.last_step}"
+        state = f"has run for {seconds:.0f} s{order.last_step}"
         self.progress(
             f"{location}: {order.action} {state if seconds >= 1 or not short else 'begins'}"
         )

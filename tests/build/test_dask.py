@@ -566,7 +566,9 @@ def test_an_interrupted_build_ends_its_steps_on_the_workers(run: Builder, slow: 
     def interrupt(line: str) -> None:
         # A job has ended, and another one is in the middle.
         slow.taken()
-        while not any(re.match(r"a -> npu: compile runs for \d+ s", each) for each in run.progress):
+        while not any(
+            re.match(r"a -> npu: compile has run for \d+ s", each) for each in run.progress
+        ):
             time.sleep(0.05)
         raise KeyboardInterrupt
 

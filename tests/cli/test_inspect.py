@@ -109,6 +109,11 @@ def test_a_source_model_is_shown(cli: Cli, tmp_path: Path) -> None:
     assert "the external data 'network.data' is not in its folder" in printed
 
 
+def test_a_model_in_one_file_has_nothing_else_to_verify(cli: Cli, tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    assert cli("inspect", path, "--verify").stdout.endswith("verified: it names no other files\n")
+
+
 @needs_qnn
 def test_a_context_model_is_shown(cli: Cli, tmp_path: Path) -> None:
     path = compile_context_of(network(1), tmp_path, X_ELITE)

@@ -89,8 +89,8 @@ def test_a_step_of_more_than_ten_seconds_is_seen(
     environ.pop("CI", None)
     command = [sys.executable, "-m", *front_end]
     shown = b"".join(test_terminal.run(command, project, environ))
-    found = re.findall(line + rb"a -> cpu: preparation: prepare runs for \d+ s", shown)
+    found = re.findall(line + rb"a -> cpu: preparation: prepare has run for \d+ s", shown)
     assert found, shown[-3000:]
     # Nothing is said twice.
-    assert len(found) == len(re.findall(rb"prepare runs for", shown))
+    assert len(found) == len(re.findall(rb"prepare has run for", shown))
     assert list(project.rglob("my_app-*.whl"))

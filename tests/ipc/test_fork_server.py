@@ -430,7 +430,7 @@ def test_long_steps_are_reported_while_they_run(
 
     with Workers(60, progress=progress) as workers:
         problem(workers, tmp_path)
-    assert lines[0].startswith("a -> npu: check runs for ")
+    assert lines[0].startswith("a -> npu: check has run for ")
     assert lines[0].endswith(" s")
 
 
