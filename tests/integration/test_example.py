@@ -109,7 +109,16 @@ def test_the_wheel_has_the_artifacts_and_the_sdist_the_model(built: Path) -> Non
     assert (built.parent / "digits_app-1.0.0.tar.gz").is_file()
 
 
-@pytest.mark.parametrize("front_end", [with_build, with_hatch, with_pip, with_uv])
+@pytest.mark.parametrize(
+    "front_end",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.front_ends)
+            for each in (with_build, with_hatch, with_pip)
+        ),
+        with_uv,
+    ],
+)
 def test_every_front_end_builds_the_same_wheel_from_the_cache(
     front_end: FrontEnd, built: Path, example: Path, env: Env, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def test_an_output_folder_with_other_files(project: Project) -> None:
     assert 'the project has files of its own in "my_app"' in project.failure()
 
 
+@pytest.mark.front_ends
 @pytest.mark.network
 @pytest.mark.slow
 def test_front_ends_show_the_message_without_a_traceback(
