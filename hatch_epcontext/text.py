@@ -149,10 +149,13 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
     return " ".join(filter(None, [question, choices]))
 
 
-def listing(names: Iterable[str]) -> str:
-    """Names in a sentence: ``"a, b and c"``."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+def listing(names: Iterable[str], most: int | None = None) -> str:
+    """Names in a sentence: ``"a, b and c"``; of more than ``most`` names the first and a number."""
+    listed = list(names)
+    if most is not None and len(listed) > most:
+        listed = [*listed[:most], f"{len(listed) - most} more"]
+    *others, last = listed
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def pairs(values: Mapping[str, object]) -> str:

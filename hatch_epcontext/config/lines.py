@@ -38,7 +38,9 @@ class Lines:
     def __init__(self, text: str) -> None:
         self._lines = text.replace("\r\n", "\n").split("\n")
         self._prefixes: dict[int, Any] = {}
-        self._values: Any = _try_parse(text)
+        self._values: Any = try_parse(text)
+        # Finding a line parses the text many times, and few files ask anything.
+        self._asks = any(map(is_question, self._lines))
 
     def of(self, key: Key) -> int | None:
         """The line of ``key``, or of the innermost table that it would be in; None if there is none.
@@ -57,7 +59,7 @@ class Lines:
     def question(self, key: Key) -> Question | None:
         """The question that stands in a comment in place of ``key``."""
         name, *rest = key.parts or ("",)
-        if name != "models" or len(rest) < 2 or not isinstance(rest[0], int):
+        if not self._asks or name != "models" or len(rest) < 2 or not isinstance(rest[0], int):
             return None
         model: _Parts = (*ROOT.split("."), "models", rest[0])
         if not _has(self._values, model) or _has(self._values, (*model, rest[1])):
@@ -66,15 +68,15 @@ class Lines:
         inside = (each for each in self._questions(start) if each[0] == rest[1])
         return next((question for _, question in inside), None)
 
-    def questions(self) -> Iterator[Question]:
-        """All questions in place of keys of models."""
+    def questions(self) -> Iterator[tuple[Any, Question]]:
+        """All questions in place of keys of models, each with the model as it is written."""
         models = self._values
         for part in (*ROOT.split("."), "models"):
             models = models.get(part) if isinstance(models, dict) else None
-        for index in range(len(models) if isinstance(models, list) else 0):
+        for index, model in enumerate(models if isinstance(models, list) else ()):
             for name in ("dims", "shapes"):
                 if question := self.question(Key(("models", index, name))):
-                    yield question
+                    yield model, question
 
     def _questions(self, start: int) -> Iterator[tuple[str, Question]]:
         """The questions of the model whose table begins in line ``start``, or that is written there."""
@@ -94,7 +96,7 @@ class Lines:
             before -= 1
         for number in range(before + 1, end):
             # An item of a list is complete before the list is.
-            if _has(_try_parse("\n".join([*self._lines[:number], "]"])), parts):
+            if _has(try_parse("\n".join([*self._lines[:number], "]"])), parts):
                 return number
         return end if any(isinstance(part, int) for part in parts[-1:]) else before + 1
 
@@ -114,7 +116,7 @@ class Lines:
     def _prefix(self, count: int) -> Any:
         """The values of the first ``count`` lines; None if a statement goes on behind them."""
         if count not in self._prefixes:
-            self._prefixes[count] = _try_parse("\n".join(self._lines[:count]))
+            self._prefixes[count] = try_parse("\n".join(self._lines[:count]))
         return self._prefixes[count]
 
 
@@ -128,7 +130,8 @@ def _question(number: int, line: str) -> tuple[str, Question] | None:
     return (found[1], Question(number, line[found.start() :].strip())) if found else None
 
 
-def _try_parse(text: str) -> Any:
+def try_parse(text: str) -> Any:
+    """The values in ``text``; None if it is not TOML, or ends inside a statement."""
     try:
         return parse(text + "\n")
     except ValueError:
@@ -170,7 +173,7 @@ class PyprojectNames(KeyNames):
         return [
             f"{FILE}:{question.line}: is still a question, and open dimensions without a size were "
             f"tried with 1: {question.text}"
-            for question in self._lines.questions()
+            for _, question in self._lines.questions()
         ]
 
     @functools.cached_property

@@ -7,7 +7,7 @@ import contextlib
 import csv
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -29,11 +29,17 @@ from hatch_epcontext.package.selection import Tree
 from hatch_epcontext.providers import variable_of
 from hatch_epcontext.text import count, listing, show_size
 
+FOLDER = "epcontext"
+"""The name of the package's folder in the app's import package, by default."""
+
 OUTPUT = Key() / "output"
 """The configuration key of the package's folder in the wheel."""
 
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 _SHA256 = "sha256="
+
+_MOST_NAMED = 5
+"""Of more files than this, a message gives the number."""
 
 _MAX_SIZE = Key() / "wheel" / "max-size"
 """The configuration key of the wheel's maximum size."""
@@ -61,7 +67,7 @@ def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath
                 Setting(OUTPUT),
             )
         )
-    return PurePosixPath(outermost[0], "epcontext")
+    return PurePosixPath(outermost[0], FOLDER)
 
 
 def import_packages(tree: Tree) -> set[PurePosixPath]:
@@ -87,17 +93,11 @@ def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) ->
             Problem.at(
                 OUTPUT,
                 Kind.NO_OUTPUT_PACKAGE,
-                f'the project has files of its own in "{output}": {_listed(taken, 5)}.',
+                f'the project has files of its own in "{output}": {listing(taken, _MOST_NAMED)}.',
                 "Choose a folder for the models alone.",
                 Setting(OUTPUT, folder),
             )
         )
-
-
-def _listed(names: Sequence[str], most: int) -> str:
-    """``names`` in a sentence: at most the first ``most``, and the number of the others."""
-    more = len(names) - most
-    return listing([*names[:most], f"{more} more"] if more > 0 else names)
 
 
 def tag(config: Config) -> str | None:

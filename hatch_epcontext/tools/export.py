@@ -104,15 +104,12 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
     about = read_own(place)
     ours = {*about.files, model_package.FILE} if about else frozenset()
     if foreign := [name for name in _files(place) if name not in ours]:
-        shown = foreign[:_MOST_NAMED]
-        if more := len(foreign) - len(shown):
-            shown.append(f"{more} more")
         what = "this tool did not write" if about else "are not of a model package of this tool"
         raise OutputError(
             Problem(
                 Kind.FILE_EXISTS,
                 str(folder),
-                f"the folder has files that {what}: {listing(shown)}.",
+                f"the folder has files that {what}: {listing(foreign, _MOST_NAMED)}.",
                 "Choose another folder, or move them away: they are never overwritten.",
             )
         )

@@ -17,16 +17,21 @@ from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
 from hatch_epcontext.config.build_hooks import NAME, hooks_for_command, hooks_table
-from hatch_epcontext.config.lines import is_question
+from hatch_epcontext.config.lines import is_question, try_parse
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
 from hatch_epcontext.ipc.facts import TensorFacts
 from hatch_epcontext.ipc.protocol import InspectReply, OpenSize, SuggestReply
-from hatch_epcontext.package.wheel import check_collisions, import_packages, output_folder
+from hatch_epcontext.package.wheel import (
+    FOLDER,
+    check_collisions,
+    import_packages,
+    output_folder,
+)
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
-from hatch_epcontext.tools.project import FOLDER, HATCHLING, Project
+from hatch_epcontext.tools.project import HATCHLING, Project
 
 _PACKAGE = "hatch-epcontext"
 _BACKEND = "hatchling.build"
@@ -73,8 +78,7 @@ def add_models(
         raise ConfigError(
             Problem(Kind.INVALID_PYPROJECT, "pyproject.toml", f"is not TOML: {error}.")
         ) from error
-    tool = before.get("tool", {})
-    table = tool.get("epcontext")
+    table = before.get("tool", {}).get("epcontext")
     if table is not None and providers:
         raise ConfigError(
             Problem(
@@ -94,12 +98,12 @@ def add_models(
     if project.backend == HATCHLING:
         appended += _build_system(document, before)
         # One that has just moved to hatchling lists its models already.
-        packed = new if _has_hook(tool) or _keeps_plain_files(table) else models
+        packed = new if _has_hook(project) or _keeps_plain_files(table) else models
         wheel, output = _in_the_wheel(project, packed, table)
         # Before the hook's table, which is inside of it.
-        appended += _extend_wheel(document, before, wheel)
-        if not _has_hook(tool):
-            appended += _hook_tables(tool)
+        appended += _extend_wheel(document, project, wheel)
+        if not _has_hook(project):
+            appended += _hook_tables(project)
     if table is None:
         appended += _head(providers, output)
     tables = [_model(model, name, static=static) for model, name in _named(new, listed.values())]
@@ -115,10 +119,9 @@ def add_models(
     return result
 
 
-def _hook_tables(tool: Mapping[str, Any]) -> tuple[str, ...]:
+def _hook_tables(project: Project) -> tuple[str, ...]:
     """The tables that switch the hook on, for wheels and sdists, behind the project's other hooks."""
-    build = tool.get("hatch", {}).get("build", {})
-    if not build.get("targets", {}).get("wheel", {}).get("hooks"):
+    if not project.hatch_wheel.get("hooks"):
         return (f"[{HOOK}]  # switches the hook on\n",)
     # Hooks for all targets run before those for wheels.
     return (
@@ -151,8 +154,7 @@ def _in_the_wheel(
         packages = project.packages()
         places = [PurePosixPath(model.path) for model in models]
         folder = project.choose((each.folder for each in packages), places)
-        selection = project.values.get("tool", {}).get("hatch", {}).get("build", {})
-        if folder is None or _is_selected(selection):
+        if folder is None or _is_selected(project):
             return {}, None
         inside = [path for path in map(str, places) if PurePosixPath(path).is_relative_to(folder)]
         wheel = {"packages": [str(folder)], "exclude": inside}
@@ -167,11 +169,10 @@ def _in_the_wheel(
     return wheel, _output(project, tree, [PurePosixPath(each) for each in names])
 
 
-def _is_selected(build: Mapping[str, Any]) -> bool:
+def _is_selected(project: Project) -> bool:
     """Whether the project says itself what Hatch puts into the wheel."""
-    wheel = build.get("targets", {}).get("wheel", {})
     keys = ("packages", "only-include", "include")
-    return any(key in each for each in (build, wheel) for key in keys)
+    return any(key in each for each in (project.hatch_build, project.hatch_wheel) for key in keys)
 
 
 def _output(
@@ -199,15 +200,14 @@ _FOLDERS = (FOLDER, f"{FOLDER}_models", *(f"{FOLDER}_models{number}" for number 
 
 
 def _extend_wheel(
-    document: tomlkit.TOMLDocument, before: Mapping[str, Any], wheel: dict[str, list[str]]
+    document: tomlkit.TOMLDocument, project: Project, wheel: dict[str, list[str]]
 ) -> Iterator[str]:
     """Add what ``wheel`` has to existing lists, and take it out; yield the table if there is none.
 
     What is left belongs into the existing table.
     """
-    build = before.get("tool", {}).get("hatch", {}).get("build", {})
-    targets = build.get("targets", {}).get("wheel", {})
-    for key in [key for key in wheel if key in targets]:
+    build = project.hatch_build
+    for key in [key for key in wheel if key in project.hatch_wheel]:
         existing = document["tool"]["hatch"]["build"]["targets"]["wheel"][key]
         new = [path for path in wheel.pop(key) if path not in existing]
         existing.extend(new)
@@ -243,7 +243,10 @@ def _with_keys(text: str, wheel: Mapping[str, list[str]]) -> str:
         return text
     lines = text.split("\n")
     end = header + 1
-    while end < len(lines) and not (lines[end].lstrip()[:1] == "[" and _is_whole(lines[:end])):
+    # A line of a list can begin with a bracket, too.
+    while end < len(lines) and not (
+        lines[end].lstrip()[:1] == "[" and try_parse("\n".join(lines[:end])) is not None
+    ):
         end += 1
     while not lines[end - 1].strip() or lines[end - 1].lstrip()[:1] == "#":
         end -= 1
@@ -251,19 +254,9 @@ def _with_keys(text: str, wheel: Mapping[str, list[str]]) -> str:
     return "\n".join([*lines[:end], *added, *lines[end:]])
 
 
-def _is_whole(lines: Sequence[str]) -> bool:
-    """Whether no statement goes on behind ``lines``."""
-    try:
-        parse("\n".join(lines) + "\n")
-    except ValueError:
-        return False
-    return True
-
-
-def _has_hook(tool: Mapping[str, Any]) -> bool:
-    build = tool.get("hatch", {}).get("build", {})
-    wheel = build.get("targets", {}).get("wheel", {})
-    return "epcontext" in build.get("hooks", {}) or "epcontext" in wheel.get("hooks", {})
+def _has_hook(project: Project) -> bool:
+    tables = (project.hatch_build, project.hatch_wheel)
+    return any(NAME in each.get("hooks", {}) for each in tables)
 
 
 def _keeps_plain_files(table: Mapping[str, Any] | None) -> bool:

@@ -17,11 +17,11 @@ from hatch_epcontext.config.lines import Lines
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError, Key
-from hatch_epcontext.package.wheel import output_folder
+from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.package.wheel import FOLDER, output_folder
 from hatch_epcontext.providers import DISTRIBUTIONS, Provider
 from hatch_epcontext.text import listing, to_toml
-from hatch_epcontext.tools.project import FOLDER, HATCHLING, Package, Project
+from hatch_epcontext.tools.project import HATCHLING, Package, Project
 
 _MOST_NAMED = 3
 """Of more files than this, a note gives the number."""
@@ -35,7 +35,7 @@ class OpenQuestion:
     """A model with sizes that only the user knows, and the line of ``pyproject.toml`` that asks for them."""
 
     path: str
-    line: int | None
+    line: int
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,11 @@ def next_steps(root: Path, text: str) -> NextSteps:
     else:
         module, notes = _with_export(project, config)
     notes += tuple(_python(values))
-    questions = tuple(_questions(text, values))
+    questions = tuple(
+        OpenQuestion(str(model.get("path") if isinstance(model, dict) else model), question.line)
+        for model, question in Lines(text).questions()
+    )
     return NextSteps(module, names, tuple(_dependencies(values, config)), notes, questions)
-
-
-def _questions(text: str, values: Mapping[str, Any]) -> Iterator[OpenQuestion]:
-    lines = Lines(text)
-    for index, model in enumerate(values["tool"]["epcontext"].get("models", ())):
-        path = model.get("path") if isinstance(model, dict) else model
-        for key in ("dims", "shapes"):
-            if question := lines.question(Key(("models", index, key))):
-                yield OpenQuestion(str(path), question.line)
 
 
 def _with_hatchling(project: Project, config: Config) -> tuple[str, tuple[str, ...]]:
@@ -95,8 +89,7 @@ def _with_hatchling(project: Project, config: Config) -> tuple[str, tuple[str, .
                     "The project has no import package yet, and the wheel needs one: create "
                     f"src/{output.parent}/__init__.py."
                 )
-    wheel = project.values.get("tool", {}).get("hatch", {}).get("build", {})
-    wheel = wheel.get("targets", {}).get("wheel", {})
+    wheel = project.hatch_wheel
     if plain := [path for path in _paths(config) if _matches(path, wheel.get("exclude", ()))]:
         notes.append(
             f"The wheel leaves out {_names(plain)} (exclude in pyproject.toml): the app opens the "
@@ -145,7 +138,7 @@ def _with_export(project: Project, config: Config) -> tuple[str, tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Packing:
-    """What a build backend must be told: an ``item`` in the list ``key`` of ``[tool.<table>]``.
+    """What a build backend needs to pack a folder: an ``item`` in the list ``key`` of ``[tool.<table>]``.
 
     ``{package}`` and ``{folder}`` stand for the import package, and for the folder that is exported.
     """
@@ -183,7 +176,7 @@ _PACKING: Mapping[str, _Packing] = {
     "poetry-core": _Packing("poetry", "include", '{ path = "{folder}/**/*", format = "wheel" }'),
     "scikit-build-core": _Packing("scikit-build", "sdist.include", '"{folder}/**"'),
 }
-"""What build backends must be told; the others pack all files of an import package."""
+"""What build backends need; the others pack all files of an import package."""
 
 
 def _paths(config: Config) -> list[PurePosixPath]:
@@ -193,9 +186,7 @@ def _paths(config: Config) -> list[PurePosixPath]:
 
 
 def _names(paths: list[PurePosixPath]) -> str:
-    names = [str(path) for path in paths[:_MOST_NAMED]]
-    more = len(paths) - len(names)
-    return listing([*names, f"{more} more"] if more else names)
+    return listing(map(str, paths), _MOST_NAMED)
 
 
 def _matches(path: PurePosixPath, patterns: Iterable[str]) -> bool:

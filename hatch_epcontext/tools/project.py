@@ -15,9 +15,6 @@ from hatch_epcontext.package.manifest import read_own
 
 HATCHLING = "hatchling"
 
-FOLDER = "epcontext"
-"""The package's folder in the app's import package."""
-
 _BACKENDS = {
     "hatchling": HATCHLING,
     "setuptools": "setuptools",
@@ -75,6 +72,16 @@ class Project:
             return _BACKENDS.get(re.split(r"[.:]", given)[0], given)
         old = any((self.root / name).is_file() for name in ("setup.py", "setup.cfg"))
         return "setuptools" if system or old else HATCHLING
+
+    @property
+    def hatch_build(self) -> Mapping[str, Any]:
+        """Hatch's table with what counts for wheels and sdists."""
+        return _table(_table(_table(self.values, "tool"), "hatch"), "build")
+
+    @property
+    def hatch_wheel(self) -> Mapping[str, Any]:
+        """Hatch's table with what counts for wheels alone."""
+        return _table(_table(self.hatch_build, "targets"), "wheel")
 
     def hatch_tree(self) -> dict[str, Path] | None:
         """The files that hatchling puts into the wheel, by their path in it; None if it refuses to say."""
