@@ -22,6 +22,9 @@ from hatch_epcontext.text import show_size
 
 _CHUNK = 1 << 20
 
+_LFS = b"version https://git-lfs"
+"""How the file begins that Git LFS leaves in place of another one."""
+
 STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
 """How the names of temporary folders begin: in the system's folder for them, and beside a user's files."""
 
@@ -233,6 +236,12 @@ def stream_sha256(file: IO[bytes]) -> str:
 
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", re.IGNORECASE)
 """How the names begin that are devices in every folder of Windows."""
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS has left a pointer in place of the file at ``path``."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS)) == _LFS
 
 
 def is_portable(name: str) -> bool:

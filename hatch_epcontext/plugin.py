@@ -220,16 +220,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return result
 
     def _workers(self, config: Config, progress: _Progress) -> Workers:
-        from hatch_epcontext.config.environ import read_environment
-        from hatch_epcontext.errors import collect
         from hatch_epcontext.ipc.process import Workers
 
         # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's whole log.
         verbosity, settings = self.app.verbosity, config.build
         log = progress.finished if verbosity > 0 else None
         workers = Workers(settings.timeout, log, verbosity > 1, settings.memory_limit)
-        environment, _ = collect(read_environment(os.environ))
-        if not environment.progress:
+        if not config.progress:
             return workers
         return dataclasses.replace(workers, progress=progress.running, pulse=progress.pulse)
 

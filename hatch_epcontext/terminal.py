@@ -23,12 +23,6 @@ class Terminal:
         self._write = write
         self._close = close
 
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close it; it takes no more lines."""
         with contextlib.suppress(OSError, ValueError):
@@ -72,7 +66,7 @@ def _posix_terminal() -> Terminal | None:
     descriptor = os.open("/dev/tty", flags)
 
     def write(data: bytes) -> None:
-        if os.tcgetpgrp(descriptor) != os.getpgrp():
+        if _is_background(descriptor):
             raise BlockingIOError
         # Between the two somebody may have put the build into the background.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})

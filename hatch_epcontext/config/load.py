@@ -198,6 +198,7 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
             build.scheduler if build.executor == "dask" else None,
         ),
         wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify, wheel.sbom),
+        progress=environment.progress,
         cache_dir=environment.cache_dir,
         use_cache=not environment.no_cache,
         only_from_cache=ALL in (environment.from_cache or ()),

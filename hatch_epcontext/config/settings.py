@@ -297,7 +297,8 @@ class Config:
     """A checked configuration.
 
     ``output`` is None for ``<import package>/epcontext``. With ``only_from_cache`` the build compiles nothing
-    and needs no packages. ``report`` is the path of the HTML report.
+    and needs no packages. ``report`` is the path of the HTML report. ``progress``: whether the hook prints
+    lines about steps that take long.
     ``overrides`` are the environment variables that won over TOML.
     """
 
@@ -312,6 +313,7 @@ class Config:
     only_from_cache: bool
     report: Path | None
     overrides: tuple[str, ...]
+    progress: bool = True
 
     @property
     def on_this_machine(self) -> Config:

@@ -14,12 +14,10 @@ from hatch_epcontext.build.validation import input_files
 from hatch_epcontext.config.build_hooks import ALL_HOOKS, NAME, BuildHooks, hooks_table
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
 from hatch_epcontext.errors import Checked, Key, Kind, Problem, SdistError, collect
-from hatch_epcontext.files import is_portable
+from hatch_epcontext.files import is_lfs_pointer, is_portable
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.package.selection import Reason, packed_files, reason_left_out
 from hatch_epcontext.text import listing, show_size, to_toml
-
-_LFS = b"version https://git-lfs"
 
 _INPUTS = (".npz", ".pb")
 """The files in a folder of inputs that are read."""
@@ -218,9 +216,7 @@ class Sdist:
 
 def _data_of(model: Model) -> Checked[tuple[str, ...]]:
     """The files of the external data of ``model``, relative to its folder."""
-    with model.path.open("rb") as file:
-        is_pointer = file.read(len(_LFS)) == _LFS
-    if is_pointer:
+    if is_lfs_pointer(model.path):
         message = f"{model.path.name} is a Git LFS pointer, not the model itself."
         yield Problem.at(model.key, Kind.INVALID_MODEL, message, "Run: git lfs pull")
         return ()

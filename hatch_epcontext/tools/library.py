@@ -196,7 +196,7 @@ def try_library(
                 found.shown, packages, runtime, Verdict.UNUSABLE, problems=error.problems
             )
         device = _choose(offer, ep_name, job_settings.device)
-        known = _known(device.ep, offer.reply.module)
+        known = _of_ep(device.ep)
         job = _with_library(job_settings, offer, device, known)
         trials = _try_all(graphs, job, workers, folder, log)
     verdict = _verdict(trials)
@@ -282,17 +282,16 @@ def _package_around(path: Path) -> str:
     return ""
 
 
-def _known(ep: str, module: str) -> Provider | None:
-    """The provider that is this EP, also where ``ep`` is empty because only its package is known."""
-    plugins = (each for each in PROVIDERS.values() if each.plugin is not None)
-    return next(
-        (
-            each
-            for each in plugins
-            if (each.ep == ep if ep else each.plugin and each.plugin.module == module)
-        ),
-        None,
-    )
+def _of_ep(ep: str | None) -> Provider | None:
+    """The provider of the plugin EP of this name."""
+    known = (each for each in PROVIDERS.values() if each.plugin is not None)
+    return next((each for each in known if each.ep == ep), None)
+
+
+def _of_module(module: str) -> Provider | None:
+    """The provider whose plugin EP is in this import package."""
+    known = PROVIDERS.values()
+    return next((each for each in known if each.plugin and each.plugin.module == module), None)
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,7 @@ def _register(
 ) -> _Offer:
     """Register the library; raises BuildError when it cannot be loaded, or offers no device."""
     settings = job_settings.settings
-    known = _known("", library.module) or _known(ep_name or "-", library.module)
+    known = _of_module(library.module) or _of_ep(ep_name)
     name = settings.get("registration-name")
     if name is None and known is not None and known.plugin is not None:
         name = known.plugin.registration_name

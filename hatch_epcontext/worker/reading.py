@@ -13,11 +13,10 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.files import is_lfs_pointer
 from hatch_epcontext.ipc.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import show_size
 from hatch_epcontext.worker import graph
-
-_LFS = b"version https://git-lfs"
 
 _MOST_NODES = 1_000_000
 """Nodes to which the functions of a model may expand: EPs and simplifiers take them one by one."""
@@ -44,13 +43,11 @@ def read(path: Path, key: Key) -> onnx.ModelProto:
     ``key`` is the model's place in the configuration. Raises ModelError when the file is not a source
     model, or is damaged.
     """
-    with path.open("rb") as file:
-        head = file.read(len(_LFS))
-    if head == _LFS:
+    if is_lfs_pointer(path):
         raise _invalid(
             key, f"{path.name} is a Git LFS pointer, not the model itself.", "Run: git lfs pull"
         )
-    if not head:
+    if not path.stat().st_size:
         raise _invalid(key, f"{path.name} is empty.")
     model = load(path, key)
     if not model.graph.node:
