@@ -8,7 +8,7 @@ import onnx
 
 from tests.models import network, save
 
-PROJECT = """
+HEAD = """
 [build-system]
 requires = ["hatchling", "hatch-epcontext"]
 build-backend = "hatchling.build"
@@ -19,9 +19,10 @@ version = "1.0"
 requires-python = ">=3.10"
 
 [tool.hatch.build.hooks.epcontext]
-
-[tool.epcontext]
 """
+"""A ``pyproject.toml`` without ``[tool.epcontext]``."""
+
+PROJECT = f"{HEAD}\n[tool.epcontext]\n"
 
 GROUP = """
 [[models]]

@@ -26,19 +26,7 @@ import numpy as np
 from onnx import helper, numpy_helper
 
 from tests.models import model, network, save, value
-
-HEAD = """
-[build-system]
-requires = ["hatchling", "hatch-epcontext"]
-build-backend = "hatchling.build"
-
-[project]
-name = "my-app"
-version = "1.0"
-requires-python = ">=3.10"
-
-[tool.hatch.build.hooks.epcontext]
-"""
+from tests.projects import HEAD
 
 CONFIGURATION = """
 [tool.epcontext.targets.x-elite]

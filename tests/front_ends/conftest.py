@@ -5,7 +5,6 @@ import http.server
 import importlib.util
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import parse_wheel_filename
 
-from tests.conftest import REPOSITORY
-from tests.integration.conftest import make_environment, run
+from tests.integration.conftest import build_wheel, environment_without, make_environment
 
 NEEDED = (
     "hatchling", "hatch-vcs", "hatch-fancy-pypi-readme", "editables",
@@ -27,10 +25,7 @@ NEEDED = (
 def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheels of this checkout, and of all that the projects are built with."""
     folder = tmp_path_factory.mktemp("wheelhouse")
-    run(
-        sys.executable, "-m", "build", "-n", "-w", "-o", folder, REPOSITORY,
-        cwd=REPOSITORY, env=os.environ,
-    )  # fmt: skip
+    build_wheel(folder)
     (ours,) = folder.glob("*.whl")
     pip = make_environment(tmp_path_factory.mktemp("download") / "venv", os.environ)
     pip.install("pip")
@@ -44,14 +39,8 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def env(wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables of front ends: they find everything in the wheelhouse, and nothing elsewhere."""
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(
-            ("HATCH_", "PYTHON", "VIRTUAL_ENV", "PIP_", "UV_", "PDM_", "POETRY_")
-        )
-    }
-    return own | {
+    hidden = ("HATCH_", "PYTHON", "VIRTUAL_ENV", "PIP_", "UV_", "PDM_", "POETRY_")
+    return environment_without(*hidden) | {
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": wheelhouse.as_uri(),
         # Most of the time that it takes to install ONNX Runtime.

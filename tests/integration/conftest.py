@@ -96,21 +96,27 @@ class Environment:
 def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel of this checkout, in place of a package index."""
     folder = tmp_path_factory.mktemp("wheelhouse")
+    build_wheel(folder)
+    return folder
+
+
+def build_wheel(folder: Path) -> None:
+    """Build the wheel of this checkout into ``folder``."""
     run(
         sys.executable, "-m", "build", "-n", "-w", "-o", folder, REPOSITORY,
         cwd=REPOSITORY, env=os.environ,
     )  # fmt: skip
-    return folder
+
+
+def environment_without(*prefixes: str) -> dict[str, str]:
+    """This process's variables, without those whose names begin so."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
 @pytest.fixture(scope="session")
 def env(wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables of front ends: they find this checkout's wheel, and share one cache."""
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("HATCH_", "PYTHON", "VIRTUAL_ENV"))
-    }
+    own = environment_without("HATCH_", "PYTHON", "VIRTUAL_ENV")
     links = [*own.get("PIP_FIND_LINKS", "").split(), wheelhouse.as_uri()]
     return own | {
         "PIP_FIND_LINKS": " ".join(links),
