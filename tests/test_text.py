@@ -123,6 +123,8 @@ def test_names_in_a_sentence() -> None:
     assert listing(["a"]) == "a"
     assert listing(["a", "b"]) == "a and b"
     assert listing(name for name in "abc") == "a, b and c"
+    assert listing("abc", most=3) == "a, b and c"
+    assert listing("abcde", most=3) == "a, b, c and 2 more"
 
 
 def test_numbers_with_their_noun() -> None:
