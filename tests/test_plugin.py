@@ -132,10 +132,11 @@ def hook(root: Path, target: str = "wheel") -> EpcontextBuildHook:
 
 
 def files(root: Path) -> set[str]:
+    """All files but those of builds: wheels, and the bytecode of the project's own hooks."""
     return {
         path.relative_to(root).as_posix()
         for path in root.rglob("*")
-        if path.is_file() and "dist" not in path.parts
+        if path.is_file() and not {"dist", "__pycache__"} & set(path.parts)
     }
 
 
