@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import HealthCheck, settings
 from hatch_epcontext.build.artifact import Artifact, Preparation, Record, Times
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
+from hatch_epcontext.ipc import process
 from hatch_epcontext.ipc.facts import Context, TensorFacts
+from tests.kept_server import KeptServers
 
 # Examples share temporary folders on purpose: that is faster, and each writes what it reads.
 _SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -71,6 +74,21 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith((PREFIX, "HATCH_BUILD")):
             monkeypatch.delenv(name)
     monkeypatch.setenv(f"{PREFIX}CACHE_DIR", str(tmp_path / "user-cache"))
+
+
+@pytest.fixture(scope="session")
+def kept_servers() -> Iterator[KeptServers]:
+    servers = KeptServers()
+    yield servers
+    servers.end()
+
+
+@pytest.fixture(autouse=True)
+def one_server(kept_servers: KeptServers, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Builds in this process share the server that forks their workers."""
+    monkeypatch.setattr(process, "ForkServer", kept_servers.get)
+    yield
+    kept_servers.end_unusual()
 
 
 @pytest.fixture
