@@ -151,12 +151,13 @@ def validate_package(
         check_environment((), INSPECTION)
     validator = _Validator(read, source, job_settings, make_workers, structure_only=structure_only)
     finished = []
-    for component, variant in chosen:
-        validated = validator.validate(component, variant)
-        if allow_not_run and validated.validation is not None:
-            validated = replace(validated, problems=())
-        done(validated)
-        finished.append(validated)
+    with validator.workers:
+        for component, variant in chosen:
+            validated = validator.validate(component, variant)
+            if allow_not_run and validated.validation is not None:
+                validated = replace(validated, problems=())
+            done(validated)
+            finished.append(validated)
     result = ValidatedPackage(str(path), tuple(finished), tuple(_unowned(read)))
     if result.problems or any(each.problems for each in finished):
         raise FailedPackageError(result)
@@ -298,7 +299,7 @@ class _Validator:
         self._settings = job_settings
         self._structure_only = structure_only
         config = self._configure(next(iter(read.package.components)))
-        self._workers = make_workers(config.build.timeout)
+        self.workers = make_workers(config.build.timeout)
 
     def validate(self, component: str, variant: str) -> ValidatedVariant:
         """Validate one variant; all that is wrong with it is in the result."""
@@ -307,7 +308,7 @@ class _Validator:
         location = f"{self._read.location}: {result.name}"
         try:
             file = self._file(found)
-            model = inspect_model(file)
+            model = inspect_model(file, self.workers)
             result = replace(result, model=model)
             verify_model(file, model)
             form = _form(found, variant, file, model, self._read.folder / found.directory)
@@ -395,7 +396,7 @@ class _Validator:
                 _sharing(package, variant, about, context),
                 has_source=reference is not None,
             )
-            reply = self._workers.call(request, staging / "validate", location=location)
+            reply = self.workers.call(request, staging / "validate", location=location)
         if reply.unavailable is None:
             return validation_of(ValidationStatus.RAN, reply, model.validate.inputs)
         return validation_of(ValidationStatus.RAN_ON_CPU, reply, model.validate.inputs)
