@@ -20,6 +20,7 @@ from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.tools.project import project_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def build(
             _show_plan(planned, staging, as_json=as_json)
             return
         verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
-        run_plan(planned, staging, verbosity, config.root.name, as_json=as_json)
+        run_plan(planned, staging, verbosity, project_name(config.root), as_json=as_json)
         warn_of_questions(config)
 
 

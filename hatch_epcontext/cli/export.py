@@ -18,6 +18,7 @@ from hatch_epcontext.cli._common import (
 )
 from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
 from hatch_epcontext.tools.export import export
+from hatch_epcontext.tools.project import project_name
 
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b
@@ -69,7 +70,7 @@ def export_(
     verbosity = Verbosity.beside_json(quiet, verbose, as_json=as_json)
 
     def run(planned: Plan, staging: Path) -> Result:
-        return run_plan(planned, staging, verbosity, config.root.name, as_json=as_json)
+        return run_plan(planned, staging, verbosity, project_name(config.root), as_json=as_json)
 
     written = export(config, output, run, loader=True, overwrite=overwrite)
     warn_of_questions(config)

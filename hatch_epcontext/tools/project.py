@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.package.manifest import read_own
 
 HATCHLING = "hatchling"
@@ -138,6 +139,11 @@ class Project:
         files = list(models)
         with_models = [p for p in all_of_them if any(file.is_relative_to(p) for file in files)]
         return next(iter([*named, *with_models]), None)
+
+
+def project_name(root: Path) -> str:
+    """The name of the project in ``root``, whose ``pyproject.toml`` can be read, or that of the folder."""
+    return Project(root, parse((root / "pyproject.toml").read_text(encoding="utf-8"))).name
 
 
 def find_models(root: Path) -> tuple[list[Path], list[Path]]:

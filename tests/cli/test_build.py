@@ -51,8 +51,14 @@ def test_the_report_is_printed_as_json(cli: Cli, app_project: Path) -> None:
 
 
 def test_an_html_report_is_written(cli: Cli, app_project: Path, tmp_path: Path) -> None:
-    cli("build", app_project, "--report", tmp_path / "new" / "r.html", "-t", "one")
-    assert "ran and agrees" in (tmp_path / "new" / "r.html").read_text(encoding="utf-8")
+    page = tmp_path / "new" / "r.html"
+    cli("build", app_project, "--report", page, "-t", "one")
+    assert "ran and agrees" in page.read_text(encoding="utf-8")
+    assert f"<h1>{app_project.name}</h1>" in page.read_text(encoding="utf-8")
+    toml = app_project / "pyproject.toml"
+    toml.write_text('[project]\nname = "my-app"\n' + toml.read_text("utf-8"), encoding="utf-8")
+    cli("build", app_project, "--report", page, "-t", "one")
+    assert "<h1>my-app</h1>" in page.read_text(encoding="utf-8")
 
 
 def test_the_report_has_failed_and_successful_jobs(
