@@ -13,7 +13,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.ipc import process
 from hatch_epcontext.ipc.facts import Context, TensorFacts
-from tests.kept_server import KeptServers
+from tests.kept_server import KeptServers, inherited
 
 # Examples share temporary folders on purpose: that is faster, and each writes what it reads.
 _SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -33,6 +33,8 @@ settings.register_profile(
 settings.load_profile("short")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+_USUAL = inherited()
 
 ONLY_BY_NAME = ("adopters", "front_ends", "packagers")
 """Marks of tests that run only where ``-m`` names them."""
@@ -86,9 +88,11 @@ def kept_servers() -> Iterator[KeptServers]:
 @pytest.fixture(autouse=True)
 def one_server(kept_servers: KeptServers, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Builds in this process share the server that forks their workers."""
+    # Fixtures of a module may have set some, for all of its tests.
+    before = inherited()
     monkeypatch.setattr(process, "ForkServer", kept_servers.get)
     yield
-    kept_servers.end_unusual()
+    kept_servers.end(_USUAL, before)
 
 
 @pytest.fixture

@@ -1,13 +1,21 @@
 """One server that forks the workers of all tests of a process: starting one for each takes half of the time.
 
-It is the real one, and so are its workers. Only closing it waits until the tests have ended.
+It is the real one, and so are its workers. It only ends later: after all tests, or after those that set the
+variables which its workers inherit.
 """
 
 from __future__ import annotations
 
+import threading
+
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.ipc.fork_server import ForkServer
 from hatch_epcontext.ipc.running import worker_environment
+
+Variables = frozenset[tuple[str, str]]
+"""Names of environment variables with their values."""
+
+_OF_TESTS = (PREFIX, "HATCH_BUILD", "PYTEST_CURRENT_TEST")
 
 
 class _KeptServer(ForkServer):
@@ -33,33 +41,30 @@ class KeptServers:
     """The servers by the variables that their workers inherit."""
 
     def __init__(self) -> None:
-        self._servers: dict[frozenset[tuple[str, str]], _KeptServer] = {}
-        self._usual = _inherited()
+        # Tests run builds in several threads.
+        self._lock = threading.Lock()
+        self._servers: dict[Variables, _KeptServer] = {}
 
     def get(self) -> _KeptServer:
         """The server for the variables of this moment; it is started if there is none."""
-        key = _inherited()
-        server = self._servers.get(key)
-        if server is None or server.has_ended:
-            server = self._servers[key] = _KeptServer()
-        return server
+        key = inherited()
+        with self._lock:
+            server = self._servers.get(key)
+            if server is not None and server.has_ended:
+                server.end()
+                server = None
+            if server is None:
+                server = self._servers[key] = _KeptServer()
+            return server
 
-    def end_unusual(self) -> None:
-        """End those for variables that one test has set."""
-        for key in self._servers.keys() - {self._usual}:
-            self._servers.pop(key).end()
-
-    def end(self) -> None:
-        """End all of them."""
-        while self._servers:
-            self._servers.popitem()[1].end()
+    def end(self, *but: Variables) -> None:
+        """End all of them but those for the variables ``but``."""
+        with self._lock:
+            for key in self._servers.keys() - set(but):
+                self._servers.pop(key).end()
 
 
-def _inherited() -> frozenset[tuple[str, str]]:
-    """What workers inherit, without what each test sets and no worker reads."""
+def inherited() -> Variables:
+    """What workers inherit now, without what each test sets or removes and no worker reads."""
     variables = worker_environment().items()
-    return frozenset(
-        (name, value)
-        for name, value in variables
-        if not name.startswith(PREFIX) and name != "PYTEST_CURRENT_TEST"
-    )
+    return frozenset((name, value) for name, value in variables if not name.startswith(_OF_TESTS))

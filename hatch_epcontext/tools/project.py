@@ -142,7 +142,7 @@ class Project:
 
 
 def project_name(root: Path) -> str:
-    """The name of the project in ``root``, whose ``pyproject.toml`` can be read, or that of the folder."""
+    """The name in ``[project]``, or that of the folder if it has none; ``pyproject.toml`` was read before."""
     return Project(root, parse((root / "pyproject.toml").read_text(encoding="utf-8"))).name
 
 

@@ -45,7 +45,13 @@ from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
 from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, variable_of
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
-from hatch_epcontext.tools.inspect import damaged_files, inspect, inspect_model, verify_model
+from hatch_epcontext.tools.inspect import (
+    TIMEOUT,
+    damaged_files,
+    inspect,
+    inspect_model,
+    verify_model,
+)
 from hatch_epcontext.tools.validate import (
     check_chip,
     copy_named_files,
@@ -300,6 +306,8 @@ class _Validator:
         self._structure_only = structure_only
         config = self._configure(next(iter(read.package.components)))
         self.workers = make_workers(config.build.timeout)
+        # To read a file is no long step, whatever the limit for running the model is.
+        self._readers = replace(self.workers, timeout=TIMEOUT, log=None, progress=None)
 
     def validate(self, component: str, variant: str) -> ValidatedVariant:
         """Validate one variant; all that is wrong with it is in the result."""
@@ -308,7 +316,7 @@ class _Validator:
         location = f"{self._read.location}: {result.name}"
         try:
             file = self._file(found)
-            model = inspect_model(file, self.workers)
+            model = inspect_model(file, self._readers)
             result = replace(result, model=model)
             verify_model(file, model)
             form = _form(found, variant, file, model, self._read.folder / found.directory)

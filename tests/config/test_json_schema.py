@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 
 PROJECT = {"name": "my-app", "version": "1.0"}
 
-# It compiles all schemas when it is made.
+# A new validator compiles all schemas, so all tests share one.
 VALIDATE = functools.cache(api.Validator)
 
 

@@ -21,7 +21,7 @@ SMALL = {
     "ocr-recognition": {"x": [1, 3, 48, 96]},
     "ocr-direction": {"x": [1, 3, 48, 96]},
 }
-"""Smaller pictures than those of the list: the simulator needs a minute for them."""
+"""Smaller pictures than those of the list, for which the simulator needs a minute."""
 
 
 @pytest.fixture(scope="module")
