@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_build_says_so(
     (failed,) = preparation["failed"]
     assert failed.startswith(("onnxruntime crashes ", "onnxruntime failed: "))
     # Long reasons are shortened.
-    assert f"prepared with onnxslim, because {failed[:40]}" in printed
+    shown = textwrap.shorten(failed.rstrip("."), 90, placeholder=" ...")
+    assert f"prepared with onnxslim, because {shown}" in printed
 
 
 def test_the_sources_are_unchanged(models: dict[str, Any], root: Path) -> None:
