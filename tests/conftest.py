@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +38,18 @@ settings.load_profile("short")
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 _USUAL = inherited()
+
+
+def printed_json(output: str) -> Any:
+    """The value in the last line of ``output`` that is JSON.
+
+    QNN's simulator prints a line of its own, before or after it: whose buffer is written first, differs.
+    """
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(ValueError):
+            return json.loads(line)
+    raise AssertionError(f"no line is JSON:\n{output}")
+
 
 ONLY_BY_NAME = ("adopters", "front_ends", "packagers")
 """Marks of tests that run only where ``-m`` names them."""

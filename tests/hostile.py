@@ -313,7 +313,7 @@ if sys.platform != "win32":
         "sparse model of 1 TB": (_sparse("a.onnx", 2**40), "cannot be larger than 2 GiB"),
         "sparse data of 1 TB": (external(_sparse("data.bin", 2**40)), "is larger than"),
         "sparse tensor of 1 TB": (external(_sparse("data.bin", 2**40), (2**38,)), "is larger than"),
-        "links in a circle": (external(_loop), "is outside the model's folder"),
+        "links in a circle": (external(_loop), "is a link that leads back to itself"),
         "link to a device": (external(_device), "is outside the model's folder"),
         "pipe as data": (
             external(lambda folder: os.mkfifo(folder / "data.bin")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hatch_epcontext
+from tests.conftest import printed_json
 
 PACKAGE = Path(hatch_epcontext.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -156,7 +156,7 @@ def loaded_after(code: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return set(printed_json(done.stdout))
 
 
 def test_hatchs_entry_point_loads_nothing_of_the_package_and_its_dependencies() -> None:

@@ -38,7 +38,7 @@ from hatch_epcontext.files import record_files
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import UNSEALED, loader_file, seal
 from hatch_epcontext.providers import PROVIDERS
-from tests.conftest import needs_qnn
+from tests.conftest import needs_qnn, printed_json
 from tests.models import model, network, save, save_with_data, value
 
 CPU_EP = "CPUExecutionProvider"
@@ -225,7 +225,7 @@ class Shipper:
     def finish(self, process: subprocess.Popen[str]) -> Any:
         output, errors = process.communicate()
         assert process.returncode == 0, errors
-        return json.loads(output.splitlines()[-1])
+        return printed_json(output)
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def _show(diagnosis: Diagnosis) -> None:
     for state in diagnosis.providers:
         package = f" ({state.package})" if state.package else ""
         echo(f"  {state.provider}{package}")
-        for line in (*state.devices, *(state.reason or "").splitlines()):
+        for line in state.devices or (state.reason or "").splitlines():
             echo(f"    {line}")
     if diagnosis.problems:
         echo("problems:")

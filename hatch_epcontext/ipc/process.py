@@ -25,7 +25,7 @@ from hatch_epcontext.ipc.worker_log import (
     hide_in_log,
     log_tail,
 )
-from hatch_epcontext.providers import variables_in
+from hatch_epcontext.providers import missing, variables_in
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
 from hatch_epcontext.text import hide_values, show_size
@@ -54,6 +54,9 @@ _FOUND_BY_WORKERS = frozenset(
     }
 )
 """Problems that a worker finds in what was compiled: only errors in its log can have to do with them."""
+
+_EP_FAILED = frozenset({Kind.NOTHING_COMPILED, Kind.COMPILE_FAILED})
+"""Problems of an EP that may not have found its own libraries. Many then only log that."""
 
 _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
 """The signals by which a process ends through its own fault; all others come from outside."""
@@ -250,13 +253,8 @@ class Workers:
         problems = [_without(secrets, each, location) for each in refusal.problems]
         if exit_code == REFUSED:
             raise ModelError(*(self._explained(each, folder) for each in problems))
-        logs = (_log_of(each, order) for each in problems)
-        raise BuildError(
-            *(
-                self._explained(replace(each, log=log), folder)
-                for each, log in zip(problems, logs, strict=True)
-            )
-        )
+        with_logs = (_with_log(each, order) for each in problems)
+        raise BuildError(*(self._explained(each, folder) for each in with_logs))
 
     @property
     def stopped(self) -> bool:
@@ -363,10 +361,14 @@ class Workers:
             log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
 
 
-def _log_of(problem: Problem, order: Order) -> str | None:
-    """The lines of the worker's log that have to do with ``problem``."""
-    only_errors = problem.kind in _FOUND_BY_WORKERS
-    return log_tail(order.log_path, order.secrets, only_errors=only_errors) or None
+def _with_log(problem: Problem, order: Order) -> Problem:
+    """``problem``, or that the EP does not find its libraries, with the lines of the log that explain it."""
+    errors = log_tail(order.log_path, order.secrets, only_errors=True)
+    if problem.kind in _EP_FAILED and (found := missing(errors)):
+        message = f"the EP cannot load its own libraries, because {found} is missing."
+        return Problem(Kind.UNLOADABLE_LIBRARY, problem.location, message, found.advice, log=errors)
+    whole = log_tail(order.log_path, order.secrets)
+    return replace(problem, log=(errors if problem.kind in _FOUND_BY_WORKERS else whole) or None)
 
 
 def _secrets(request: str) -> tuple[str, ...]:

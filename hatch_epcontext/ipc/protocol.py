@@ -481,7 +481,9 @@ class AskRequest(Request[AskReply], action="ask"):
 
 @dataclass(frozen=True)
 class DevicesReply:
-    """The ``devices`` of an EP on this machine in words, or the ``reason`` why there are none."""
+    """The ``devices`` of an EP on this machine in words, and the ``reason`` why there are none, or why it
+    cannot compile although there are some.
+    """
 
     devices: tuple[str, ...]
     reason: str | None = None

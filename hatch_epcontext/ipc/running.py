@@ -16,7 +16,13 @@ from typing import Protocol
 from hatch_epcontext.config.settings import SECRET_VARIABLES
 from hatch_epcontext.ipc import job_object
 
-_ADDED = {"PYTHONFAULTHANDLER": "1", "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1"}
+_ADDED = {
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONSAFEPATH": "1",
+    # What a worker prints before it ends abruptly often says why: buffers of Python and of C would be lost.
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONUTF8": "1",
+}
 
 _WITHHELD = SECRET_VARIABLES | {
     "AWS_SECRET_ACCESS_KEY",

@@ -22,7 +22,7 @@ from hatch_epcontext.providers.base import (
     SomeLimits,
     Tolerance,
 )
-from hatch_epcontext.providers.libraries import missing
+from hatch_epcontext.providers.libraries import MissingLibrary, missing
 from hatch_epcontext.providers.limits import DYNAMIC_QUANTIZATION, TREES, Limits
 from hatch_epcontext.providers.log import is_standing
 from hatch_epcontext.providers.option import (
@@ -42,6 +42,7 @@ __all__ = [
     "TREES",
     "Device",
     "Limits",
+    "MissingLibrary",
     "MoreCoverage",
     "Option",
     "OptionValue",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 _CUDA = 'CUDA\'s libraries, for example with pip install "onnxruntime-gpu[cuda]"'
 
@@ -19,6 +20,7 @@ _SUPPLIERS = (
     ("curand", _CUDA),
     ("nvrtc", _CUDA),
     ("nvJitLink", _CUDA),
+    ("Qnn", "the package of the QNN execution provider again"),
     ("tensorrt_rtx", "the package of the TensorRT RTX execution provider"),
     ("amdhip", "AMD's ROCm"),
     ("migraphx", "AMD's ROCm, with MIGraphX"),
@@ -28,19 +30,55 @@ _SUPPLIERS = (
     ("ze_loader", "the driver of an Intel NPU or GPU (Level Zero)"),
     ("OpenCL", "the driver of the GPU (OpenCL)"),
     ("vulkan", "the driver of the GPU, with the Vulkan loader"),
+    # What systems have that are not minimal.
+    ("atomic.so", "libatomic1 (Debian, Ubuntu) or libatomic (Fedora)"),
+    ("gomp.so", "libgomp1 (Debian, Ubuntu) or libgomp (Fedora)"),
+    ("hwloc.so", "libhwloc15 (Debian, Ubuntu) or hwloc-libs (Fedora)"),
+    ("stdc++.so", "libstdc++6 (Debian, Ubuntu) or libstdc++ (Fedora)"),
+    ("z.so", "zlib1g (Debian, Ubuntu) or zlib (Fedora)"),
 )
 
-_MISSING = re.compile(r"([^\s/\\\"']+\.so[.\d]*): cannot open shared object file")
+_MISSING = re.compile(
+    r"(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
+    # Windows names the library that it was asked for, which is there if another one is missing.
+    r"|\b(?:error|code):? 126\b.*?(?P<dll>[^\s/\\\"']+\.dll)\b",
+    re.IGNORECASE,
+)
 
 
-def missing(message: str) -> tuple[str, str | None] | None:
-    """The missing library that ``message``, of the system's loader, names, and the product that contains
-    it, or None if that is unknown. None for any other message.
+@dataclass(frozen=True)
+class MissingLibrary:
+    """A library that the system did not find; ``supplier``: the product that contains it, if it is known.
+
+    ``or_below``: it can also be a library that this one needs.
     """
+
+    name: str
+    supplier: str | None
+    or_below: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, or a library that it needs," if self.or_below else self.name
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        if self.supplier:
+            return f"Install {self.supplier}."
+        if self.or_below:
+            return "Install the EP's package again, and what its documentation requires."
+        return (
+            f"Install the package that contains {self.name}. To find it: apt-file search {self.name} "
+            f"(Debian, Ubuntu) or dnf provides '*/{self.name}' (Fedora)."
+        )
+
+
+def missing(message: str) -> MissingLibrary | None:
+    """The missing library that ``message``, of the system's loader, names; None for any other message."""
     found = _MISSING.search(message)
     if found is None:
         return None
-    name = found[1]
+    name = found["name"] or found["dll"]
     stem = name.removeprefix("lib")
     suppliers = (supplier for prefix, supplier in _SUPPLIERS if stem.startswith(prefix))
-    return name, next(suppliers, None)
+    return MissingLibrary(name, next(suppliers, None), or_below=found["name"] is None)

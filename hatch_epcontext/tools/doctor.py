@@ -32,7 +32,7 @@ class ProviderState:
     """A provider in this environment.
 
     ``package``: the installed distribution that contains it, with its version; ``reason``: why there
-    are no ``devices``.
+    are no ``devices``, or why it cannot compile although there are some.
     """
 
     provider: str
@@ -72,6 +72,11 @@ def examine(project: Path, store: Store | None, environ: Mapping[str, str]) -> D
         problems = _examine_environment(distributions)
     with temp_dir() as folder:
         states = [_state(each, bool(distributions), folder) for each in PROVIDERS.values()]
+    problems += tuple(
+        Problem(Kind.UNLOADABLE_LIBRARY, each.provider, each.reason)
+        for each in states
+        if each.devices and each.reason
+    )
     return Diagnosis(
         distributions,
         tools,

@@ -55,6 +55,9 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
 
     Returns the exit code.
     """
+    if sys.version_info >= (3, 14):
+        # The stack of C has more lines than an error shows of a log, and the reason is above it.
+        faulthandler.enable(c_stack=False)
     for flag in flags:
         if flag.startswith(MEMORY_LIMIT):
             _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))

@@ -183,13 +183,8 @@ def _explanation(
             "Give each chip a target of its own, or remove share-weights.",
         )
     if library := missing(message):
-        name, supplier = library
-        return Problem(
-            Kind.UNLOADABLE_LIBRARY,
-            "",
-            f"{provider.ep} cannot compile, because {name} is missing.",
-            f"Install {supplier or 'the package that contains it'}.",
-        )
+        message = f"{provider.ep} cannot compile, because {library} is missing."
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice)
     return _refused_graph(message, provider, source, key)
 
 

@@ -6,7 +6,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.ipc.protocol import DevicesReply, DevicesRequest
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.libraries import UnavailableError, register
+from hatch_epcontext.worker.libraries import UnavailableError, missing_in_package, register
 from hatch_epcontext.worker.session import add_built_in, describe_device, incompatibilities
 
 
@@ -24,7 +24,7 @@ def handle(request: DevicesRequest) -> DevicesReply:
         return DevicesReply((), "\n".join(filter(None, [problem.message, problem.advice()])))
     devices = tuple(describe_device(d) for d in ort.get_ep_devices() if d.ep_name == provider.ep)
     if devices:
-        return DevicesReply(devices)
+        return DevicesReply(devices, "\n".join(missing_in_package(provider.plugin)) or None)
     needs = [f"It needs {provider.needs}."] if provider.needs else []
     reasons = [f"{provider.ep} finds no device.", *needs, *incompatibilities(provider.ep)]
     return DevicesReply((), "\n".join(reasons))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -96,6 +97,7 @@ class _Harm:
 
 _OUTSIDE = _Harm("is outside the model's folder.", "Save the model with relative locations.")
 _MISSING = _Harm("is missing.", "The model needs it beside its own file, in the sdist too.")
+_CIRCLE = _Harm("is a link that leads back to itself.", "Save the model and its data again.")
 _NO_FILE = _Harm("is not a regular file.", "Save the model and its data again.")
 
 
@@ -117,8 +119,11 @@ class _Folder:
             return False
         try:
             return (self._folder / location).resolve().is_relative_to(self._resolved)
-        except (OSError, RuntimeError):
-            # Links in a circle, or a name that no file system has.
+        except RuntimeError:
+            # Links in a circle, which lead nowhere. Python 3.13 and newer raise nothing.
+            return True
+        except OSError:
+            # A name that no file system has.
             return False
 
     def status(self, location: str) -> os.stat_result | _Harm:
@@ -131,8 +136,8 @@ class _Folder:
                 if not self.has(location):
                     return _OUTSIDE
                 status = (self._folder / location).stat()
-        except OSError:
-            return _MISSING
+        except OSError as error:
+            return _CIRCLE if error.errno == errno.ELOOP else _MISSING
         return status if stat.S_ISREG(status.st_mode) else _NO_FILE
 
 

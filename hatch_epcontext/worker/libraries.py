@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.targets import LIBRARIES
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.providers import Plugin, missing
+from hatch_epcontext.providers import MissingLibrary, Plugin, missing
 from hatch_epcontext.text import listing
 
 _MOST_LIBRARIES = 3
@@ -54,11 +54,15 @@ def load(plugin: Plugin, ep: str | None, *, virtual: bool = False) -> list[Any]:
     before = {device.ep_name for device in ort.get_ep_devices()}
     library = plugin.path
     try:
-        library = library or str(importlib.import_module(plugin.module).get_library_path())
+        library = library or _library_in(plugin.module)
         ort.register_execution_provider_library(registered_name(plugin, virtual=virtual), library)
     except Exception as error:
         raise UnavailableError(_registration_problem(plugin, ep, error, Path(library))) from error
     return [device for device in ort.get_ep_devices() if device.ep_name not in before]
+
+
+def _library_in(module: str) -> str:
+    return str(importlib.import_module(module).get_library_path())
 
 
 def registered_name(plugin: Plugin, *, virtual: bool) -> str:
@@ -120,26 +124,37 @@ def unloadable(ep: str | None, message: str, library: Path) -> Problem:
             f"{what} cannot be loaded: {message}",
             "Check that the file is a library for this system and this version of ONNX Runtime.",
         )
-    by_supplier: dict[str | None, list[str]] = {}
-    for name, supplier in not_found:
-        by_supplier.setdefault(supplier, []).append(name)
-    names = [name for name, _ in not_found]
+    verb = "are" if len(not_found) > 1 else "is"
     return Problem(
         Kind.UNLOADABLE_LIBRARY,
         "",
-        f"{what} cannot be loaded, because {listing(names)} "
-        f"{'are' if len(names) > 1 else 'is'} missing.",
-        "\n".join(
-            f"Install {supplier} ({listing(libraries)})."
-            if supplier
-            else f"Install the package that contains {listing(libraries)}."
-            for supplier, libraries in by_supplier.items()
-        ),
+        f"{what} cannot be loaded, because {listing(map(str, not_found))} {verb} missing.",
+        "\n".join(dict.fromkeys(each.advice for each in not_found)),
     )
 
 
-def _missing_dependencies(library: Path) -> list[tuple[str, str | None]]:
-    """Return all libraries that ``library`` needs and the system does not find, with their suppliers.
+def missing_in_package(plugin: Plugin) -> list[str]:
+    """What libraries in the package of ``plugin`` need and the system does not find, and what to do.
+
+    An EP loads them when it begins to compile, and then many a one reports only that it compiles no node.
+    """
+    needed: dict[MissingLibrary, list[str]] = {}
+    library = Path(_library_in(plugin.module))
+    for path in sorted(library.parent.glob(f"*{library.suffix}")):
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            # Those for the NPU itself are for another processor.
+            if found := missing(str(error)):
+                needed.setdefault(found, []).append(path.name)
+    return [
+        f"{each} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {each.advice}"
+        for each, names in needed.items()
+    ]
+
+
+def _missing_dependencies(library: Path) -> list[MissingLibrary]:
+    """Return all libraries that ``library`` needs and the system does not find.
 
     The error of the system's loader names only the first.
     """
@@ -153,7 +168,7 @@ def _missing_dependencies(library: Path) -> list[tuple[str, str | None]]:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
-    not_found: list[tuple[str, str | None]] = []
+    not_found: list[MissingLibrary] = []
     for name in re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE):
         # A library that is loaded already, for example from a pip package, is available.
         try:

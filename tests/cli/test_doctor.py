@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hatch_epcontext.build import requirements
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools import doctor
+from tests.altered_workers import write_broken_qnn
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn
 
@@ -63,6 +65,22 @@ def test_a_plugin_ep_without_its_driver_has_a_reason(found: dict[str, Any]) -> N
     rtx = state(found, "tensorrt-rtx")
     assert rtx["devices"] == []
     assert "libcuda.so.1" in rtx["reason"]
+
+
+@needs_qnn
+@pytest.mark.skipif(sys.platform != "linux", reason="a library of Linux is altered")
+def test_a_library_that_an_ep_loads_later_is_missing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = write_broken_qnn(tmp_path / "broken")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    monkeypatch.setattr(doctor, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
+    printed = cli("doctor", tmp_path, code=1).stdout
+    assert "    QNNExecutionProvider on " in printed
+    assert (
+        f"- qnn: EPC105\n        {name} is missing, and libQnnSystem.so of onnxruntime-qnn"
+        in printed
+    )
 
 
 @pytest.mark.usefixtures("_only_cpu")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.tools.inspect import inspect, verify
-from tests.conftest import needs_qnn
+from tests.conftest import needs_qnn, printed_json
 from tests.front_ends import page
 from tests.front_ends.front_ends import FRONT_ENDS, FrontEnd
 from tests.integration.conftest import Environment, make_environment, run
@@ -213,7 +213,7 @@ def _install(trial: Trial, way: str, commands: str) -> str:
     script.write_text(CHECK, encoding="utf-8")
     # Not from the project's folder, which Python would import from.
     printed = trial.run(f"{trial.front_end.python[way]} -I {script}", project)
-    found = json.loads(printed.splitlines()[-1])
+    found = printed_json(printed)
     if found is None:
         return WITHOUT_HOOK
     file, models = found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.altered_workers import write_broken_qnn
 from tests.conftest import needs_qnn
 from tests.integration.conftest import Environment, run, tool
 from tests.models import network, save
@@ -101,6 +102,22 @@ def test_a_corrupt_model(project: Project, content: bytes, what: str) -> None:
     project.configure(CPU)
     (project.root / "models" / "a.onnx").write_bytes(content)
     assert what in project.failure()
+
+
+@needs_qnn
+@pytest.mark.skipif(sys.platform != "linux", reason="a library of Linux is altered")
+def test_an_ep_whose_own_libraries_do_not_load(project: Project) -> None:
+    name = write_broken_qnn(project.root.parent / "broken")
+    project.env["PYTHONPATH"] = str(project.root.parent / "broken")
+    project.configure(
+        QNN.replace("]", ", shapes = { x = [1, 1, 8, 8] } }]").replace("[", "[{ path = ", 1)
+    )
+    text = project.failure()
+    assert (
+        f"a -> qnn: EPC105\n    the EP cannot load its own libraries, because {name} is missing."
+        in text
+    )
+    assert f"apt-file search {name}" in text
 
 
 @needs_qnn

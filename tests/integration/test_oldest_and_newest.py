@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import printed_json
 from tests.integration.conftest import copy_example, make_environment, run
 
 pytestmark = [
@@ -57,7 +57,7 @@ def wheel(
 def test_every_target_opens(wheel: Path, runtime: str, tmp_path: Path, env: dict[str, str]) -> None:
     environment = make_environment(tmp_path / "venv", env)
     environment.install(wheel, runtime, "onnxruntime-ep-openvino")
-    version, steps, answers = json.loads(environment.python("-c", SCRIPT).splitlines()[-1])
+    version, steps, answers = printed_json(environment.python("-c", SCRIPT))
     if "==" in runtime:
         assert runtime.endswith(version)
     assert steps == [["openvino", "opened"], ["cpu", "not tried"], ["source", "not tried"]]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import printed_json
 from tests.integration.conftest import run
 from tests.projects import make_project
 
@@ -71,7 +72,7 @@ def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) ->
         sys.executable, tmp_path / "open.py", tmp_path / "x.npy",
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    opened = json.loads(printed.splitlines()[-1])
+    opened = printed_json(printed)
     from hatch_epcontext.worker.session import cpu_options, open_session
 
     source = open_session(project / "models" / "a.onnx", cpu_options())

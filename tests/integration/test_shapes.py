@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from tests.conftest import needs_qnn
+from tests.conftest import needs_qnn, printed_json
 from tests.integration.conftest import run
 from tests.models import network, value
 from tests.projects import make_project
@@ -103,7 +103,7 @@ def opened(
     env = {**os.environ, "PYTHONPATH": str(app), "XDG_CACHE_HOME": str(app / "user")}
     arguments = json.dumps([batch, target, device, fallback])
     output = run(sys.executable, "-c", OPEN, arguments, cwd=app, env=env)
-    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    answer: dict[str, Any] = printed_json(output)
     return answer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import needs_qnn
+from tests.conftest import needs_qnn, printed_json
 from tests.integration.conftest import run
 from tests.models import save, transformer
 from tests.projects import PROJECT
@@ -87,7 +87,7 @@ def test_the_simulator_does_not_open_them(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "open.py").write_text(OPEN, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     printed = run(sys.executable, tmp_path / "open.py", cwd=tmp_path, env=env)
-    (usual, anywhere), shape = json.loads(printed.splitlines()[-1])
+    (usual, anywhere), shape = printed_json(printed)
     assert usual[0].startswith("qnn: skipped, QNNExecutionProvider finds no npu, only cpu")
     assert anywhere[0] == "qnn: skipped, it needs a real npu, not a simulated one"
     assert usual[1] == anywhere[1] == "source: opened, CPUExecutionProvider on cpu"

@@ -21,7 +21,7 @@ from hatch_epcontext.package.model_package import (
     read,
     write,
 )
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, printed_json
 from tests.package.foreign import (
     ASSET,
     ASSET_FOLDER,
@@ -337,7 +337,7 @@ def opened_by_onnxruntime(folder: Path) -> dict[str, str | None]:
         text=True,
         check=True,
     )
-    answers = json.loads(done.stdout.splitlines()[-1])
+    answers = printed_json(done.stdout)
     if isinstance(answers, str):
         pytest.skip(answers)
     return dict(answers)

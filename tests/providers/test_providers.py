@@ -337,17 +337,26 @@ def test_tensorrt_writes_context_models_itself() -> None:
         ("libnvinfer.so.10: cannot open shared object file", "libnvinfer.so.10", "TensorRT"),
         ("libcudnn.so.9: cannot open shared object file", "libcudnn.so.9", "cuDNN"),
         ("libof_mine.so: cannot open shared object file", "libof_mine.so", None),
+        (
+            "error: libatomic.so.1: cannot open shared object file",
+            "libatomic.so.1",
+            "libatomic1 (Debian",
+        ),
+        (
+            (
+                'LoadLibrary failed with error 126 "The specified module could not be found." when trying '
+                'to load "C:\\x y\\onnxruntime_qnn\\QnnHtp.dll"'
+            ),
+            "QnnHtp.dll",
+            "the package of the QNN execution provider",
+        ),
     ],
 )
 def test_the_supplier_of_a_missing_library(message: str, name: str, supplier: str | None) -> None:
     found = missing(message)
     assert found is not None
-    assert found[0] == name
-    if supplier is None:
-        assert found[1] is None
-    else:
-        assert found[1] is not None
-        assert supplier in found[1]
+    assert found.name == name
+    assert (supplier or f"apt-file search {name} ") in found.advice
 
 
 def test_another_message_has_no_missing_library() -> None:

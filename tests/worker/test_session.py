@@ -87,7 +87,7 @@ def test_a_missing_driver_is_named(tmp_path: Path) -> None:
     assert found.kind is Kind.UNLOADABLE_LIBRARY
     assert "the library of NvTensorRTRTXExecutionProvider cannot be loaded" in found.message
     assert "libcuda.so.1" in found.message
-    assert "Install the driver of an NVIDIA GPU (" in str(found.hint)
+    assert "Install the driver of an NVIDIA GPU." in str(found.hint)
 
 
 @newer_runtime
