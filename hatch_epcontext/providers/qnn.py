@@ -331,9 +331,9 @@ PROVIDER = Provider(
             "the option is set."
         ),
         (
-            "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have. On Linux it "
-            "needs glibc 2.35 or newer and `libatomic.so.1`, which no package of PyPI contains: `libatomic1` "
-            "(Debian, Ubuntu) or `libatomic` (Fedora)."
+            "It compiles on Linux x86-64 and on Windows, for chips that the machine does not have. On Linux "
+            "it needs glibc 2.35 or newer and `libatomic.so.1`, which no package of PyPI contains: "
+            "`libatomic1` (Debian, Ubuntu) or `libatomic` (Fedora)."
         ),
         (
             "A list compiles one context for several chips: `soc_model = [60, 57]`. `htp_arch` follows "
