@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
 import shutil
-import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,13 +25,14 @@ _LFS = b"version https://git-lfs"
 STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
 """How the names of temporary folders begin: in the system's folder for them, and beside a user's files."""
 
-_RANDOM = 8
-"""Characters that `tempfile` adds to that."""
+_MARKER = ".lock"
+"""The file in a temporary folder that says whose it is, and is locked as long as the folder is used."""
 
-_LOCK = ".lock"
-"""The file in a temporary folder that is locked as long as the folder is used."""
+_OURS = b"hatch-epcontext made this folder, and removes it when nobody has locked this file.\n"
+"""What a marker contains: without it nothing is removed, whatever the name of its folder."""
 
-_DAY = 86400.0
+_BINARY = getattr(os, "O_BINARY", 0)
+
 MOST_BYTES = 256 * 10**9
 """Bytes of one file or of all weights of a model: more than today's machines can compile."""
 
@@ -94,44 +92,22 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     Before that, what killed processes left there in the same way is removed. Raises OSError if it cannot
     be made.
     """
-    prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
     sweep(parent)
-    with contextlib.ExitStack() as stack:
-        locked = False
-        while not locked:
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
-            )
-            # Another process may have swept it before it was locked.
-            locked = _hold(Path(folder, _LOCK), stack)
+    prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        marker = os.open(folder / _MARKER, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
+    except OSError:
+        folder.rmdir()
+        raise
+    try:
+        # Locked before it says whose folder this is: others leave it alone until then, and after that.
+        _lock(marker)
+        os.write(marker, _OURS)
         # Resolved, because a temporary folder is often behind a link, and EPs compare paths.
-        yield Path(folder).resolve()
-
-
-def _hold(file: Path, stack: contextlib.ExitStack) -> bool:
-    """Lock ``file``, which is made, until ``stack`` ends; False if somebody else has locked or removed it."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    except FileNotFoundError:
-        return False
-    stack.callback(os.close, descriptor)
-    return _lock(descriptor) is not False and file.exists()
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock an open file as long as it is open; False if it is locked, None where it cannot be locked."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK) else None
-    return True
+        yield folder.resolve()
+    finally:
+        _remove(folder, marker)
 
 
 def sweep(parent: Path | None = None) -> None:
@@ -139,33 +115,85 @@ def sweep(parent: Path | None = None) -> None:
     prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
     with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:
-            if entry.name.startswith(prefix) and len(entry.name) == len(prefix) + _RANDOM:
+            if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     _sweep_one(Path(entry.path))
 
 
 def _sweep_one(folder: Path) -> None:
-    status = folder.lstat()
     # In a folder for all users others can have folders of this name.
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != _user():
+    if folder.lstat().st_uid != _user():
         return
+    # Not blocking: it can be a pipe.
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _BINARY
+    marker = os.open(folder / _MARKER, os.O_RDWR | flags)
+    if os.read(marker, len(_OURS) + 1) == _OURS and _lock(marker):
+        _remove(folder, marker)
+    else:
+        os.close(marker)
+
+
+def _lock(marker: int) -> bool:
+    """Lock an open marker as long as it is open; False if it is locked, or cannot be locked there."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-    except FileNotFoundError:
-        # Made at this moment, or by a process that was killed at that moment.
-        if status.st_mtime < time.time() - _DAY:
-            shutil.rmtree(folder, ignore_errors=True)
-        return
-    try:
-        unused = _lock(descriptor)
-    finally:
-        # Windows removes no open file.
         if sys.platform == "win32":
-            os.close(descriptor)
-    if unused:
-        shutil.rmtree(folder, ignore_errors=True)
-    if sys.platform != "win32":
-        os.close(descriptor)
+            import msvcrt
+
+            # Nobody can read the bytes that are locked.
+            os.lseek(marker, len(_OURS), os.SEEK_SET)
+            msvcrt.locking(marker, msvcrt.LK_NBLCK, 1)
+            os.lseek(marker, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove(folder: Path, marker: int) -> None:
+    """Remove a folder of `temp_dir`, and close its marker.
+
+    The marker goes last, and only when nothing else is left: what is in use, or what a killed removal leaves,
+    is removed by a later one.
+    """
+    try:
+        for entry in folder.iterdir():
+            if entry.name != _MARKER:
+                _remove_tree(entry)
+        is_empty = [entry.name for entry in folder.iterdir()] == [_MARKER]
+    except OSError:
+        is_empty = False
+    # Windows removes no open file.
+    os.close(marker)
+    if is_empty:
+        with contextlib.suppress(OSError):
+            (folder / _MARKER).unlink()
+            folder.rmdir()
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a file or a folder, also one that may not be written; what is in use stays."""
+    if path.is_symlink() or not path.is_dir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        _make_writable(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_writable(folder: Path) -> None:
+    """Let this user remove everything below ``folder``; what links lead to stays as it is."""
+    with contextlib.suppress(OSError):
+        folder.chmod(0o700)
+        for inside, folders, files in os.walk(folder):
+            # On Windows it is the mode of a file itself that keeps it.
+            for path in (Path(inside, name) for name in (*folders, *files)):
+                if not path.is_symlink():
+                    path.chmod(0o700)
 
 
 def _user() -> int:

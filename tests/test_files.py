@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,6 +39,26 @@ def system_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+posix_only = pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+
+SWEPT_AND_KILLED = """
+import os, tempfile
+from hatch_epcontext.files import sweep
+tempfile.tempdir = {folder!r}
+done = 0
+def count(function):
+    def remove(*arguments, **options):
+        global done
+        if done == {removed}:
+            os._exit(9)
+        done += 1
+        return function(*arguments, **options)
+    return remove
+for name in ("unlink", "rmdir"):
+    setattr(os, name, count(getattr(os, name)))
+sweep()
+"""
+
 KILLED = """
 import os, sys, tempfile
 from pathlib import Path
@@ -52,44 +72,141 @@ with temp_dir() as folder:
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
-def test_what_a_killed_process_left_is_removed_and_nothing_else(
-    system_folder: Path, tmp_path: Path
-) -> None:
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "file").touch()
-    arguments = (sys.executable, "-c", KILLED, str(system_folder), str(precious))
+def left_behind(folder: Path, precious: Path) -> Path:
+    """What a killed process leaves in ``folder``, with a link to the folder ``precious``."""
+    before = set(folder.iterdir())
+    arguments = (sys.executable, "-c", KILLED, str(folder), str(precious))
     assert subprocess.run(arguments, cwd=REPOSITORY, check=False).returncode == 9
-    (left,) = system_folder.iterdir()
+    (left,) = set(folder.iterdir()) - before
+    return left
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """A folder of the user's with a file."""
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / "file").touch()
+    return folder
+
+
+@posix_only
+def test_what_a_killed_process_left_is_removed(system_folder: Path, precious: Path) -> None:
+    left = left_behind(system_folder, precious)
     assert (left / "sub" / "file").is_file()
-    others = ["hatch-epcontext-abcdefgh", "hatch-epcontext-mine", "other-abcdefgh"]
-    (system_folder / others[0]).symlink_to(precious)
-    for name in others[1:]:
-        (system_folder / name).mkdir()
-        (system_folder / name / ".lock").touch()
-    new = system_folder / "hatch-epcontext-newnewne"
-    new.mkdir()
     with temp_dir() as live:
         assert not left.exists()
         with temp_dir():
             assert live.is_dir()
-        assert {path.name for path in system_folder.iterdir()} == {*others, new.name, live.name}
+        assert list(system_folder.iterdir()) == [live]
     assert not live.exists()
     assert (precious / "file").is_file()
-    # Its process was killed before it could lock it.
-    os.utime(new, (10**9, 10**9))
-    with temp_dir():
-        assert not new.exists()
+
+
+def make_lock(folder: Path) -> None:
+    (folder / ".lock").touch()
+
+
+def make_nothing(folder: Path) -> None:
+    assert folder.is_dir()
+
+
+def make_another_marker(folder: Path) -> None:
+    (folder / ".lock").write_text("hatch-epcontext made this folder\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("make", [make_lock, make_nothing, make_another_marker])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hatch-epcontext-examples",
+        "hatch-epcontext-mine",
+        "hatch-epcontext-abcdefgh",
+        "hatch-epcontext-8zk_q3x1",
+        "hatch-epcontext-",
+        ".epcontext-datasets",
+        ".epcontext-settings",
+        ".epcontext-notes",
+        ".epcontext-abcd1234",
+    ],
+)
+def test_folders_of_the_user_are_kept_whatever_their_names(
+    system_folder: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    mine = system_folder / name
+    mine.mkdir()
+    (mine / "file").write_bytes(b"mine")
+    make(mine)
+    os.utime(mine, (10**9, 10**9))
+    before = {path: path.is_file() and path.read_bytes() for path in mine.rglob("*")}
+    for parent in (None, system_folder):
+        with temp_dir(parent):
+            pass
+    assert {path: path.is_file() and path.read_bytes() for path in mine.rglob("*")} == before
+
+
+@posix_only
+def test_links_and_pipes_are_kept_and_hold_nobody_up(system_folder: Path, precious: Path) -> None:
+    left = left_behind(system_folder, precious)
+    link = system_folder / "hatch-epcontext-abcdefgh"
+    link.symlink_to(left)
+    pipe = system_folder / "hatch-epcontext-bcdefghi"
+    pipe.mkdir()
+    os.mkfifo(pipe / ".lock")
+    linked = system_folder / "hatch-epcontext-cdefghij"
+    linked.mkdir()
+    (precious / "marker").write_bytes((left / ".lock").read_bytes())
+    (linked / ".lock").symlink_to(precious / "marker")
+    with temp_dir() as live:
+        assert set(system_folder.iterdir()) == {link, pipe, linked, live}
+
+
+@posix_only
+# Two files, a folder and the marker; then only an empty folder is left, which can be anybody's.
+@pytest.mark.parametrize("removed", range(4))
+def test_a_removal_that_is_killed_is_gone_on_with(
+    system_folder: Path, precious: Path, removed: int
+) -> None:
+    left = left_behind(system_folder, precious)
+    script = SWEPT_AND_KILLED.format(folder=str(system_folder), removed=removed)
+    subprocess.run((sys.executable, "-c", script), cwd=REPOSITORY, check=False)
+    with temp_dir() as live:
+        assert list(system_folder.iterdir()) == [live]
+    assert not left.exists()
+
+
+@posix_only
+def test_a_folder_that_may_not_be_written_is_removed(system_folder: Path, precious: Path) -> None:
+    script = (
+        "import fcntl, os, sys, tempfile\n"
+        "from pathlib import Path\n"
+        "from hatch_epcontext.files import temp_dir\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        # Root may write everywhere.
+        "os.geteuid() or os.setuid(12345)\n"
+        "with temp_dir() as folder:\n"
+        "    (folder / 'a' / 'b').mkdir(parents=True)\n"
+        "    (folder / 'a' / 'b' / 'link').symlink_to(sys.argv[2])\n"
+        "    for path in (folder / 'a' / 'b', folder / 'a'):\n"
+        "        path.chmod(0o500)\n"
+    )
+    system_folder.chmod(0o777)
+    precious.chmod(0o555)
+    for each in precious.parents:
+        # Another user must get there.
+        if not each.stat().st_mode & 0o001:
+            each.chmod(0o711)
+    arguments = (sys.executable, "-c", script, str(system_folder), str(precious))
+    subprocess.run(arguments, cwd=REPOSITORY, check=True)
+    assert list(system_folder.iterdir()) == []
+    assert precious.stat().st_mode & 0o777 == 0o555
 
 
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root has other users"
 )
-def test_what_another_user_left_is_kept(system_folder: Path) -> None:
-    left = system_folder / "hatch-epcontext-abcdefgh"
-    left.mkdir()
-    (left / ".lock").touch()
+def test_what_another_user_left_is_kept(system_folder: Path, precious: Path) -> None:
+    left = left_behind(system_folder, precious)
     os.chown(left, 12345, 12345)
     with temp_dir():
         assert left.is_dir()
@@ -98,35 +215,14 @@ def test_what_another_user_left_is_kept(system_folder: Path) -> None:
         assert not left.exists()
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
-    system_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Path] = []
-    real = os.open
-
-    def swept(path: Any, *arguments: Any, **options: Any) -> int:
-        if Path(path).name == ".lock":
-            made.append(Path(path).parent)
-            if len(made) == 1:
-                path.parent.rename(tmp_path / "removed")
-        return real(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "open", swept)
-    with temp_dir() as folder:
-        assert folder.is_dir()
-        assert made[1:] == [folder]
-    assert list(system_folder.iterdir()) == []
-
-
-def test_a_folder_beside_the_users_files_is_swept_too(tmp_path: Path) -> None:
-    left = tmp_path / ".epcontext-abcdefgh"
-    left.mkdir()
-    (left / ".lock").touch()
-    (tmp_path / ".epcontext-notes").mkdir()
+@posix_only
+def test_a_folder_beside_the_users_files_is_swept_too(tmp_path: Path, precious: Path) -> None:
+    left = left_behind(tmp_path, precious)
+    left = left.rename(tmp_path / ".epcontext-abcdefgh")
     with temp_dir(tmp_path) as folder:
         assert folder.parent == tmp_path
         assert not left.exists()
-    assert [path.name for path in tmp_path.iterdir()] == [".epcontext-notes"]
+    assert list(tmp_path.iterdir()) == [precious]
 
 
 def test_the_folder_is_made_and_contains_nothing_else(tmp_path: Path) -> None:

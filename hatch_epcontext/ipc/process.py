@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.ipc.fork_server import ForkServer, ServerGoneError, is_supported
-from hatch_epcontext.ipc.running import Interpreter, Order, Running
+from hatch_epcontext.ipc.running import TEMPORARY, Interpreter, Order, Running
 from hatch_epcontext.ipc.worker_log import (
     LOG_LIMIT,
     POLL_SECONDS,
@@ -226,7 +226,7 @@ class Workers:
             secrets,
         )
         with writing("a request to a worker", folder, location):
-            folder.mkdir(parents=True)
+            (folder / TEMPORARY).mkdir(parents=True)
             order.request_path.write_text(text, encoding="utf-8")
             order.log_path.touch()
         with self._followed(order, location):

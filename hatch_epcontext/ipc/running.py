@@ -24,6 +24,12 @@ _ADDED = {
     "PYTHONUTF8": "1",
 }
 
+NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
+"""The variable that ONNX Runtime reads when it is loaded: see "Disabling Telemetry" in its ``Privacy.md``."""
+
+TEMPORARY = "tmp"
+"""The temporary folder of a worker, in its own folder."""
+
 _WITHHELD = SECRET_VARIABLES | {
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -38,7 +44,14 @@ _WITHHELD = SECRET_VARIABLES | {
 def worker_environment() -> dict[str, str]:
     """The variables of every worker: those of this process, without the credentials of the shared cache."""
     inherited = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
-    return {**inherited, **_ADDED}
+    # Only who builds decides what a build sends: ONNX Runtime's wheels send events of sessions by default.
+    telemetry = {NO_TELEMETRY: os.environ.get(NO_TELEMETRY) or "1"}
+    return {**inherited, **_ADDED, **telemetry}
+
+
+def own_variables(folder: Path) -> dict[str, str]:
+    """The variables of the worker with this folder: what libraries leave in their temporary one is in it."""
+    return dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / TEMPORARY))
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ class Interpreter:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=worker_environment(),
+                env=worker_environment() | own_variables(order.folder),
                 # A group of its own, so that what it starts can be ended with it.
                 start_new_session=True,
             )

@@ -25,6 +25,7 @@ from hatch_epcontext.ipc.protocol import (
     VERBOSE,
     Refusal,
 )
+from hatch_epcontext.ipc.running import NO_TELEMETRY
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import is_refusal, system_problem
 from hatch_epcontext.worker.step import report_to
@@ -37,6 +38,9 @@ def _answer(action: str, request: Any, *, verbose: bool) -> Any:
     handler = importlib.import_module(f"hatch_epcontext.worker.{action}")
     # Not imported here: `inspect` works without ONNX Runtime.
     runtime: Any = sys.modules.get("onnxruntime")
+    if sys.platform == "win32" and runtime is not None and os.environ.get(NO_TELEMETRY) != "0":
+        # Some builds for Windows do not read the variable. They have sent an event already.
+        runtime.disable_telemetry_events()
     if verbose and runtime is not None:
         runtime.set_default_logger_severity(_INFO)
     return handler.handle(request)

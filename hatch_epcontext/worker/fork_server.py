@@ -14,11 +14,14 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.ipc.fork_server import STARTED
 from hatch_epcontext.ipc.protocol import REQUESTS
+from hatch_epcontext.ipc.running import own_variables
 from hatch_epcontext.serialize import make_ready
 from hatch_epcontext.worker.__main__ import main
 from hatch_epcontext.worker.keeper import (
@@ -172,6 +175,9 @@ class _Server:
 
 def _become_worker(order: dict[str, Any]) -> None:
     os.chdir(order["folder"])
+    os.environ.update(own_variables(Path(order["folder"])))
+    # The server may have looked for it already.
+    tempfile.tempdir = None
     log = os.open(order["log_path"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

@@ -10,6 +10,7 @@ import pytest
 from hatch_epcontext.build.cache_folder import staging
 from hatch_epcontext.build.signing import public_key
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.files import _OURS
 from tests.cli.conftest import Cli
 
 DAY = 86400
@@ -112,7 +113,7 @@ def leave(cache: Path) -> list[Path]:
     folder = cache / "v4" / "staging" / ".epcontext-abcd1234"
     (folder / "entry" / "files").mkdir(parents=True)
     (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
-    (folder / ".lock").touch()
+    (folder / ".lock").write_bytes(_OURS)
     files = [
         cache / "v4" / "latest" / f".{'ab' * 32}.17-4711.tmp",
         cache / "v4" / "index" / f".{'ab' * 32}.17-4711.tmp",

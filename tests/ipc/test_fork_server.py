@@ -25,7 +25,7 @@ from hatch_epcontext.ipc.protocol import CheckReply, CheckRequest
 from hatch_epcontext.ipc.running import Order
 from hatch_epcontext.serialize import to_json
 from tests.altered_workers import write_start_code
-from tests.ipc.test_process import KEY, request_for
+from tests.ipc.test_process import KEY, LEAVING_FILES, request_for
 from tests.models import network, save
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
@@ -61,6 +61,19 @@ def problem(workers: Workers, folder: Path) -> Problem:
         workers.call(request_for(folder / "a.onnx"), folder / "call", location="a -> npu")
     (found,) = raised.value.problems
     return found
+
+
+def test_what_libraries_leave_in_the_temporary_folder_is_in_that_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Path
+) -> None:
+    check.write_text(LEAVING_FILES, encoding="utf-8")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    with Workers(60) as workers:
+        problem(workers, tmp_path)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    names = sorted(each.name[:8] for each in (tmp_path / "call" / "tmp").iterdir())
+    assert names == ["of-a-chi", "of-pytho"]
 
 
 def wait_until_gone(process_id: int) -> None:

@@ -6,9 +6,12 @@ import contextlib
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import onnxruntime
 import pytest
+from packaging.version import Version
 
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
 from hatch_epcontext.ipc.facts import ModelSpec
@@ -203,6 +206,65 @@ def test_workers_do_not_get_the_credentials_of_the_shared_cache(
                 workers.call(request_for(tmp_path), tmp_path / f"call-{forks}", location="a")
         (found,) = raised.value.problems
         assert "secrets: False /opt/vendor" in str(found.log)
+
+
+@pytest.fixture(params=["forks", "interpreters"])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    """Workers of both kinds; where the system has no forks, they are of one."""
+    workers = Workers(60)
+    with workers if request.param == "forks" else contextlib.nullcontext():
+        yield workers
+
+
+LEAVING_FILES = """
+import os, subprocess, sys, tempfile
+tempfile.mkstemp(prefix='of-python')
+code = 'import tempfile; tempfile.mkstemp(prefix="of-a-child")'
+subprocess.run([sys.executable, '-c', code], check=True)
+os._exit(9)
+"""
+
+
+def test_what_libraries_leave_in_the_temporary_folder_is_in_that_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_onnx: Path
+) -> None:
+    fake_onnx.write_text(LEAVING_FILES, encoding="utf-8")
+    (tmp_path / "tmp").mkdir()
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(tmp_path / "tmp"))
+    problem(tmp_path, tmp_path / "a.onnx")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    names = sorted(each.name[:8] for each in (tmp_path / "call" / "tmp").iterdir())
+    assert names == ["of-a-chi", "of-pytho"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sends"), [(None, False), ("", False), ("1", False), ("0", True)]
+)
+def test_nothing_is_sent_that_the_user_has_not_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: Workers,
+    given: str | None,
+    sends: bool,
+) -> None:
+    if sends and Version(onnxruntime.__version__) < Version("1.29"):
+        pytest.skip("this version of ONNX Runtime sends nothing")
+    # ONNX Runtime sends nothing where it sees that it runs in CI.
+    for name in ("CI", "GITHUB_ACTIONS", "TF_BUILD", "JENKINS_URL", "GITLAB_CI", "BUILD_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given)
+    path = save(network(), tmp_path / "a.onnx")
+    spec = ModelSpec("a", str(path), KEY, {"batch": 1})
+    (tmp_path / "prepared").mkdir()
+    request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "prepared"), True)
+    workers.call(request, tmp_path / "call", location="a")
+    written = [*(tmp_path / "home").rglob("*"), *(tmp_path / "call" / "tmp").iterdir()]
+    assert bool(written) == sends
 
 
 def test_values_of_secrets_are_hidden_in_the_log(
