@@ -60,7 +60,7 @@ def test_the_missing_libraries_of_tensorrt_are_named(tmp_path: Path, env: dict[s
     project = make_project(tmp_path / "project", TENSORRT)
     text = build(project, env, fails=True)
     assert "the library of TensorrtExecutionProvider cannot be loaded" in text
-    assert "Install NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu (libnv" in text
+    assert "Install NVIDIA's TensorRT, which is not a dependency of onnxruntime-gpu." in text
     assert "libnvinfer.so.10" in text
     assert "Traceback" not in text
     assert not (project / "dist").exists() or not list((project / "dist").iterdir())
