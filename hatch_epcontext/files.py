@@ -36,6 +36,9 @@ _BINARY = getattr(os, "O_BINARY", 0)
 MOST_BYTES = 256 * 10**9
 """Bytes of one file or of all weights of a model: more than today's machines can compile."""
 
+_NAMED = 40
+"""Characters of a file's name that are in that of the file from which it is renamed."""
+
 _LARGE = 10**9
 """Bytes from which a file is read only if it is known to be needed."""
 
@@ -60,9 +63,10 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
     written as escapes.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a file can only be renamed within its file system.
+    # In the same folder, because a file can only be renamed within its file system; and a short name, because
+    # that of the file may be as long as its file system takes.
     own = f"{os.getpid()}-{threading.get_ident()}"
-    temporary = file.with_name(f".{file.name}.{own}.tmp")
+    temporary = file.with_name(f".{file.name[:_NAMED]}.{own}.tmp")
     try:
         temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
         if durable:
@@ -246,6 +250,17 @@ def too_large(status: os.stat_result, used: int | None = None) -> str | None:
     if blocks is not None and size > _MOST_UNUSED * 512 * blocks:
         return f"has {show_size(size)}, of which only {show_size(512 * blocks)} were ever written"
     return None
+
+
+_REPORT = re.compile(
+    rb'(?:\n  "generator": "|name="generator" content="|Software\0|/Creator \(|title>)hatch-epcontext [0-9]'
+)
+"""How JSON, HTML, PNG, PDF and SVG say that this package wrote them. In a manifest it is further inside."""
+
+
+def is_report(path: Path) -> bool:
+    """Whether this package wrote the report, the measurements or the chart at ``path``; raises OSError."""
+    return is_regular(path) and _REPORT.search(path.read_bytes()) is not None
 
 
 def file_sha256(path: Path) -> str:

@@ -203,7 +203,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.build.plan import plan
         from hatch_epcontext.build.run import IncompleteError, build, open_cache
         from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.system import check_file
 
+        if config.report is not None:
+            check_file(config.report)
         cache = open_cache(config, self._warning)
         try:
             with contextlib.closing(_Progress(self._info)) as progress:

@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
-from hatch_epcontext.files import STAGING_PREFIX
+from hatch_epcontext.errors import BuildError, EpcontextError, Kind, OutputError, Problem
+from hatch_epcontext.files import STAGING_PREFIX, is_report
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -44,6 +45,38 @@ def writing(
         yield
     except OSError as refused:
         raise error(system_problem(refused, folder, what, location)) from refused
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OutputError if ``folder`` or one of its parents is a file, or if nothing can be written there."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if not existing.is_dir():
+        message = "is a file, and not a folder."
+        raise OutputError(
+            Problem(Kind.FILE_EXISTS, str(existing), message, "Choose another place.")
+        )
+    with writing("a result", existing, str(folder), OutputError):
+        # Tried, because no system says reliably whether a folder can be written to.
+        try:
+            tempfile.TemporaryFile(dir=existing).close()
+        except OSError as error:
+            # Its own path is one that no user knows.
+            raise OSError(error.errno, error.strerror, str(existing)) from error
+
+
+def check_file(path: Path) -> None:
+    """Raise OutputError unless ``path`` is that of a new file, or of a report, which may be replaced."""
+    with writing("a report", path.parent, str(path), OutputError):
+        try:
+            # Not `exists`, which is also false for a name that the file system does not take.
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            check_folder(path.parent)
+            return
+        if not is_report(path):
+            message = "exists already, and is no file that epcontext wrote."
+            hint = "Choose another name, or move it away: it is never overwritten."
+            raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 
 
 def system_problem(

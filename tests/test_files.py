@@ -225,6 +225,12 @@ def test_a_folder_beside_the_users_files_is_swept_too(tmp_path: Path, precious: 
     assert list(tmp_path.iterdir()) == [precious]
 
 
+@pytest.mark.parametrize("length", [245, 251, 255])
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path: Path, length: int) -> None:
+    file = write_atomically(tmp_path / ("n" * length), "text")
+    assert file.read_text(encoding="utf-8") == "text"
+
+
 def test_the_folder_is_made_and_contains_nothing_else(tmp_path: Path) -> None:
     file = write_atomically(tmp_path / "new" / "a.txt", "one\r\ntwo\n")
     assert file.read_bytes() == b"one\r\ntwo\n"

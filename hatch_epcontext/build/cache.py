@@ -26,7 +26,7 @@ from hatch_epcontext.build.entry import LAYOUT, Check, latest_name, read_validat
 from hatch_epcontext.build.envelope import DamagedError, envelope_around
 from hatch_epcontext.build.index import Index
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import is_sha256, link_or_copy, write_atomically
+from hatch_epcontext.files import is_report, is_sha256, link_or_copy, write_atomically
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import refusal
 
@@ -192,6 +192,8 @@ class Cache:
             return None
         file = self._root / "reports" / f"{name}.json"
         with contextlib.suppress(OSError):
+            if file.exists() and not is_report(file):
+                return None
             # Builds without changes have equal reports, and replacing a file can wait for the disk.
             if file.is_file() and file.read_text(encoding="utf-8", errors="replace") == text:
                 return file

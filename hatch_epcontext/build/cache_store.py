@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.build.artifact import GENERATOR, Record
+from hatch_epcontext.build.artifact import Record
 from hatch_epcontext.build.cache_folder import (
     STAGING,
     discard,
@@ -22,7 +22,7 @@ from hatch_epcontext.build.cache_folder import (
 from hatch_epcontext.build.cutting import FOLDER as CUT_MODELS
 from hatch_epcontext.build.entry import LAYOUT
 from hatch_epcontext.build.envelope import DamagedError
-from hatch_epcontext.files import is_sha256, sweep
+from hatch_epcontext.files import is_report, is_sha256, sweep
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
 """A build that wrote a file so long ago, and did not finish it, does not run any more."""
@@ -97,7 +97,7 @@ class Store:
             file.unlink(missing_ok=True)
         for file in _inside(self.root / "reports"):
             with contextlib.suppress(FileNotFoundError):
-                if file.suffix == ".json" and _is_report(file):
+                if file.suffix == ".json" and is_report(file):
                     file.unlink()
         return removed
 
@@ -144,10 +144,6 @@ class Store:
 def _is_temporary(file: Path) -> bool:
     """Whether `write_atomically` was writing ``file``."""
     return re.fullmatch(r"\..+\.\d+-\d+\.tmp", file.name) is not None
-
-
-def _is_report(file: Path) -> bool:
-    return f'"generator": "{GENERATOR} ' in file.read_text(encoding="utf-8", errors="replace")
 
 
 def _inside(folder: Path) -> list[Path]:

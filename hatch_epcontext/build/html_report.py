@@ -10,9 +10,10 @@ from hatch_epcontext.build.artifact import Validation, ValidationStatus
 from hatch_epcontext.build.coverage import describe_coverage
 from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.build.validation import validation_warnings
-from hatch_epcontext.errors import Problem
+from hatch_epcontext.errors import OutputError, Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.ipc.facts import CoverageStatus
+from hatch_epcontext.system import check_file, writing
 from hatch_epcontext.text import count, printable, show_size
 
 _STYLE = Path(__file__).with_name("html_report.css")
@@ -28,8 +29,14 @@ _RATINGS = {
 
 
 def write(report: Report, title: str, path: Path) -> None:
-    """Write the page for ``report`` to ``path``, whose folder is made if needed."""
-    write_atomically(path, render(report, title))
+    """Write the page for ``report`` to ``path``, whose folder is made if needed.
+
+    Raises OutputError if another file is there.
+    """
+    check_file(path)
+    with writing("the report", path.parent, str(path), OutputError):
+        # A link stays a link.
+        write_atomically(path.resolve(), render(report, title))
 
 
 def render(report: Report, title: str) -> str:
@@ -37,6 +44,8 @@ def render(report: Report, title: str) -> str:
     head = _e(
         "head",
         _e("meta", charset="utf-8"),
+        # So that the next one may replace it.
+        _e("meta", name="generator", content=report.generator),
         _e("meta", name="viewport", content="width=device-width, initial-scale=1"),
         _e("title", f"{title}: models"),
         _e("style", _STYLE.read_text(encoding="utf-8")),

@@ -24,6 +24,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.ipc.process import Pulse, Workers
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.system import check_file
 from hatch_epcontext.text import count, show_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -134,7 +135,7 @@ def report_options(command: Command) -> Command:
         "--report",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="F.html",
-        help="Write an HTML report: sizes, coverage, validation, times, failures.",
+        help="Write an HTML report: sizes, coverage, validation, times, failures. It replaces only a report.",
     )
     return report(as_json(command))
 
@@ -154,6 +155,8 @@ def run_plan(
     path for it.
     """
     config = planned.config
+    if config.report is not None:
+        check_file(config.report)
     cache = open_cache(config, warn)
     workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
     try:

@@ -20,6 +20,7 @@ from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.system import check_file
 from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.bench import Bench, Compiled, Measured, Series, bench
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
@@ -47,14 +48,14 @@ from hatch_epcontext.tools.configure import JobSettings, configure, name_models
     "json_path",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="F.json",
-    help="Write the measurements of all runs.",
+    help="Write the measurements of all runs; they replace only such a file.",
 )
 @click.option(
     "--plot",
     "plot_path",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="F.png",
-    help="Draw a bar chart; needs matplotlib.",
+    help="Draw a bar chart, which replaces only a chart; needs matplotlib.",
 )
 @verbosity_options
 @click.pass_context
@@ -92,7 +93,7 @@ def bench_(
     with temp_dir() as staging, verbosity.progress("measuring", _steps(plans)) as log:
         measured = bench(plans, staging, runs, workers, log)
     if json_path is not None:
-        write_atomically(json_path, to_json(measured))
+        write_atomically(json_path.resolve(), to_json(measured))
     if plot_path is not None:
         from hatch_epcontext.tools.plot import draw
 
@@ -112,6 +113,7 @@ def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     for path in filter(None, (json_path, plot_path)):
         if not path.absolute().parent.is_dir():
             raise click.UsageError(f"There is no folder {path.absolute().parent}.")
+        check_file(path)
     if plot_path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:

@@ -86,7 +86,8 @@ def init(
     elif text == before:
         echo(f"{file} has all models already")
     else:
-        write_atomically(file, text)
+        # A link stays a link.
+        write_atomically(file.resolve(), text)
         echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
     _show(next_steps(root, after), found)
 

@@ -14,7 +14,7 @@ from hatch_epcontext.build.report import Report, make_report
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.system import writing
+from hatch_epcontext.system import check_folder, writing
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,6 @@ def compile_models(
         _refuse_sources(files, result.sources, (model.path for model in config.models))
         _publish(files, overwrite=overwrite)
     return CompileResult(tuple(files), make_report(result))
-
-
-def check_folder(folder: Path) -> None:
-    """Raise OutputError if ``folder`` or one of its parents is a file."""
-    for each in (folder, *folder.parents):
-        if each.exists() and not each.is_dir():
-            message = "is a file, and not a folder."
-            raise OutputError(
-                Problem(Kind.FILE_EXISTS, str(each), message, "Choose another place.")
-            )
 
 
 def _expected(config: Config, output: Path, *, file: bool) -> list[Path]:

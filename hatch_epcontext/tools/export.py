@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from hatch_epcontext.package import model_package
 from hatch_epcontext.package.bundle import Bundle, bundle
 from hatch_epcontext.package.manifest import read_own
 from hatch_epcontext.package.modules import bytecode, import_name_in_tree, modules
-from hatch_epcontext.system import writing
+from hatch_epcontext.system import check_folder, writing
 from hatch_epcontext.text import listing
-from hatch_epcontext.tools.compile import CompileResult, check_folder
+from hatch_epcontext.tools.compile import CompileResult
 
 _MOST_NAMED = 5
 """Of more files than this, a message gives the number."""
@@ -40,9 +39,9 @@ def export(
     package, as in a wheel. Nothing is written unless all jobs succeed. An earlier package of this tool is
     replaced as a whole with ``overwrite``; a folder with any other file is never touched.
 
-    Raises what ``run`` raises, ConfigError when one environment cannot build the targets, OSError when
-    nothing can be written beside the folder, and OutputError when the folder is a file, exists already,
-    has other files or source models in it, or when no model would be in the package.
+    Raises what ``run`` raises, ConfigError when one environment cannot build the targets, and OutputError
+    when the folder is a file, exists already, has other files or source models in it, is the current folder
+    or the project or contains them, when nothing can be written there, or when no model would be in it.
     """
     # A link stays a link: what it names is replaced.
     place = folder.resolve()
@@ -66,15 +65,14 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
         hint = 'Select other targets, or set fallback = "source".'
         raise OutputError(Problem(Kind.UNKNOWN_TARGET, str(folder), message, hint))
     check_folder(place)
+    check_folder(place.parent)
     _refuse_sources(place, (model.path for model in config.models))
+    for name, inside in (("the current folder", Path.cwd()), ("the project", config.root)):
+        if inside.resolve().is_relative_to(place):
+            message = f"is {name}, or contains it, and would be replaced."
+            hint = "Choose a folder of its own for the model package."
+            raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))
     _refuse_existing(folder, place, overwrite=overwrite)
-    # Tried, because no system says reliably whether a folder can be written to.
-    existing = next(each for each in (place.parent, *place.parents) if each.is_dir())
-    try:
-        tempfile.TemporaryDirectory(prefix=".epcontext-", dir=existing).cleanup()
-    except OSError as error:
-        # Its own path is one that no user knows.
-        raise OSError(error.errno, error.strerror, str(existing)) from error
 
 
 def _refuse_sources(place: Path, files: Iterable[Path]) -> None:

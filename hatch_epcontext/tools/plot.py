@@ -68,7 +68,9 @@ def draw(bench: Bench, path: Path) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in bench.versions.items())
     title = f"{bench.provider}: {versions}; median of {bench.runs} runs"
     figure.suptitle(_label(title), fontsize=10)
-    figure.savefig(path)
+    # So that the next one may replace it. Of SVG it is the title: the creator is not one text.
+    key = {".png": "Software", ".svg": "Title"}.get(path.suffix, "Creator")
+    figure.savefig(path, metadata={key: bench.generator})
 
 
 def _label(text: str) -> str:

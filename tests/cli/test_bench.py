@@ -32,6 +32,21 @@ def test_a_table_a_chart_and_all_measurements(cli: Cli, source: Path, tmp_path: 
     assert set(source.parent.iterdir()) == before
 
 
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_charts_and_measurements_replace_only_their_like(
+    cli: Cli, source: Path, tmp_path: Path, suffix: str
+) -> None:
+    chart, file = tmp_path / f"b{suffix}", tmp_path / "b.json"
+    arguments = ("bench", source, "-p", "cpu", "-n", "1", "-q")
+    for _ in range(2):
+        cli(*arguments, "--plot", chart, "--json", file)
+    mine = tmp_path / f"mine{suffix}"
+    mine.write_bytes(source.read_bytes())
+    for place in (("--plot", mine), ("--json", mine), ("--json", source)):
+        assert "EPC501" in cli(*arguments, *place, code=1).stderr
+    assert mine.read_bytes() == source.read_bytes()
+
+
 def test_a_failed_model_is_reported_and_the_others_are_measured(
     cli: Cli, source: Path, tmp_path: Path
 ) -> None:

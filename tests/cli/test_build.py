@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.serialize import to_json
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer, unknown_operator
@@ -59,6 +62,44 @@ def test_an_html_report_is_written(cli: Cli, app_project: Path, tmp_path: Path) 
     toml.write_text('[project]\nname = "my-app"\n' + toml.read_text("utf-8"), encoding="utf-8")
     cli("build", app_project, "--report", page, "-t", "one")
     assert "<h1>my-app</h1>" in page.read_text(encoding="utf-8")
+
+
+def test_a_report_replaces_nothing_but_a_report(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.html"
+    mine.write_text("<html>mine: hatch-epcontext 1</html>", encoding="utf-8")
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(to_json({"a": {"generator": "hatch-epcontext 0.1.0"}}), encoding="utf-8")
+    places = [app_project / "models" / "a.onnx", app_project / "pyproject.toml", mine, manifest]
+    if sys.platform != "win32":
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "dangling").symlink_to("nowhere")
+        places += [tmp_path / "pipe", tmp_path / "dangling"]
+    before = {place: place.read_bytes() for place in places if place.is_file()}
+    for place in places:
+        result = cli("build", app_project, "-t", "one", "--report", place, code=1)
+        assert "EPC501" in result.stderr
+    result = cli("build", app_project, "-t", "one", "--report", mine / "r.html", code=1)
+    assert "EPC501" in result.stderr
+    result = cli("build", app_project, "-t", "one", "--report", tmp_path / ("r" * 300), code=1)
+    assert "EPC316" in result.stderr
+    assert {place: place.read_bytes() for place in before} == before
+    # Nothing was compiled.
+    assert not list((tmp_path / "user-cache").rglob("record.json"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+def test_a_report_behind_a_link_is_replaced_there(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    page, link = tmp_path / "pages" / "r.html", tmp_path / "link.html"
+    cli("build", app_project, "--report", page, "-t", "one")
+    page.write_text(page.read_text("utf-8") + "old", encoding="utf-8")
+    link.symlink_to(page)
+    cli("build", app_project, "--report", link, "-t", "one")
+    assert link.is_symlink()
+    assert not page.read_text("utf-8").endswith("old")
 
 
 def test_the_report_has_failed_and_successful_jobs(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def new_project(project: Path) -> Path:
         made.doc_string = name
         save(made, project / "models" / f"{name}.onnx")
     return project
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+def test_a_link_stays_a_link(cli: Cli, new_project: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kept-elsewhere.toml"
+    (new_project / "pyproject.toml").rename(file)
+    (new_project / "pyproject.toml").symlink_to(file)
+    cli("init", "--project", new_project, "-p", "cpu")
+    assert (new_project / "pyproject.toml").is_symlink()
+    assert "[tool.epcontext" in file.read_text(encoding="utf-8")
 
 
 @needs_qnn

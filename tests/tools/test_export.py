@@ -57,6 +57,27 @@ def about(folder: Path) -> PackageMetadata:
     return found
 
 
+@pytest.mark.parametrize("inside", [".", "sub", "sub/sub"])
+def test_the_current_folder_is_not_replaced(
+    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    (out / inside).mkdir(parents=True)
+    monkeypatch.chdir(out / inside)
+    place = Path(*(".." for _ in Path(inside).parts)) if inside != "." else Path()
+    with pytest.raises(OutputError, match="is the current folder, or contains it"):
+        export(config, place, never, loader=True, overwrite=True)
+    assert Path.cwd() == out / inside
+
+
+def test_the_folder_of_the_project_is_not_replaced(config: Config, tmp_path: Path) -> None:
+    # A model may be a link to a place elsewhere.
+    config = dataclasses.replace(config, root=tmp_path / "empty" / "project")
+    config.root.mkdir(parents=True)
+    for place in (config.root, config.root.parent):
+        with pytest.raises(OutputError, match="is the project, or contains it"):
+            export(config, place, never, loader=True, overwrite=True)
+
+
 def test_the_folder_has_the_manifest_the_artifacts_and_the_sources(
     config: Config, run: Run, out: Path, project: Path
 ) -> None:
@@ -245,13 +266,14 @@ def test_a_link_stays_a_link(config: Config, run: Run, out: Path, tmp_path: Path
 def test_a_place_that_cannot_be_written_to_is_named(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(prefix: str, dir: Path) -> None:  # noqa: A002
-        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}x")
+    def fails(dir: Path) -> None:  # noqa: A002
+        raise PermissionError(13, "Permission denied", f"{dir}/x")
 
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", fails)
-    with pytest.raises(PermissionError) as caught:
+    monkeypatch.setattr(tempfile, "TemporaryFile", fails)
+    with pytest.raises(OutputError) as caught:
         export(config, tmp_path / "deep" / "out", never, loader=False, overwrite=False)
-    assert caught.value.filename == str(tmp_path)
+    assert caught.value.problems[0].kind is Kind.SYSTEM_ERROR
+    assert f": {tmp_path}." in caught.value.problems[0].message
 
 
 @pytest.mark.skipif(
@@ -262,7 +284,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_before_anything_is_compi
 ) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    with pytest.raises(PermissionError):
+    with pytest.raises(OutputError):
         export(config, locked / "deep" / "out", never, loader=False, overwrite=False)
 
 
