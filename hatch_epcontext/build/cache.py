@@ -56,19 +56,26 @@ class Cache:
     ``root`` is None when the build does not use the user's cache. ``warn`` gets a line for each damaged
     artifact, and one when the folder cannot be written; the build then goes on without it. What the
     folder does not have is read from ``remote``, and what is stored is sent there, as far as the build
-    may write to it.
+    may write to it. With ``read_all`` its index reads each file, whatever its status.
     """
 
     def __init__(
-        self, root: Path | None, warn: Callable[[str], None], remote: Remote | None = None
+        self,
+        root: Path | None,
+        warn: Callable[[str], None],
+        remote: Remote | None = None,
+        *,
+        read_all: bool = False,
     ) -> None:
         self._root = root
         self._warn = warn
         self._remote = remote
+        self._read_all = read_all
 
     def index(self) -> Index:
         """An index of files in the cache, if there is one."""
-        return Index(None if self._root is None else self._root / LAYOUT / "index", self._remote)
+        folder = None if self._root is None else self._root / LAYOUT / "index"
+        return Index(folder, self._remote, self._read_all)
 
     def stop(self) -> None:
         """Wait no longer for the remote, and do not use it any more."""

@@ -4,6 +4,9 @@ So a build reads no file that did not change, and needs no worker for a model th
 folder of small files, which are written whole or not at all, and which any number of builds may use. Each is
 a document in an envelope: what is damaged is read again.
 
+A status counts only where it is known to change with the content, as `Mounts` knows. Elsewhere the content is
+read in each build.
+
 An `Index` belongs to one build, which sees one version of each file: it fails when a file is not what it
 was at the first look.
 """
@@ -13,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -34,13 +38,14 @@ T = TypeVar("T")
 class _Look:
     """What a file was at the first look of a build: size in bytes, time of its last change in ns, hex sha256.
 
-    ``settled``: whether a later change must show in its status.
+    ``trusted``: whether changes show in its status; ``settled``: also one that comes at once.
     """
 
     size: int
     changed: int
     digest: str
     sha256: str
+    trusted: bool
     settled: bool
 
 
@@ -49,16 +54,65 @@ _SETTLED_NS = 2 * 10**9
 two seconds."""
 
 
+_TRUE_STATUS = frozenset({"btrfs", "ext2", "ext3", "ext4", "tmpfs", "xfs", "zfs"})
+"""File systems of Linux that change a file's status whenever its content changes.
+
+Two squashfs images that were mounted in turn gave two files the same status, and so did overlays above them.
+Others were not tried.
+"""
+
+
+@dataclass(frozen=True)
+class Mounts:
+    """Knows of the mounted file systems whether they change a file's status whenever its content changes."""
+
+    _known: dict[str, bool] = field(default_factory=dict)
+
+    def have_true_status(self, path: Path) -> bool:
+        """Whether that is known of the file system of the file ``path``; on Linux only.
+
+        What is mounted read-only cannot change, but another image can be mounted in its place, with the same
+        device, inodes and times.
+        """
+        try:
+            # That of the file and not of its folder: a file can be mounted by itself.
+            descriptor = os.open(path, os.O_PATH) if sys.platform == "linux" else None
+            if descriptor is None:
+                return False
+            with os.fdopen(descriptor):
+                about = Path(f"/proc/self/fdinfo/{descriptor}").read_text("ascii")
+            number = about.split("mnt_id:")[1].split()[0]
+            if number not in self._known:
+                self._known.update(_read_mounts())
+        except (OSError, IndexError, ValueError):
+            return False
+        return self._known.get(number, False)
+
+
+def _read_mounts() -> Iterator[tuple[str, bool]]:
+    """The number of each mount, and whether its files have a true status: see proc_pid_mountinfo(5)."""
+    text = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+    for line in text.splitlines():
+        mount, _, file_system = line.partition(" - ")
+        number, _, _, _, _, options, *_ = mount.split(" ")
+        type_, _, more = file_system.split(" ", 2)
+        writable = "ro" not in (*options.split(","), *more.split(","))
+        yield number, writable and type_ in _TRUE_STATUS
+
+
 @dataclass(frozen=True)
 class Index:
     """An index in ``folder``; with None it only remembers what it read itself.
 
-    Facts of models are also read from ``remote``, and written to it if the build may do that.
+    Facts of models are also read from ``remote``, and written to it if the build may do that. With
+    ``read_all`` it reads each file, whatever its status.
     """
 
     folder: Path | None = None
     remote: Remote | None = None
+    read_all: bool = False
     _looks: dict[Path, _Look] = field(default_factory=dict)
+    _mounts: Mounts = field(default_factory=Mounts)
 
     def sha256(self, path: Path) -> str:
         """The hex sha256 of the file ``path``, from the index if its status is known there.
@@ -86,8 +140,9 @@ class Index:
         status = path.stat()
         key = _digest_of(status)
         # A file that was written at this moment may be written again without another status.
-        settled = _is_settled(status)
-        found = self._read_sha256(key)
+        trusted = not self.read_all and self._mounts.have_true_status(path)
+        settled = trusted and _is_settled(status)
+        found = self._read_sha256(key) if settled else None
         if found is None:
             found = file_sha256(path)
             if _digest_of(path.stat()) != key:
@@ -95,7 +150,7 @@ class Index:
             if settled:
                 self._write(_status_name(key), found)
         # Threads may look at the same time: the first one counts.
-        look = _Look(status.st_size, status.st_mtime_ns, key, found, settled)
+        look = _Look(status.st_size, status.st_mtime_ns, key, found, trusted, settled)
         return self._looks.setdefault(path, look)
 
     def _compare(self, path: Path, first: _Look, *, read: bool) -> None:
@@ -115,7 +170,8 @@ class Index:
                 raise changed_error(path)
         except OSError as error:
             raise changed_error(path) from error
-        self._looks[path] = replace(first, digest=_digest_of(status), settled=_is_settled(status))
+        settled = first.trusted and _is_settled(status)
+        self._looks[path] = replace(first, digest=_digest_of(status), settled=settled)
 
     def facts(self, key: str, type_: type[T]) -> T | None:
         """The facts that were stored under ``key``, a hex sha256."""

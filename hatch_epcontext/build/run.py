@@ -41,10 +41,11 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     if not config.use_cache:
         return Cache(None, warn)
     root, settings = config.cache_dir or default_root(), config.build
+    read_all = config.wheel.verify == "full"
     if root is None:
         warn(f"{NO_HOME}; this build does not use one. Set HATCH_EPCONTEXT_CACHE_DIR to a folder.")
     if settings.cache is None:
-        return Cache(root, warn)
+        return Cache(root, warn, read_all=read_all)
     # Few builds have one.
     from hatch_epcontext.build.remote import Remote
 
@@ -55,7 +56,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
         trust=settings.cache_keys,
         key=settings.cache_key,
     )
-    return Cache(root, warn, remote)
+    return Cache(root, warn, remote, read_all=read_all)
 
 
 def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:

@@ -501,7 +501,8 @@ class WheelTable:
     )
     verify: Verification = _key(
         "How the finished wheel is compared with the manifest: `record` by the hashes that it has itself, "
-        "`full` by reading every file again.",
+        "`full` by reading every file again. With `full` the models are read again too, whatever the status "
+        "of their files.",
         "record",
     )
     sbom: bool = _key(
