@@ -163,6 +163,12 @@ class Kind(Enum):
         "The configuration names a file that does not exist.",
         "Check the path. In a build from an sdist, check that the sdist contains the file.",
     )
+    UNREADABLE_FILE = (
+        "EPC027",
+        "Unreadable file",
+        "The configuration names a link to nowhere, a folder, a pipe, or a file without read permission.",
+        "Fetch the file, as the message says, or correct the path or the pattern.",
+    )
     OUTSIDE_PROJECT = (
         "EPC022",
         "Path outside the project",

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -231,6 +232,45 @@ def is_regular(path: Path) -> bool:
     """Whether ``path`` is a file that can be read: no folder, pipe or device, and a possible name."""
     # `Path.is_file` raises for names that are too long.
     return os.path.isfile(path)  # noqa: PTH113
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a file cannot be used: the end of a sentence, and what to do."""
+
+    message: str
+    hint: str
+
+
+CIRCLE = Rejection("is a link that leads back to itself.", "Put the file itself there.")
+
+
+def unreadable(path: Path) -> Rejection | None:
+    """Why the file at ``path`` cannot be read; None if it can be."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:
+        if not path.is_symlink():
+            reason = getattr(error, "strerror", None) or str(error)
+            return Rejection(f"cannot be read: {reason}.", "Check the path.")
+        if isinstance(error, FileNotFoundError):
+            return _dangling(path)
+        return CIRCLE
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        return Rejection(f"is {what}, and not a file.", "Name a file.")
+    if not os.access(path, os.R_OK):
+        return Rejection("cannot be read: Permission denied.", "Let this user read it.")
+    return None
+
+
+def _dangling(link: Path) -> Rejection:
+    target = link.readlink()
+    if ".git/annex" in target.as_posix():
+        hint = f"Run: git annex get {link}"
+    else:
+        hint = "Fetch the file, for example with dvc pull, or put the file itself there."
+    return Rejection(f"is a link to {target}, which does not exist.", hint)
 
 
 def too_large(status: os.stat_result, used: int | None = None) -> str | None:

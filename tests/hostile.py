@@ -90,6 +90,14 @@ def _loop(folder: Path) -> None:
     (folder / "other.bin").symlink_to("data.bin")
 
 
+def _pointer(folder: Path) -> None:
+    (folder / "data.bin").write_bytes(_POINTER)
+
+
+def _hub(folder: Path) -> None:
+    (folder / "data.bin").symlink_to("../../blobs/4d7a")
+
+
 def _device(folder: Path) -> None:
     (folder / "data.bin").symlink_to("/dev/zero")
 
@@ -238,6 +246,12 @@ def many_files(folder: Path, count: int) -> None:
     _write(folder, _graph(node, inputs=inputs, outputs=outputs, initializers=stored))
 
 
+_POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
+    b"size 12345\n"
+)
+
 HOSTILE: dict[str, tuple[Make, str]] = {
     "empty file": (_bytes(b""), "is empty"),
     "text": (_bytes(b"hello, this is text"), "is not an ONNX model"),
@@ -301,6 +315,10 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     ),
     "location with NUL": (external(location="data\0.bin"), "is outside the model's folder"),
     "location that is very long": (external(location="d" * 5000), "is missing"),
+    "pointer as data": (
+        external(_pointer),
+        "is a Git LFS pointer, not the data itself",
+    ),
     "folder as data": (
         external(lambda folder: (folder / "data.bin").mkdir()),
         "is not a regular file",
@@ -314,7 +332,14 @@ if sys.platform != "win32":
         "sparse data of 1 TB": (external(_sparse("data.bin", 2**40)), "is larger than"),
         "sparse tensor of 1 TB": (external(_sparse("data.bin", 2**40), (2**38,)), "is larger than"),
         "links in a circle": (external(_loop), "is a link that leads back to itself"),
-        "link to a device": (external(_device), "is outside the model's folder"),
+        "link into a hub's cache": (
+            external(_hub),
+            "is a link to ../../blobs/4d7a, outside the model's",
+        ),
+        "link to a device": (
+            external(_device),
+            "is a link to /dev/zero, outside the model's folder",
+        ),
         "pipe as data": (
             external(lambda folder: os.mkfifo(folder / "data.bin")),
             "is not a regular file",

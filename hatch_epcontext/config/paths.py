@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks
 from hatch_epcontext.errors import Checked, Key, Kind, Problem
+from hatch_epcontext.files import Rejection, is_regular, unreadable
 from hatch_epcontext.text import show
 
 
@@ -31,10 +34,17 @@ class Finder:
             return [path] if path else []
         if not (yield from self._is_allowed(key, pattern)):
             return []
-        found = sorted(path for path in self.root.glob(pattern) if path.is_file())
-        if not found and not self.pending:
+        # A path can be matched in several ways.
+        matched = dict(_matches(self.root, Path(pattern).parts))
+        for path, rejection in matched.items():
+            # Another hook may put a file there.
+            if rejection is not None and not (self.pending and self.hooks):
+                inside = show(Path(os.path.relpath(path, self.root)).as_posix())
+                message = f"{show(pattern)} matches {inside}, which {rejection.message}"
+                yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
+        if not matched and not self.pending:
             yield self._not_found(key, f"no file matches {show(pattern)}.")
-        return found
+        return sorted(path for path, rejection in matched.items() if rejection is None)
 
     def file(
         self, key: Key, path: str, what: str, *, or_folder: bool = False
@@ -42,14 +52,21 @@ class Finder:
         """The file at ``path``, or with ``or_folder`` the file or folder; ``what`` is its name in words."""
         if not (yield from self._is_allowed(key, path)):
             return None
-        if self.pending or _exists(self.root / path, or_folder=or_folder):
-            return self.root / path
-        yield self._not_found(key, f"there is no {what} at {show(path)}.")
+        place = self.root / path
+        if self.pending or (or_folder and os.path.isdir(place)):  # noqa: PTH112, names can be too long
+            return place
+        if not os.path.lexists(place):
+            yield self._not_found(key, f"there is no {what} at {show(path)}.")
+        elif rejection := unreadable(place):
+            message = f"the {what} {show(path)} {rejection.message}"
+            yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
+        else:
+            return place
         return None
 
     def library(self, key: Key, written: str | None, path: Path) -> Checked[None]:
         """Check that the library at ``path``, which may be anywhere, exists."""
-        if not self.pending and not _exists(path):
+        if not self.pending and not is_regular(path):
             hint = (
                 "A path is absolute, or relative to the folder of pyproject.toml; "
                 "a package is a name without slashes."
@@ -87,8 +104,33 @@ class Finder:
         return Problem.at(key, Kind.FILE_NOT_FOUND, message, hint)
 
 
-def _exists(path: Path, *, or_folder: bool = False) -> bool:
-    # A name that is too long, or that no file can have, is an error of its own on some systems.
-    with contextlib.suppress(OSError, ValueError):
-        return path.is_file() or (or_folder and path.is_dir())
-    return False
+def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
+    """What the parts of ``pattern`` match below ``folder``, and why it cannot be read if it cannot.
+
+    Unlike `Path.glob` it leaves out nothing that cannot be read. As there, ``**`` follows no links.
+    """
+    first, *rest = pattern
+    if first == "**":
+        yield from _matches(folder, rest or ["*"])
+    elif not any(character in first for character in "*?["):
+        yield from _matched(folder / first, rest)
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda each: each.name)
+    except OSError as error:
+        yield folder, Rejection(f"cannot be listed: {error.strerror}.", "Let this user list it.")
+        return
+    for entry in entries:
+        if first != "**":
+            if fnmatch(entry.name, first):
+                yield from _matched(Path(entry.path), rest)
+        elif entry.is_dir(follow_symlinks=False):
+            yield from _matches(Path(entry.path), pattern)
+
+
+def _matched(path: Path, rest: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
+    """``path``, or what ``rest`` matches below it."""
+    if rest and path.is_dir():
+        yield from _matches(path, rest)
+    elif (not rest and os.path.lexists(path)) or (path.is_symlink() and not path.exists()):
+        yield path, unreadable(path)

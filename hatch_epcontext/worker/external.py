@@ -7,13 +7,12 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.files import MOST_BYTES, too_large
+from hatch_epcontext.files import CIRCLE, MOST_BYTES, Rejection, is_lfs_pointer, too_large
 from hatch_epcontext.text import show_size
 from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.reading import byte_size
@@ -53,7 +52,7 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
     inside = _Folder(folder)
     for name, end in sorted(ends.items()):
         found = inside.status(name)
-        if isinstance(found, _Harm):
+        if isinstance(found, Rejection):
             add(f"the external data {name!r} {found.message}", found.hint)
         elif found.st_size < end:
             message = f"the external data {name!r} is shorter than the model says."
@@ -82,23 +81,18 @@ def refuse_too_large(model: onnx.ModelProto, folder: Path) -> None:
     inside = _Folder(folder)
     for name, end in sorted(_ends(model).items()):
         found = inside.status(name)
-        if not isinstance(found, _Harm) and (reason := too_large(found, end)):
+        if not isinstance(found, Rejection) and (reason := too_large(found, end)):
             message = f"the external data {name!r} {reason}."
             raise ModelError(Problem(Kind.EXTERNAL_DATA, "", message))
 
 
-@dataclass(frozen=True)
-class _Harm:
-    """Why a file cannot be used: the end of a sentence, and what to do."""
+_OUTSIDE = Rejection("is outside the model's folder.", "Save the model with relative locations.")
+_MISSING = Rejection("is missing.", "The model needs it beside its own file, in the sdist too.")
+_NO_FILE = Rejection("is not a regular file.", "Save the model and its data again.")
+_LFS_POINTER = Rejection("is a Git LFS pointer, not the data itself.", "Run: git lfs pull")
 
-    message: str
-    hint: str
-
-
-_OUTSIDE = _Harm("is outside the model's folder.", "Save the model with relative locations.")
-_MISSING = _Harm("is missing.", "The model needs it beside its own file, in the sdist too.")
-_CIRCLE = _Harm("is a link that leads back to itself.", "Save the model and its data again.")
-_NO_FILE = _Harm("is not a regular file.", "Save the model and its data again.")
+_MOST_OF_A_POINTER = 1024
+"""Bytes below which a file can be a pointer of Git LFS, as its specification says."""
 
 
 class _Folder:
@@ -126,19 +120,32 @@ class _Folder:
             # A name that no file system has.
             return False
 
-    def status(self, location: str) -> os.stat_result | _Harm:
+    def status(self, location: str) -> os.stat_result | Rejection:
         """The status of the file at ``location``, or why it cannot be used."""
         # 10^5 files in one folder are usual for some exporters, and resolving a path is slow.
         plain = re.fullmatch(r"[\w-][\w.-]*", location) is not None
+        path = self._folder / location
         try:
-            status = os.lstat(os.path.join(self._folder, location)) if plain else None  # noqa: PTH118
+            status = path.lstat() if plain else None
             if status is None or stat.S_ISLNK(status.st_mode):
                 if not self.has(location):
-                    return _OUTSIDE
-                status = (self._folder / location).stat()
+                    return _OUTSIDE if status is None else _link_to_another_place(path)
+                status = path.stat()
         except OSError as error:
-            return _CIRCLE if error.errno == errno.ELOOP else _MISSING
-        return status if stat.S_ISREG(status.st_mode) else _NO_FILE
+            return CIRCLE if error.errno == errno.ELOOP else _MISSING
+        if not stat.S_ISREG(status.st_mode):
+            return _NO_FILE
+        if status.st_size < _MOST_OF_A_POINTER and is_lfs_pointer(path):
+            return _LFS_POINTER
+        return status
+
+
+def _link_to_another_place(link: Path) -> Rejection:
+    """What to say of such a link, as hubs have in their caches for each file of a model."""
+    return Rejection(
+        f"is a link to {link.readlink()}, outside the model's folder.",
+        "Put the file itself beside the model: cp -L copies it, and hf download --local-dir writes it there.",
+    )
 
 
 def _ends(model: onnx.ModelProto) -> dict[str, int]:

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.config.build_hooks import BuildHooks
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.errors import Key, Kind, collect
 from tests.config.examples import only_problem, problems, read
+
+KEY = Key() / "models" / 0
 
 CPU = 'provider = "cpu"\n'
 
@@ -37,6 +43,73 @@ def test_an_invalid_path_is_reported_with_its_key(
 def test_globs_name_models_after_their_files(project: Path) -> None:
     config = read(project, f'{CPU}models = ["models/*.onnx"]')
     assert [model.name for model in config.models] == ["a", "b"]
+
+
+GLOBS = ("models/*.onnx", "models/[a-z].onnx", "**/*.onnx", "*/*", "*/?.onnx", "models/**")
+
+
+@pytest.mark.parametrize("pattern", GLOBS)
+def test_what_a_pattern_matches_is_found_wherever_it_is(project: Path, pattern: str) -> None:
+    (project / "models" / "a folder").mkdir()
+    if pattern == "*/*":
+        (project / "models" / "a folder").rmdir()
+    paths, found = collect(Finder(project).models(KEY, pattern))
+    names = {path.relative_to(project).as_posix() for path in paths}
+    assert {"models/a.onnx", "models/b.onnx"} <= names
+    assert paths == sorted(paths)
+    assert not [each for each in found if "a folder" not in each.message]
+
+
+UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "dangling link": (
+        lambda path: path.symlink_to("nowhere"),
+        "is a link to nowhere, which does not",
+    ),
+    "git-annex": (
+        lambda path: path.symlink_to("../.git/annex/objects/x/y/SHA256E-s1.onnx"),
+        "git annex get",
+    ),
+    "circle": (lambda path: path.symlink_to(path.name), "is a link that leads back to itself"),
+    "pipe": (os.mkfifo, "is a pipe or a device"),
+    "folder": (lambda path: path.mkdir(), "is a folder, and not a file"),
+    "link to a folder": (lambda path: path.symlink_to("."), "is a folder, and not a file"),
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("pattern", ["models/*.onnx", "**/*.onnx", "mod*/c.onnx", "models/c.onnx"])
+def test_what_is_matched_and_cannot_be_read_is_an_error(
+    project: Path, name: str, pattern: str
+) -> None:
+    make, words = UNREADABLE[name]
+    make(project / "models" / "c.onnx")
+    _, (problem,) = collect(Finder(project).models(KEY, pattern))
+    assert problem.kind is Kind.UNREADABLE_FILE
+    assert "models/c.onnx" in problem.message
+    assert words in f"{problem.message}\n{problem.hint}"
+    later = Finder(project, hooks=BuildHooks(before=("makes-models",)), pending=True)
+    assert collect(later.models(KEY, pattern))[1] == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+def test_a_folder_that_is_not_there_is_no_reason_to_match_nothing(project: Path) -> None:
+    (project / "more").symlink_to("nowhere")
+    _, (problem,) = collect(Finder(project).models(KEY, "m*/*.onnx"))
+    assert problem.kind is Kind.UNREADABLE_FILE
+    assert '"more", which is a link to nowhere' in problem.message
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything"
+)
+def test_what_the_user_may_not_read_is_an_error(project: Path) -> None:
+    (project / "models" / "a.onnx").chmod(0)
+    (project / "closed").mkdir(mode=0)
+    for pattern, count in (("models/a.onnx", 1), ("models/*.onnx", 1), ("**/*.onnx", 2)):
+        _, found = collect(Finder(project).models(KEY, pattern))
+        assert [each.kind for each in found] == [Kind.UNREADABLE_FILE] * count
+        assert all("Permission denied" in each.message for each in found)
 
 
 def test_inputs_from_a_file_are_an_absolute_path(project: Path) -> None:
