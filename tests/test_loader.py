@@ -38,7 +38,7 @@ from hatch_epcontext.files import record_files
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import UNSEALED, loader_file, seal
 from hatch_epcontext.providers import PROVIDERS
-from tests.conftest import needs_qnn, printed_json
+from tests.conftest import needs_qnn, newer_runtime, printed_json
 from tests.models import model, network, save, save_with_data, value
 
 CPU_EP = "CPUExecutionProvider"
@@ -1423,6 +1423,7 @@ def test_any_model_package_is_opened(tmp_path: Path) -> None:
     assert str(step) == f"cpu: opened, {CPU_EP} on cpu"
 
 
+@newer_runtime
 def test_weights_in_another_folder_of_the_package_are_found(tmp_path: Path) -> None:
     key = "session.model_external_initializers_file_folder_path"
     digest, other = "0" * 64, "1" * 64

@@ -20,7 +20,7 @@ from hatch_epcontext.build.run import build, dry_run
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import EpcontextError
-from tests.conftest import needs_qnn
+from tests.conftest import needs_qnn, newer_runtime
 from tests.models import network, save
 
 CPU = """
@@ -112,6 +112,7 @@ def test_samples_that_change_during_the_build_are_noticed(
         run(QUANTIZE)
 
 
+@newer_runtime
 def test_dynamic_quantization_is_undone_and_compared_with_the_source(
     run: Run, project: Path
 ) -> None:

@@ -240,6 +240,7 @@ def test_set_takes_any_other_key(cli: Cli, source: Path, out: Path) -> None:
     assert names(out) == ["net_optimized.data", "net_optimized.onnx"]
 
 
+@needs_qnn
 def test_a_model_among_several_is_named_with_the_flag_that_fixes_it(
     cli: Cli, source: Path, out: Path
 ) -> None:

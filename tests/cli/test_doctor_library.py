@@ -14,7 +14,7 @@ import pytest
 from hatch_epcontext.config.pyproject import parse
 from tests.altered_workers import write_start_code
 from tests.cli.conftest import Cli
-from tests.conftest import needs, needs_qnn
+from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import network
 from tests.projects import make_project
 
@@ -58,6 +58,7 @@ def test_the_table_for_an_ep_that_writes_contexts_builds(cli: Cli, tmp_path: Pat
     assert "4/4 nodes in 1 context, ran and agrees" in cli("build", project).output
 
 
+@newer_runtime
 @needs_nxrt
 def test_an_ep_that_writes_no_contexts_gets_no_table(cli: Cli, tmp_path: Path) -> None:
     # Outside of a package nothing but the file is known.
@@ -147,6 +148,7 @@ def test_an_ep_that_the_library_does_not_have_is_an_error(cli: Cli) -> None:
     assert "--set registration-name=Other" in printed
 
 
+@newer_runtime
 @needs_nxrt
 def test_another_registration_is_not_advised_where_it_was_tried(cli: Cli) -> None:
     printed = cli("doctor", "--library", "nxrt_ep_cpu", "--ep-name", "Other", code=2).output

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper
 
@@ -23,14 +22,10 @@ from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.session import _matches, options
-from tests.conftest import needs, needs_qnn
+from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import model, network, save, value, weights
 from tests.worker.test_compile import MODEL, X_ELITE, target
 
-newer_runtime = pytest.mark.skipif(
-    tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24),
-    reason="ONNX Runtime 1.23 does not list all devices of plugin EPs",
-)
 needs_rtx = needs("onnxruntime_ep_nv_tensorrt_rtx")
 needs_openvino = needs("onnxruntime_ep_openvino")
 needs_webgpu = needs("onnxruntime_ep_webgpu")

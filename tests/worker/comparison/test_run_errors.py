@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.worker.comparison.run_errors import source_failed
+from tests.conftest import newer_runtime
 from tests.models import model, value, weights
 
 I64 = TensorProto.INT64
@@ -145,6 +146,7 @@ def test_where_values_decide_sizes_other_values_may_help(decides: str) -> None:
     assert "tool.epcontext.models[0].validate.inputs" in settings
 
 
+@newer_runtime
 def test_open_dimensions_without_a_size_are_the_likely_cause() -> None:
     made = model(
         [helper.make_node("Pad", ["x", "pads"], ["y"], "pad", mode="reflect")],
