@@ -74,17 +74,49 @@ def dotted(parts: Iterable[str | int]) -> str:
 
 def show(value: Any) -> str:
     """``value`` as it is written in TOML, short enough for a message, and without credentials in URLs."""
-    text = hide_credentials(to_toml(value))
+    text = hide_credentials(to_toml(_without_credentials(value)))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _without_credentials(value: Any) -> Any:
+    """A value without what can be a user, password or token: its texts can be URLs, or be meant as such."""
+    if isinstance(value, dict):
+        return {key: _without_credentials(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_credentials(each) for each in value]
+    return hide_url_credentials(value) if isinstance(value, str) else value
+
+
+def hide_url_credentials(text: str) -> str:
+    """``text``, a single value, with stars for what can be a user, password or token if it is a URL.
+
+    Also where a URL is mistyped: a colon or two slashes make one, unless they are those of a path of Windows.
+    """
+    before, at, after = text.rpartition("@")
+    if _DRIVE.match(text) or not re.search(r":|//", before if at else text):
+        return text
+    if at:
+        scheme = re.match(r"[\w+.-]+://", text)
+        text = f"{scheme[0] if scheme else ''}***@{after}"
+    return hide_credentials(re.sub(r"([?#]).+", r"\1***", text, flags=re.DOTALL))
+
+
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+
+
 def hide_credentials(text: str) -> str:
-    """``text`` with stars for private keys, and for what can be a user, password or token in its URLs."""
+    """``text`` with stars for private keys, and for what can be a user, password or token in its URLs.
+
+    Limits keep the time linear in the length of the text, which others may have written.
+    """
     text = re.sub(r"""-private:[^\s'"]+""", "-private:***", text)
-    text = re.sub(r"""://[^\s'"]*@""", "://***@", text)
-    # Behind a host there is a port, and no word.
-    text = re.sub(rf"""(://{_HOST}):(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1:***", text)
-    return re.sub(r"""(://[^\s?#'"]*[?#])[^\s'"]+""", r"\1***", text)
+    text = re.sub(r"""([A-Za-z][\w+.-]{1,30}:/{1,9})[^'"\n]{0,999}@""", r"\1***@", text)
+    # Mistyped, or without a scheme.
+    user = rf"""(?!{_DRIVE.pattern})(?<![^\s'"/])[^\s'"/:@]{{1,999}}:(?!/)[^\s'"]{{0,999}}@"""
+    text = re.sub(user, "***@", text)
+    # Behind a host there is a port, and no word: then it may be a user.
+    text = re.sub(rf"""(:/{{1,9}}){_HOST}:(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1***", text)
+    return re.sub(r"""(:/{1,9}[^\s?#'"]{0,999}[?#])[^\s'"]+""", r"\1***", text)
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:

@@ -84,17 +84,20 @@ def make_bucket(server: str) -> str:
 
 @dataclass
 class WebServer:
-    """A web server for the files in ``folder``; ``requests`` has the method and path of each request.
+    """A web server for the files in ``folder``; ``requests`` has the method and path of each request, and
+    ``authorizations`` its header for that.
 
     With ``password`` it serves nobody else than the user ``builder``. Without ``takes_files`` it
-    refuses PUT.
+    refuses PUT. With ``elsewhere`` it sends readers there.
     """
 
     folder: Path
     url: str = ""
     password: str | None = None
     takes_files: bool = True
+    elsewhere: str | None = None
     requests: list[tuple[str, str]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -133,6 +136,12 @@ def web_server(folder: Path) -> Iterator[WebServer]:
 
         def is_allowed(self) -> bool:
             server.requests.append((self.command, self.path))
+            server.authorizations.append(self.headers["Authorization"])
+            if server.elsewhere is not None:
+                self.send_response(302)
+                self.send_header("Location", server.elsewhere + self.path.removeprefix("/cache"))
+                self.end_headers()
+                return False
             if server.password is None:
                 return True
             wanted = base64.b64encode(f"builder:{server.password}".encode()).decode()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import date
 from typing import Any
 
@@ -175,21 +176,89 @@ def test_values_are_hidden_in_every_form() -> None:
         ("s3://bucket/a, s3://other", "s3://bucket/a, s3://other"),
         ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
         ("'s3://key:se/c@ret@bucket'", "'s3://***@bucket'"),
-        ("s3://key:secret", "s3://key:***"),
+        ("s3://key:secret", "s3://***"),
         ('"https://host/a?sig=secret" 404', '"https://host/a?***" 404'),
         ("https://host/a#secret", "https://host/a#***"),
         (
             "tcp://[::1]:8786 and tls://[fe80::1%eth0]:1/",
             "tcp://[::1]:8786 and tls://[fe80::1%eth0]:1/",
         ),
-        ("tcp://[::1]:secret", "tcp://[::1]:***"),
-        ("tcp://[::1:secret", "tcp://[:***"),
+        ("tcp://[::1]:secret", "tcp://***"),
+        ("tcp://[::1:secret", "tcp://***"),
         ("tcp://user:secret@[::1]:8786", "tcp://***@[::1]:8786"),
     ],
 )
 def test_credentials_in_urls_are_hidden(text: str, shown: str) -> None:
     assert hide_credentials(text) == shown
     assert "secret" not in show(text)
+
+
+MISTYPED = [
+    f"{scheme}{user}:{password}@{host}"
+    for scheme in (
+        *(
+            "https://",
+            "htps://",
+            "https:/",
+            "https:",
+            "https//",
+            "//",
+            "",
+            " https://",
+            "https ://",
+        ),
+        *(
+            "http:\\\\",
+            "https:///",
+            "HTTPS://",
+            "s3:",
+            "simplecache::s3://",
+            "url=https://",
+            "'https://",
+        ),
+    )
+    for user in ("sesame", "se same", "s", "se/same", "")
+    for password in (
+        "open",
+        "op en",
+        "o@pen",
+        "o:p/e?n",
+        "o#pen",
+        "op'en",
+        'op"en',
+        "op\nen",
+        "%6Fpen",
+    )
+    for host in ("host/a", "host:80a/", "host:/x y", "[::1", "host?open=1", "host/#open")
+]
+
+
+def test_credentials_in_values_are_hidden_however_they_are_mistyped() -> None:
+    allowed = re.compile(r"""["' ]*(?:[\w+.=-]+ ?:?/*:*)*(?:\*\*\*)?""")
+    for value in MISTYPED:
+        for shown in (show(value), show([value]), show({"a": value})):
+            before, stars, _ = shown.partition("***")
+            assert stars, value
+            assert "open" not in shown, (value, shown)
+            assert "sesame" not in shown, (value, shown)
+            assert "se same" not in shown, (value, shown)
+            assert allowed.match(before)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models/a@2.onnx",
+        "C:\\models\\a@b.onnx",
+        "C:/models/a@b.onnx",
+        "me@example.org",
+        "a?b#c",
+        "1:2",
+    ],
+)
+def test_what_is_no_url_is_shown_as_it_is(text: str) -> None:
+    assert show(text) == to_toml(text)
+    assert hide_credentials(text) == text
 
 
 HIDDEN = [

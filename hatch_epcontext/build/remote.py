@@ -11,14 +11,18 @@ Nothing that a remote does fails a build: a build warns once, and goes on withou
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import logging
+import netrc
 import os
 import re
 import shutil
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -27,6 +31,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from hatch_epcontext.build.artifact import Record
 from hatch_epcontext.build.entry import LAYOUT, Check, entry_name, read_record
@@ -88,31 +93,51 @@ class _UntrustedError(Exception):
 class _Backend:
     """How requests of one kind of URL are made.
 
-    ``options`` are for opening it and ``upload`` for sending a file of so many bytes. With ``streams`` a
-    file is read in one request, because servers need not know ranges; with ``renames`` a file is
+    ``options`` are for opening that URL and ``upload`` for sending a file of so many bytes. With ``streams``
+    a file is read in one request, because servers need not know ranges; with ``renames`` a file is
     written under another name first, because others see it while it grows.
     """
 
-    options: Callable[[], Mapping[str, Any]] = dict
+    options: Callable[[str], Mapping[str, Any]] = lambda _: {}
     upload: Callable[[int], Mapping[str, Any]] = lambda _: {}
     streams: bool = False
     renames: bool = False
 
 
-def _s3_options() -> Mapping[str, Any]:
+def _s3_options(_: str) -> Mapping[str, Any]:
     timeouts = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
     # The file system repeats requests itself.
     return {"config_kwargs": {**timeouts, "retries": {"max_attempts": 1}}}
 
 
-def _http_options() -> Mapping[str, Any]:
+def _http_options(url: str) -> Mapping[str, Any]:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
     )
-    # Proxies, and users and passwords from .netrc.
-    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    # Not aiohttp's own lookup: it sends the default entry of .netrc to each host that is redirected to. It takes
+    # this header off a request to another one.
+    headers = _netrc_headers(host)
+    proxy = (
+        None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
+    )
+    return {"client_kwargs": {"timeout": timeout, "headers": headers}, "proxy": proxy}
+
+
+def _netrc_headers(host: str) -> Mapping[str, str]:
+    """The header with the user and the password that .netrc has for ``host``."""
+    file = os.environ.get("NETRC") or Path("~", "_netrc" if sys.platform == "win32" else ".netrc")
+    try:
+        found = netrc.netrc(Path(file).expanduser()).authenticators(host)
+    except (OSError, RuntimeError, UnicodeError, netrc.NetrcParseError):
+        return {}
+    if found is None:
+        return {}
+    credentials = base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode()
+    return {"Authorization": f"Basic {credentials}"}
 
 
 def _http_upload(size: int) -> Mapping[str, Any]:
@@ -123,11 +148,11 @@ def _http_upload(size: int) -> Mapping[str, Any]:
 _S3 = _Backend(_s3_options, lambda _: {"chunksize": _PART, "max_concurrency": 2})
 _GCS = _Backend(upload=lambda _: {"chunksize": _PART})
 _AZURE = _Backend(
-    lambda: {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS},
+    lambda _: {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS},
     lambda _: {"overwrite": True, "max_concurrency": 2},
 )
 _HTTP = _Backend(_http_options, _http_upload, streams=True)
-_FILE = _Backend(lambda: {"auto_mkdir": True}, renames=True)
+_FILE = _Backend(lambda _: {"auto_mkdir": True}, renames=True)
 
 _BACKENDS: Mapping[str, _Backend] = {
     "s3": _S3,
@@ -515,7 +540,7 @@ class Remote:
                     self._url,
                     skip_instance_cache=True,
                     use_listings_cache=False,
-                    **self._backend.options(),
+                    **self._backend.options(self._url),
                 )
                 self._opened = files, root.rstrip("/")
             return self._opened

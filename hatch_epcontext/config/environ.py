@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from hatch_epcontext.config.settings import SECRET_VARIABLES, Editable, Validati
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Checked, Kind, Problem
 from hatch_epcontext.serialize import from_text
-from hatch_epcontext.text import hide_credentials, show, suggestion, toml_key
+from hatch_epcontext.text import hide_url_credentials, show, suggestion, toml_key
 
 PREFIX = "HATCH_EPCONTEXT_"
 
@@ -52,7 +53,8 @@ class Variable:
     """A variable: an example of its value, its documentation, and how its text is read.
 
     ``read`` raises ValueError with what is allowed. ``table`` is the table of `Environment` that gets
-    the value. With ``empty_switches_off`` an empty variable is the value None.
+    the value. With ``empty_switches_off`` an empty variable is the value None. With ``hidden`` no message has
+    an invalid value: it can be a secret, or a URL with a password.
     """
 
     example: str
@@ -60,6 +62,7 @@ class Variable:
     read: Callable[[str], Any]
     table: Literal["build", "wheel"] | None = None
     empty_switches_off: bool = False
+    hidden: bool = False
 
 
 def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
@@ -82,13 +85,13 @@ def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
         try:
             value = variable.read(text) if text else None
         except ValueError as allowed:
-            given_text = "" if location in SECRET_VARIABLES else f", not {show(text)}"
+            given_text = "" if variable.hidden else f", not {show(text)}"
             message = f"must be {allowed}{given_text}."
             yield Problem(Kind.INVALID_VARIABLE, location, message)
             continue
         (settings[variable.table] if variable.table else settings)[name.lower()] = value
     overrides = tuple(
-        f"{PREFIX}{name}={hide_credentials(text)}"
+        f"{PREFIX}{name}={hide_url_credentials(text)}"
         for name, text in given.items()
         if PREFIX + name not in SECRET_VARIABLES
     )
@@ -116,6 +119,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _path(text: str) -> Path:
+    if re.match(r"[A-Za-z][\w+.-]+:/", text):
+        raise ValueError(f"a path, and no URL: that of a shared cache belongs in {PREFIX}CACHE")
     return _expand(text).absolute()
 
 
@@ -159,6 +164,7 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
             _reader(hints[key.name], key.metadata["check"]),
             name,
             key.metadata["empty_switches_off"],
+            key.metadata["is_url"],
         )
         for key in dataclasses.fields(table)
     }
@@ -201,6 +207,7 @@ VARIABLES: Mapping[str, Variable] = {
         "ed25519-private:...",
         "The private key of who writes to the shared cache. It is never printed.",
         _private_key,
+        hidden=True,
     ),
     "EDITABLE": Variable("compile", "Wins over `editable`.", _editable),
     "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),

@@ -44,12 +44,14 @@ def _key(
     when_missing: str = "",
     check: Check | None = None,
     empty_switches_off: bool = False,
+    is_url: bool = False,
 ) -> Any:
     """A key with its documentation.
 
     ``otherwise`` is the value that holds where neither the model nor the target has the key;
     ``when_missing`` describes that where it depends on other things. With ``empty_switches_off`` an
-    empty environment variable is the value None.
+    empty environment variable is the value None. With ``is_url`` no message has an invalid value: it can
+    contain a password.
     """
     metadata = {
         "doc": doc,
@@ -58,6 +60,7 @@ def _key(
         "check": check,
         "required": False,
         "empty_switches_off": empty_switches_off,
+        "is_url": is_url,
     }
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -459,6 +462,7 @@ class BuildTable:
         "Builds read from it, and write to it with `HATCH_EPCONTEXT_CACHE_WRITE=1`: see `docs/ci.md`.",
         check=check_cache_url,
         empty_switches_off=True,
+        is_url=True,
     )
     cache_keys: tuple[str, ...] = _key(
         "The public keys of those whose artifacts in the shared cache are used. `epcontext cache new-key` "
@@ -480,6 +484,7 @@ class BuildTable:
         'The address of the scheduler of the dask cluster, such as `"tcp://host:8786"`.',
         check=_address,
         empty_switches_off=True,
+        is_url=True,
     )
 
 

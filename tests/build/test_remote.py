@@ -519,6 +519,41 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
     assert server.password not in "".join(warnings)
 
 
+def test_passwords_go_to_the_host_of_the_url_and_to_no_other(
+    server: WebServer,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "netrc").write_text("default login builder password secret\n", encoding="utf-8")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with web_server(tmp_path / "elsewhere") as other:
+        Remote(other.url, warnings.append, can_write=True).send(
+            KEY, artifact.folder, artifact.record, any_record
+        )
+        assert set(other.authorizations) == {"Basic YnVpbGRlcjpzZWNyZXQ="}
+        other.authorizations.clear()
+        server.elsewhere = other.url.replace("127.0.0.1", "localhost")
+        redirected = Remote(server.url, warnings.append)
+        assert redirected.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+        assert set(server.authorizations) == {"Basic YnVpbGRlcjpzZWNyZXQ="}
+        assert set(other.authorizations) == {None}
+    assert warnings == []
+
+
+def test_requests_go_through_the_proxy_of_the_environment(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with web_server(tmp_path / "proxy") as proxy:
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, proxy.url.removesuffix("/cache"))
+        Remote("http://cache.invalid/team", warnings.append).has(KEY, any_record)
+        assert proxy.requests[0][1].startswith("http://cache.invalid/team/")
+
+
 def test_warnings_contain_no_secret_of_the_environment(
     warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
