@@ -120,13 +120,26 @@ def hide_credentials(text: str) -> str:
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:
-    """``text`` with stars for each of ``values``, also where it is escaped or has several lines."""
-    forms = {
-        form for value in values for form in (value, *value.splitlines(), to_toml(value)[1:-1])
-    }
-    for form in sorted(filter(str.strip, forms), key=len, reverse=True):
-        text = text.replace(form, "***")
+    """``text`` with stars for each of ``values`` and their lines: in any case, and however it is escaped."""
+    forms = {form for value in values for form in (value, *value.splitlines()) if form.strip()}
+    for form in sorted(forms, key=len, reverse=True):
+        pattern = "".join(map(_in_any_form, form))
+        text = re.sub(pattern, "***", text, flags=re.IGNORECASE)
     return text
+
+
+def _in_any_form(character: str) -> str:
+    """A pattern for ``character``: as it is, percent-encoded, or escaped as in JSON, TOML, Python or C."""
+    code = ord(character)
+    octets = character.encode("utf-8", "surrogatepass")
+    forms = [
+        "".join(f"%{octet:02x}" for octet in octets),
+        "".join(f"\\x{octet:02x}" for octet in octets),
+        *(f"\\u{code:04x}", f"\\U{code:08x}", f"\\x{code:02x}", f"\\{character}"),
+        *(json.dumps(character)[1:-1], repr(character)[1:-1], character),
+        *("+" if character == " " else ()),
+    ]
+    return f"(?:{'|'.join(map(re.escape, dict.fromkeys(forms)))})"
 
 
 def to_toml(value: Any) -> str:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
 import re
+import urllib.parse
 from datetime import date
 from typing import Any
 
@@ -167,6 +169,35 @@ def test_a_dotted_key_has_quotes_only_where_it_needs_them() -> None:
 def test_values_are_hidden_in_every_form() -> None:
     text = 'a "q\\"x" b q"x c line1\nline2 line1'
     assert hide_values(text, ['q"x', "line1\nline2", " ", ""]) == 'a "***" b *** c *** ***'
+
+
+SECRET = 'Pä$$ w/o"rd\\+%\t🙂'
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        SECRET,
+        SECRET.upper(),
+        SECRET.swapcase(),
+        json.dumps(SECRET),
+        json.dumps(SECRET, ensure_ascii=False),
+        json.dumps(SECRET).replace("/", "\\/"),
+        json.dumps(SECRET).upper(),
+        repr(SECRET),
+        ascii(SECRET),
+        to_toml(SECRET),
+        urllib.parse.quote(SECRET),
+        urllib.parse.quote(SECRET, safe=""),
+        urllib.parse.quote(SECRET, safe="").lower(),
+        urllib.parse.quote_plus(SECRET),
+        "".join(f"%{octet:02X}" for octet in SECRET.encode()),
+        repr(SECRET.encode()),
+    ],
+)
+def test_values_are_hidden_however_they_are_written(form: str) -> None:
+    shown = hide_values(f"key={form};", [SECRET])
+    assert re.fullmatch(r"""key=b?["']?\*\*\*["']?;""", shown)
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def _http_options(url: str) -> Mapping[str, Any]:
     )
     parts = urlsplit(url)
     host = parts.hostname or ""
-    # Not aiohttp's own lookup: it sends the default entry of .netrc to each host that is redirected to. It takes
-    # this header off a request to another one.
+    # Not aiohttp's own lookup, which sends the default entry of .netrc to whatever host it is redirected to.
+    # From a request to another host it removes this header.
     headers = _netrc_headers(host)
     proxy = (
         None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
