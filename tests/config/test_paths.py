@@ -70,7 +70,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
         "git annex get",
     ),
     "circle": (lambda path: path.symlink_to(path.name), "is a link that leads back to itself"),
-    "pipe": (os.mkfifo, "is a pipe or a device"),
+    "pipe": (getattr(os, "mkfifo", Path.touch), "is a pipe or a device"),
     "folder": (lambda path: path.mkdir(), "is a folder, and not a file"),
     "link to a folder": (lambda path: path.symlink_to("."), "is a folder, and not a file"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,8 +249,8 @@ def test_nothing_is_sent_that_the_user_has_not_asked_for(
     given: str | None,
     sends: bool,
 ) -> None:
-    if sends and Version(onnxruntime.__version__) < Version("1.29"):
-        pytest.skip("this version of ONNX Runtime sends nothing")
+    if sends and (sys.platform == "win32" or Version(onnxruntime.__version__) < Version("1.29")):
+        pytest.skip("what ONNX Runtime sends here leaves no such files")
     # ONNX Runtime sends nothing where it sees that it runs in CI.
     for name in ("CI", "GITHUB_ACTIONS", "TF_BUILD", "JENKINS_URL", "GITLAB_CI", "BUILD_ID"):
         monkeypatch.delenv(name, raising=False)
