@@ -61,6 +61,10 @@ def get_library_path():
 SLOW_WORKERS = frozenset({"slow-1", "slow-2"})
 
 
+IMPATIENT = {"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "2s"}
+"""How long the scheduler tries to reach a worker that was lost."""
+
+
 class Cluster:
     """A scheduler, and workers by name."""
 
@@ -123,7 +127,7 @@ class Cluster:
                 [*command, *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": paths, **environ},
+                env={**os.environ, "PYTHONPATH": paths, **IMPATIENT, **environ},
             )
 
 
@@ -519,6 +523,27 @@ def test_another_worker_takes_up_the_job_of_one_that_was_killed(
     (built,) = building.result().built
     assert built.validations["a"].status is ValidationStatus.RAN
     assert len([line for line in run.lines if line.endswith("compile ...")]) == 2
+
+
+@needs_qnn
+def test_a_worker_that_is_lost_at_the_start_is_left_out(
+    run: Builder, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_workers = dask_module.DaskExecutor._wait_for_workers
+
+    def lose_one(*arguments: Any) -> Mapping[str, str]:
+        names = wait_for_workers(*arguments)
+        if "slow-1" in slow.cluster.workers:
+            slow.kill("slow-1")
+        return names
+
+    monkeypatch.setattr(dask_module.DaskExecutor, "_wait_for_workers", lose_one)
+    for name in ("a", "b"):
+        save(network(1), run.root / "models" / f"{name}.onnx")
+    slow.hold.unlink()
+    toml = SLOW.replace("models = [", 'models = [{ path = "models/b.onnx", targets = ["npu"] }, ')
+    built = run(toml).built
+    assert [each.validations.keys() for each in built] == [{"b"}, {"a"}]
 
 
 @needs_qnn

@@ -319,11 +319,20 @@ class DaskExecutor:
         return found
 
     def _examine(self, job: Job) -> _Fitting:
-        names = self._wait_for_workers(job)
-        _check_installation(self._client.get_versions(packages=[_PACKAGE]), names, job)
-        found: Mapping[str, Description | Exception] = self._client.run(
-            dask_worker.describe, dump(_portable(job)), workers=list(names), on_error="return"
-        )
+        found: Mapping[str, Description | Exception] = {}
+        while not found:
+            names = self._wait_for_workers(job)
+            _check_installation(self._client.get_versions(packages=[_PACKAGE]), names, job)
+            answers = self._client.run(
+                dask_worker.describe, dump(_portable(job)), workers=list(names), on_error="return"
+            )
+            # One that was lost meanwhile says nothing about the others.
+            cluster = self._cluster(job.location)
+            found = {
+                address: each
+                for address, each in answers.items()
+                if address in cluster or not isinstance(each, OSError)
+            }
         described = {
             address: each for address, each in found.items() if isinstance(each, Description)
         }
