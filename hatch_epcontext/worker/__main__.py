@@ -149,8 +149,8 @@ if __name__ == "__main__":
     elif sys.platform == "linux":
         _die_like(_keep(_arguments))
     else:
-        # On Windows a job object ends it with the build, and numpy's import would wait for this thread: it asks
-        # for the type of standard input (numpy 24290, CPython 78961).
+        # On Windows a job object ends it with the build. There numpy's import would wait for this
+        # thread: it asks for the type of standard input (numpy 24290, CPython 78961).
         if sys.platform != "win32":
             threading.Thread(target=_end_with_input, daemon=True).start()
         sys.exit(main(*_arguments))
