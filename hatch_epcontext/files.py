@@ -99,6 +99,11 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     """
     sweep(parent)
     prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
+    if parent is None and not is_text(place := Path(tempfile.gettempdir())):
+        raise OSError(
+            f"the folder for temporary files, {place}, has a path that is not UTF-8, and ONNX Runtime "
+            "cannot open such paths. Set TMPDIR to another folder."
+        )
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         marker = os.open(folder / _MARKER, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
@@ -228,6 +233,15 @@ def symlink_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def is_text(path: Path) -> bool:
+    """Whether ``path`` is text: on Linux a name is any sequence of bytes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_regular(path: Path) -> bool:
     """Whether ``path`` is a file that can be read: no folder, pipe or device, and a possible name."""
     # `Path.is_file` raises for names that are too long.
@@ -247,15 +261,16 @@ CIRCLE = Rejection("is a link that leads back to itself.", "Put the file itself 
 
 def unreadable(path: Path) -> Rejection | None:
     """Why the file at ``path`` cannot be read; None if it can be."""
+    if not is_text(path):
+        hint = "Rename its folders, or the file."
+        return Rejection("has a path that is not UTF-8, which ONNX Runtime cannot open.", hint)
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:
-        if not path.is_symlink():
-            reason = getattr(error, "strerror", None) or str(error)
-            return Rejection(f"cannot be read: {reason}.", "Check the path.")
-        if isinstance(error, FileNotFoundError):
-            return _dangling(path)
-        return CIRCLE
+        if path.is_symlink():
+            return _dangling(path) if isinstance(error, FileNotFoundError) else CIRCLE
+        reason = getattr(error, "strerror", None) or str(error)
+        return Rejection(f"cannot be read: {reason}.", "Check the path.")
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
         return Rejection(f"is {what}, and not a file.", "Name a file.")

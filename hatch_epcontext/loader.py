@@ -591,8 +591,12 @@ class _Package:
     def _json(self, name: str) -> dict[str, Any]:
         import json
 
+        file = self.root / name
+        # Reading from a pipe would not end.
+        if file.exists() and not file.is_file():
+            raise LoadError(f"{self.location}: {name} cannot be read (it is not a file)")
         try:
-            text = (self.root / name).read_bytes()
+            text = file.read_bytes()
         except Exception as error:
             # Of any kind: archives raise their own errors.
             raise LoadError(f"{self.location}: {name} cannot be read ({error})") from None

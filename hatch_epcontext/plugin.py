@@ -423,6 +423,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except OSError as error:
             self._clean_up()
             self.app.abort(f"epcontext: {printable(os_error_text(error), lines=True)}")
+        except KeyboardInterrupt:
+            self._clean_up()
+            self.app.abort("epcontext: the build was interrupted.", 130)
         except BaseException:
             self._clean_up()
             raise

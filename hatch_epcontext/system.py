@@ -90,9 +90,10 @@ def system_problem(
     place = folder or (Path(path).absolute().parent if path else Path.cwd())
     doing = f" while {what} was written" if what else ""
     message = f"{reason}{doing}: {path or place}."
-    if error.errno in _FULL or _FULL_IN_WORDS.search(reason):
+    full = error.errno in _FULL or _FULL_IN_WORDS.search(reason) is not None
+    if full:
         message += f"\n{_room(place)}"
-    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(place))
+    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(place, full=full))
 
 
 def _path_and_reason(error: OSError) -> tuple[str, str]:
@@ -138,7 +139,7 @@ def full_disk_problem(folder: Path, location: str, output: str) -> Problem | Non
     if not _FULL_IN_WORDS.search(output) and not _is_full(folder):
         return None
     message = f"No space left on device while the worker wrote: {folder}.\n{_room(folder)}"
-    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(folder))
+    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(folder, full=True))
 
 
 def _is_full(folder: Path) -> bool:
@@ -156,12 +157,19 @@ def _room(folder: Path) -> str:
         usage = shutil.disk_usage(existing)
     except (OSError, StopIteration):
         return "The file system does not say how much is left."
+    if hasattr(os, "statvfs") and (counts := os.statvfs(existing)).f_files and not counts.f_favail:
+        return f"The file system {mount} has room for no more files, however small."
     size = show_size(usage.total)
     return f"The file system {mount} has {show_size(usage.free)} of {size} left."
 
 
-def _advice(folder: Path) -> str:
+def _advice(folder: Path, *, full: bool) -> str:
     variable = "TEMP" if sys.platform == "win32" else "TMPDIR"
-    if any(part.startswith(STAGING_PREFIX) for part in folder.parts):
-        return f"Free space there, or set {variable} to a folder on another file system."
-    return "Free space there, or choose another folder that can be written."
+    is_temporary = any(part.startswith(STAGING_PREFIX) for part in folder.parts)
+    if is_temporary or folder == Path(tempfile.gettempdir()):
+        other = f"set {variable} to another folder"
+    else:
+        other = "choose another folder"
+    if full:
+        return f"Free space there, or {other}, on another file system."
+    return f"Let this user write there, or {other}."

@@ -169,8 +169,10 @@ def show_size(size: float) -> str:
 
 def parse_size(size: int | str) -> int:
     """The bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with what is allowed."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMG]?B)?", str(size).strip())
-    if found is None or not (count := int(float(found[1]) * _UNITS[(found[2] or "B").upper()])):
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMG]?B)?", str(size).strip())
+    count = int(float(found[1]) * _UNITS[(found[2] or "B").upper()]) if found else 0
+    # No system counts more.
+    if not 0 < count < 2**63:
         raise ValueError('a number of bytes, or a size such as "250 MB"')
     return count
 

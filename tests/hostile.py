@@ -306,6 +306,10 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "length in words": (external(length="0x10"), "the tensor 'w'"),
     "negative length": (external(length="-1"), "the tensor 'w'"),
     "wrong length": (external(length="12"), "the tensor 'w'"),
+    "data with the name of a manifest": (
+        external(location="manifest.json"),
+        "has the name of a model package's manifest",
+    ),
     "no location": (external(location=""), "is outside the model's folder"),
     "absolute location": (external(location="/etc/passwd"), "is outside the model's folder"),
     "location above the folder": (external(location="../data.bin"), "is outside the model's"),

@@ -225,6 +225,21 @@ def test_a_folder_beside_the_users_files_is_swept_too(tmp_path: Path, precious: 
     assert list(tmp_path.iterdir()) == [precious]
 
 
+@posix_only
+def test_a_temporary_folder_that_is_no_text_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strange = tmp_path / os.fsdecode(b"t\xff")
+    try:
+        strange.mkdir()
+    except OSError:
+        pytest.skip("this file system has only names that are text")
+    monkeypatch.setattr(tempfile, "tempdir", str(strange))
+    with pytest.raises(OSError, match="not UTF-8"), temp_dir():
+        pass
+    assert list(strange.iterdir()) == []
+
+
 @pytest.mark.parametrize("length", [245, 251, 255])
 def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path: Path, length: int) -> None:
     file = write_atomically(tmp_path / ("n" * length), "text")

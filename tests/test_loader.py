@@ -1657,6 +1657,13 @@ def test_a_folder_without_a_manifest_is_a_load_error(tmp_path: Path) -> None:
         loader.models()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
+def test_a_pipe_as_manifest_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(loader.LoadError, match="it is not a file"):
+        loader.models(tmp_path)
+
+
 def plugin_of(module: str) -> Table:
     return {"module": module, "package": "x", "registration_name": "x"}
 

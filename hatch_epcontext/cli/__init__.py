@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from hatch_epcontext.cli._streams import tolerate_closed_pipes
-
 
 def main() -> None:
     """Run the command line, or print what it needs."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        # Click ends commands like that, and this is while it is imported.
+        print("Aborted!", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+
+
+def _run() -> None:
+    from hatch_epcontext.cli._streams import lost_output, tolerate_closed_pipes
+
     try:
         from hatch_epcontext.cli.app import app
     except ModuleNotFoundError as error:
@@ -17,4 +26,9 @@ def main() -> None:
         print(f'epcontext: {error}. Run: pip install "hatch-epcontext[cli]"', file=sys.stderr)  # noqa: T201
         sys.exit(2)
     tolerate_closed_pipes()
-    app()
+    try:
+        app()
+    finally:
+        if reason := lost_output():
+            print(f"epcontext: what it printed is lost: {reason}.", file=sys.stderr)  # noqa: T201
+            sys.exit(1)

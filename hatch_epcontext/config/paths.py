@@ -58,7 +58,7 @@ class Finder:
         if not os.path.lexists(place):
             yield self._not_found(key, f"there is no {what} at {show(path)}.")
         elif rejection := unreadable(place):
-            message = f"the {what} {show(path)} {rejection.message}"
+            message = f"{show(path)} {rejection.message}"
             yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
         else:
             return place

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hatch_epcontext.config.checks.common import LONGEST_NAME
 from hatch_epcontext.config.settings import Listed, Model, ShapeSet
 from hatch_epcontext.config.tables import Dims, ModelTable, Shapes
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
@@ -14,10 +15,6 @@ from hatch_epcontext.text import file_name, listing, show
 
 _KEYS = ("shapes", "dims")
 """The keys that can be a list of tables."""
-
-_LONGEST = 150
-"""Characters that the name of a model with its shape can have: files and folders are called after it,
-with more behind it, and file systems allow 255."""
 
 _Table = TypeVar("_Table", bound=Mapping[str, Any])
 
@@ -128,7 +125,7 @@ def expand(model: Model, forms: Sequence[Form]) -> tuple[Model, ...]:
 
 def check_name_length(model: Model) -> Iterator[Problem]:
     """A name that has become too long with its shape."""
-    if model.shape_set is not None and model.listed and len(model.name) > _LONGEST:
+    if model.shape_set is not None and model.listed and len(model.name) > LONGEST_NAME:
         yield Problem.at(
             model.key / model.listed.name / model.listed.index,
             Kind.INVALID_NAME,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -37,7 +38,8 @@ _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 """Seconds after which a running worker is reported first, and then again."""
 
 _NO_MEMORY = re.compile(
-    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena",
+    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
+    r"|can't start new thread",
     re.IGNORECASE,
 )
 """How Python, C++ and ONNX Runtime say that memory is short."""
@@ -320,7 +322,7 @@ class Workers:
             # What the worker says itself has the path.
             return problem if problem.kind is Kind.SYSTEM_ERROR else replace(full, log=problem.log)
         if self.memory_limit is None:
-            return _without_limit(problem)
+            return _with_address_space(_without_limit(problem))
         key, size = Key() / "build" / "memory-limit", show_size(self.memory_limit)
         if not _NO_MEMORY.search(output):
             # Some EPs only say that they cannot do what they could do with more memory.
@@ -401,7 +403,25 @@ def _without_limit(problem: Problem) -> Problem:
     if not _NO_MEMORY.search(f"{problem.message}\n{problem.log if crashed else ''}"):
         return problem
     message = f"the worker ran out of memory: {problem.message}"
-    return replace(problem, kind=Kind.OUT_OF_MEMORY, message=message, hint=_LESS_MEMORY)
+    return replace(
+        problem, kind=Kind.OUT_OF_MEMORY, message=message, hint=_LESS_MEMORY, settings=()
+    )
+
+
+def _with_address_space(problem: Problem) -> Problem:
+    """``problem``, and that the shell of this build limits the address space: EPs do not say so."""
+    if sys.platform == "win32":
+        return problem
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or problem.kind is Kind.SYSTEM_ERROR:
+        return problem
+    hint = (
+        f"Or the worker had too little address space: ulimit -v allows {show_size(limit)}. "
+        "Run the build with ulimit -v unlimited."
+    )
+    return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
 
 
 def _flooded(order: Order, location: str) -> Problem:

@@ -80,8 +80,13 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
         if not _is_of_onnx_runtime(error):
             _print_traceback()
         reply, code = Refusal((_problem(error),)), FAILED
-    # Whole or not at all, also when the disk is full.
-    write_atomically(Path(reply_path), to_json(reply), durable=False)
+    try:
+        write_atomically(Path(reply_path), to_json(reply), durable=False)
+    except OSError as error:
+        # Often the disk is full, which the build finds out.
+        with contextlib.suppress(OSError):
+            print(f"the reply cannot be written: {error}")  # noqa: T201, it is for the log
+        return 1
     return code
 
 
@@ -103,8 +108,10 @@ def _print_traceback() -> None:
 
 def _os_problem(error: OSError) -> Problem:
     """The problem for ``error``: the system's, or that of the library that raised it."""
+    if is_refusal(error):
+        return system_problem(error, Path.cwd())
     _print_traceback()
-    return system_problem(error, Path.cwd()) if is_refusal(error) else _problem(error)
+    return _problem(error)
 
 
 def _problem(error: Exception) -> Problem:

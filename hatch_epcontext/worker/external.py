@@ -52,7 +52,10 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
     inside = _Folder(folder)
     for name, end in sorted(ends.items()):
         found = inside.status(name)
-        if isinstance(found, Rejection):
+        if PurePosixPath(name).name == "manifest.json":
+            message = f"the external data {name!r} has the name of a model package's manifest."
+            add(message, "Save the model and its data again, with another name.")
+        elif isinstance(found, Rejection):
             add(f"the external data {name!r} {found.message}", found.hint)
         elif found.st_size < end:
             message = f"the external data {name!r} is shorter than the model says."

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -131,6 +132,35 @@ def test_a_reader_that_leaves_is_no_error(
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr or b"") == (code, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full disk at hand")
+@pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["cache", "list", "--json"]])
+def test_output_that_is_lost_is_an_error(arguments: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", _MAIN, *arguments],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    lost = b"epcontext: what it printed is lost: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, lost)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signal")
+def test_an_interruption_while_commands_are_imported_is_one_line() -> None:
+    interrupted = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'hatch_epcontext.cli.app': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", interrupted + _MAIN, "schema"], check=False, capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"Aborted!\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")

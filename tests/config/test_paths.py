@@ -92,6 +92,18 @@ def test_what_is_matched_and_cannot_be_read_is_an_error(
     assert collect(later.models(KEY, pattern))[1] == []
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="every name there is text")
+def test_a_path_that_is_no_text_is_an_error(project: Path) -> None:
+    strange = project / os.fsdecode(b"q\xff")
+    try:
+        (project / "models").rename(strange)
+    except OSError:
+        pytest.skip("this file system has only names that are text")
+    _, (problem,) = collect(Finder(strange.parent).models(KEY, "*/a.onnx"))
+    assert problem.kind is Kind.UNREADABLE_FILE
+    assert "not UTF-8" in problem.message
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
 def test_a_folder_that_is_not_there_is_no_reason_to_match_nothing(project: Path) -> None:
     (project / "more").symlink_to("nowhere")

@@ -209,6 +209,19 @@ def test_workers_do_not_get_the_credentials_of_the_shared_cache(
         assert "secrets: False /opt/vendor" in str(found.log)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_a_shell_that_limits_the_address_space_is_named(
+    tmp_path: Path, fake_onnx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    fake_onnx.write_text("raise ValueError('the EP says something else')", encoding="utf-8")
+    assert "ulimit" not in str(problem(tmp_path / "without", tmp_path / "a.onnx").hint)
+    limit = (2 * 10**9, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
+    assert "ulimit -v allows 2.0 GB" in str(problem(tmp_path, tmp_path / "a.onnx").hint)
+
+
 @pytest.fixture(params=["forks", "interpreters"])
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     """Workers of both kinds; where the system has no forks, they are of one."""

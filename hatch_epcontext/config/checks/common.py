@@ -10,6 +10,9 @@ from typing import Any
 from hatch_epcontext.errors import Key, KeyNames, Kind, Problem
 from hatch_epcontext.text import show, toml_key
 
+LONGEST_NAME = 150
+"""Characters of a name: with what files add to it, their names fit every file system."""
+
 
 def check_values(key: Key, table: Any) -> Iterator[Problem]:
     """Each value of ``table``, which is at ``key``, by the check that its key declares."""
@@ -30,6 +33,11 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
             Kind.INVALID_NAME,
             f"{show(name)} cannot be the name of a folder in the wheel.",
             "Use letters, digits, '.', '_' and '-', with a letter or digit first.",
+        )
+    elif len(name) > LONGEST_NAME:
+        message = f"has {len(name)} characters, and files are called after it: {show(name)}."
+        yield Problem.at(
+            key, Kind.INVALID_NAME, message, f"Give a name with at most {LONGEST_NAME} characters."
         )
 
 

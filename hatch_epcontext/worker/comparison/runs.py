@@ -131,17 +131,21 @@ _FLAGS = ("bounded", "on_target", "is_extreme")
 def write_reference(found: Reference, path: Path) -> str | None:
     """Write ``found`` to ``path``; returns it, or None for dtypes that NumPy's format does not have."""
     arrays: dict[str, Array] = {}
+    # Not in the names of the arrays, which cannot be as long as those of tensors.
+    names: dict[str, int] = {}
     runs: list[dict[str, Any]] = []
     for number, each in enumerate(found.runs):
         steps = zip(each.feeds, each.outputs, strict=True)
         for index, (feeds, outputs) in enumerate(steps):
-            arrays.update({f"{number}.{index}.in.{name}": a for name, a in feeds.items()})
-            arrays.update({f"{number}.{index}.out.{name}": a for name, a in outputs.items()})
+            for kind, tensors in (("in", feeds), ("out", outputs)):
+                for name, array in tensors.items():
+                    place = names.setdefault(name, len(names))
+                    arrays[f"{number}.{index}.{kind}.{place}"] = array
         flags = {name: getattr(each, name) for name in _FLAGS}
         runs.append({"name": each.name, "steps": len(each.feeds), **flags})
     if not all(array.dtype.isbuiltin == 1 and array.dtype.kind != "O" for array in arrays.values()):
         return None
-    text = json.dumps({"runs": runs, "facts": to_plain(found.facts)})
+    text = json.dumps({"runs": runs, "names": list(names), "facts": to_plain(found.facts)})
     arrays["facts"] = np.frombuffer(text.encode(), np.uint8)
     np.savez(path, allow_pickle=False, **arrays)
     return str(path)
@@ -155,7 +159,7 @@ def read_reference(path: str) -> Reference:
         for number, each in enumerate(plain["runs"]):
             feeds, outputs = (
                 tuple(
-                    _with_prefix(arrays, f"{number}.{index}.{kind}.")
+                    _named(arrays, f"{number}.{index}.{kind}.", plain["names"])
                     for index in range(each["steps"])
                 )
                 for kind in ("in", "out")
@@ -165,7 +169,6 @@ def read_reference(path: str) -> Reference:
         return Reference(tuple(runs), from_plain(plain["facts"], Facts))
 
 
-def _with_prefix(arrays: Any, prefix: str) -> dict[str, Array]:
-    return {
-        name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)
-    }
+def _named(arrays: Any, prefix: str, names: Sequence[str]) -> dict[str, Array]:
+    found = (name for name in arrays.files if name.startswith(prefix))
+    return {names[int(name.removeprefix(prefix))]: arrays[name] for name in found}

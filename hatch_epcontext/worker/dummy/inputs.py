@@ -14,6 +14,7 @@ import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.files import unreadable
 from hatch_epcontext.ipc.facts import ModelSpec, Range, Size, TensorFacts
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range, values
 from hatch_epcontext.worker.tensors import Array, numpy_dtype
@@ -136,6 +137,8 @@ def _generate(
 
 _UNREADABLE = (
     OSError,
+    # A header can promise any size.
+    MemoryError,
     ValueError,
     EOFError,
     BadZipFile,
@@ -153,6 +156,7 @@ def _read(path: Path, inputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[st
 
 def read_npz(path: Path, key: Key) -> dict[str, Array]:
     """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is none."""
+    _refuse_pipe(path, key)
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -178,6 +182,7 @@ def read_folder(
     found: dict[str, Array] = {}
     names = [each.name for each in tensors]
     for file in sorted(path.glob(f"{prefix}_*.pb")):
+        _refuse_pipe(file, key)
         try:
             tensor = onnx.load_tensor(file)
             array = onnx.numpy_helper.to_array(tensor)
@@ -192,6 +197,13 @@ def read_folder(
         elif number.isdigit() and int(number) < len(names):
             found[names[int(number)]] = array
     return found
+
+
+def _refuse_pipe(path: Path, key: Key) -> None:
+    """Raise ModelError, at ``key``, if ``path`` is no file: reading from a pipe would not end."""
+    if rejection := unreadable(path):
+        message = f"{path.name} {rejection.message}"
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
 
 
 def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: ModelSpec) -> Array:

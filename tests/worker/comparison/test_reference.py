@@ -267,8 +267,12 @@ def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:
     assert not expected.facts.inconclusive
 
 
-def test_a_reference_is_kept_in_a_file(tmp_path: Path) -> None:
-    _, expected = referred(lstm(), tmp_path)
+@pytest.mark.parametrize("name", ["long", "with/slashes", "../up"])
+def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
+    made = lstm()
+    # Names in an archive have at most 65535 bytes.
+    made.graph.node[-1].output[0] = made.graph.output[0].name = name * 20_000
+    _, expected = referred(made, tmp_path)
     path = write_reference(expected, tmp_path / "reference.npz")
     assert path is not None
     found = read_reference(path)

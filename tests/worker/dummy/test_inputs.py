@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +154,25 @@ def test_an_invalid_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "input_0.pb").write_bytes(b"text")
     with pytest.raises(ModelError, match="is not an ONNX tensor"):
         dummy_inputs([X], spec(tmp_path))
+
+
+def test_an_array_that_promises_more_than_any_memory_is_an_error(tmp_path: Path) -> None:
+    header = (
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000, 1000000)}".ljust(117) + "\n"
+    )
+    array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
+    (tmp_path / "plain.npz").write_bytes(array)
+    with zipfile.ZipFile(tmp_path / "archive.npz", "w") as archive:
+        archive.writestr("x.npy", array)
+    for name in ("plain.npz", "archive.npz"):
+        with pytest.raises(ModelError, match=r"is not an \.npz (file|of plain arrays)"):
+            dummy_inputs([X], spec(tmp_path / name))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
+def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
+    for name in ("input_0.pb", "inputs.npz"):
+        os.mkfifo(tmp_path / name)
+    for path in (tmp_path, tmp_path / "inputs.npz"):
+        with pytest.raises(ModelError, match="is a pipe or a device"):
+            dummy_inputs([X], spec(path))
