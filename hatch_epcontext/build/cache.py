@@ -77,6 +77,12 @@ class Cache:
         folder = None if self._root is None else self._root / LAYOUT / "index"
         return Index(folder, self._remote, self._read_all)
 
+    @property
+    def trouble(self) -> str:
+        """Why the build goes on without the remote, as a line of a message; empty if it does not."""
+        trouble = None if self._remote is None else self._remote.trouble
+        return f"\n{trouble}" if trouble else ""
+
     def stop(self) -> None:
         """Wait no longer for the remote, and do not use it any more."""
         if self._remote is not None:

@@ -273,7 +273,7 @@ class JobRunner:
                     Kind.NOT_CACHED,
                     job.location,
                     "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the cache has no "
-                    "artifact of this model with these settings.",
+                    f"artifact of this model with these settings.{self.cache.trouble}",
                     _build_elsewhere(job),
                 )
             )
@@ -333,7 +333,8 @@ class JobRunner:
                     Kind.NOT_CACHED,
                     f"{job.location}: validation",
                     "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the artifact in "
-                    "the cache was not validated with these inputs, this tolerance and these options.",
+                    "the cache was not validated with these inputs, this tolerance and these options."
+                    + self.cache.trouble,
                     _build_elsewhere(job),
                 )
             )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import logging
 import netrc
 import os
@@ -23,11 +22,10 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, TypeVar
@@ -39,7 +37,7 @@ from hatch_epcontext.build.envelope import DamagedError, Envelope, envelope_arou
 from hatch_epcontext.build.requirements import pip_install
 from hatch_epcontext.config.cache_url import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import FileRecord
+from hatch_epcontext.files import FileRecord, record_file
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import hide_credentials, show_size
 
@@ -54,8 +52,8 @@ _LARGEST_DOCUMENT = _CHUNK
 _PART = 5 << 20
 """Bytes of a file that are sent at once: the least that Amazon takes."""
 
-_PIECE_PATIENCE = 6
-"""How many times longer than a document such a piece may take, on a slow line."""
+_SLOWEST = 10_000
+"""Bytes a second from which a transfer counts as progress: a byte from time to time is as good as none."""
 
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 30
@@ -66,6 +64,7 @@ class _Failure(Enum):
     DENIED = "denied"
     NO_BACKEND = "no backend"
     FAILED = "failed"
+    TOO_SLOW = "too slow"
     STOPPED = "stopped"
 
 
@@ -81,6 +80,15 @@ class _RemoteError(Exception):
         self.failure = failure
 
 
+_TROUBLE = {
+    _Failure.NO_BACKEND: "needs a package",
+    _Failure.TOO_SLOW: "kept the build waiting for too long",
+}
+
+_POLL_SECONDS = 0.5
+"""Seconds between two looks at whether a request that does not answer must be given up."""
+
+
 def _interrupted() -> _RemoteError:
     return _RemoteError(_Failure.STOPPED, "the build was interrupted")
 
@@ -93,15 +101,16 @@ class _UntrustedError(Exception):
 class _Backend:
     """How requests of one kind of URL are made.
 
-    ``options`` are for opening that URL and ``upload`` for sending a file of so many bytes. With ``streams``
-    a file is read in one request, because servers need not know ranges; with ``renames`` a file is
-    written under another name first, because others see it while it grows.
+    ``options`` are for opening that URL, ``download`` for getting a file, and ``upload`` for sending one of
+    so many bytes. With ``streams`` a document is read in one request, because servers need not know ranges;
+    with ``local`` the files are in a folder.
     """
 
     options: Callable[[str], Mapping[str, Any]] = lambda _: {}
+    download: Mapping[str, Any] = field(default_factory=dict)
     upload: Callable[[int], Mapping[str, Any]] = lambda _: {}
     streams: bool = False
-    renames: bool = False
+    local: bool = False
 
 
 def _s3_options(_: str) -> Mapping[str, Any]:
@@ -145,14 +154,19 @@ def _http_upload(size: int) -> Mapping[str, Any]:
     return {"method": "put", "headers": {"Content-Length": str(size)}}
 
 
-_S3 = _Backend(_s3_options, lambda _: {"chunksize": _PART, "max_concurrency": 2})
+_S3 = _Backend(
+    _s3_options,
+    # In one request, whose bytes are counted as they come.
+    {"max_concurrency": 1},
+    lambda _: {"chunksize": _PART, "max_concurrency": 2},
+)
 _GCS = _Backend(upload=lambda _: {"chunksize": _PART})
 _AZURE = _Backend(
     lambda _: {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS},
-    lambda _: {"overwrite": True, "max_concurrency": 2},
+    upload=lambda _: {"overwrite": True, "max_concurrency": 2},
 )
-_HTTP = _Backend(_http_options, _http_upload, streams=True)
-_FILE = _Backend(lambda _: {"auto_mkdir": True}, renames=True)
+_HTTP = _Backend(_http_options, upload=_http_upload, streams=True)
+_FILE = _Backend(lambda _: {"auto_mkdir": True}, local=True)
 
 _BACKENDS: Mapping[str, _Backend] = {
     "s3": _S3,
@@ -187,13 +201,55 @@ class _State:
     waiting: set[futures.Future[Any]] = field(default_factory=set)
 
 
+class _Stopwatch:
+    """How long a build has waited for its remote in all, without the time in which bytes arrived.
+
+    Several requests may wait at once: what counts is that one waits, and that nothing arrives for any.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._waited = self._since = 0.0
+
+    def begin(self) -> None:
+        """A request begins."""
+        with self._lock:
+            if not self._waiting:
+                self._since = time.monotonic()
+            self._waiting += 1
+
+    def end(self) -> None:
+        """A request has ended."""
+        with self._lock:
+            self._count(0)
+            self._waiting -= 1
+
+    def arrived(self, size: int) -> None:
+        """So many bytes have arrived, or were sent."""
+        with self._lock:
+            self._count(size)
+
+    @property
+    def left(self) -> float:
+        """Seconds that the build still waits; at most 0 when it waits no longer."""
+        with self._lock:
+            return self.limit - self._waited - (time.monotonic() - self._since)
+
+    def _count(self, size: int) -> None:
+        now = time.monotonic()
+        self._waited += max(now - self._since - size / _SLOWEST, 0)
+        self._since = now
+
+
 class Remote:
     """The cache at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
     ``warn`` gets a line when the remote cannot be used, and one for each damaged artifact. Without
     ``can_write`` nothing is sent. ``trust``: the public keys of those whose documents are used; with None
-    those of everybody. ``key``: the private key that signs what is sent. ``patience``: seconds to wait for a
-    document; a piece of a file may take longer.
+    those of everybody. ``key``: the private key that signs what is sent. ``timeout``: seconds that the build
+    waits for it without a byte, in all.
     """
 
     def __init__(
@@ -204,7 +260,7 @@ class Remote:
         can_write: bool = False,
         trust: tuple[str, ...] | None = None,
         key: str | None = None,
-        patience: float = 20,
+        timeout: float = 20,
     ) -> None:
         self._url = url.rstrip("/")
         self._scheme = url.partition("://")[0]
@@ -212,7 +268,8 @@ class Remote:
         self._warn = warn
         self._trust = trust
         self._key = key
-        self._patience = patience
+        self._stopwatch = _Stopwatch(timeout)
+        self.trouble: str | None = None
         self._state = _State(writable=can_write)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -297,7 +354,7 @@ class Remote:
             operation()
         except _RemoteError as error:
             self._state.writable = False
-            if error.failure is _Failure.NO_BACKEND:
+            if error.failure in (_Failure.NO_BACKEND, _Failure.TOO_SLOW):
                 self._switch_off(error)
             elif error.failure is not _Failure.STOPPED and self._state.readable:
                 self._report(
@@ -310,9 +367,8 @@ class Remote:
     def _switch_off(self, error: _RemoteError) -> None:
         self._state.readable = self._state.writable = False
         if error.failure is not _Failure.STOPPED:
-            verb = (
-                "needs a package" if error.failure is _Failure.NO_BACKEND else "cannot be reached"
-            )
+            verb = _TROUBLE.get(error.failure, "cannot be reached")
+            self.trouble = f"The shared cache {self._url} {verb} ({error})."
             self._report("read", f"{verb} ({error}); this build goes on without it")
 
     def _report(self, topic: str, message: str) -> None:
@@ -346,59 +402,62 @@ class Remote:
         return record
 
     def _download(self, name: str, file: FileRecord, target: Path) -> None:
-        digest, size = hashlib.sha256(), 0
+        # Not an existing file, which another name on this file system can be the same as.
+        target.touch(exist_ok=False)
+        progress, options = self._progress(file.size), self._backend.download
+
+        def get(files: Any, path: str) -> None:
+            if self._backend.local:
+                _copy(Path(path), target, progress)
+            else:
+                files.get_file(path, str(target), callback=progress, **options)
+
         try:
-            # Not an existing file, which another name on this file system can be the same as.
-            with target.open("xb") as output:
-                patience = _PIECE_PATIENCE * self._patience
-                for chunk in self._chunks(_blob(file.sha256), file.size, patience):
-                    size += len(chunk)
-                    digest.update(chunk)
-                    output.write(chunk)
+            self._ask(get, _blob(file.sha256))
         except _RemoteError as error:
             if error.failure is _Failure.MISSING:
                 self._state.damaged.add(file.sha256)
                 raise DamagedError(f"its file {name} is missing") from None
             raise
-        if (size, digest.hexdigest()) != (file.size, file.sha256):
+        except DamagedError:
+            self._state.damaged.add(file.sha256)
+            raise
+        if record_file(target) != file:
             self._state.damaged.add(file.sha256)
             raise DamagedError(f"its file {name} has other content")
 
-    def _chunks(self, name: str, size: int, patience: float) -> Iterator[bytes]:
-        """The file ``name`` in pieces, and at most one byte more than ``size``."""
-        if size and self._backend.streams:
-            yield from self._stream(name, size, patience)
-            return
-        for start in range(0, size, _CHUNK):
-            limits = {"start": start, "end": min(start + _CHUNK, size)}
-            yield self._ask(partial(_read, limits=limits), name, patience)
+    def _progress(self, size: int) -> Any:
+        """A callback of fsspec that counts the bytes of a file, and ends a transfer of more than ``size``."""
+        from fsspec.callbacks import Callback
 
-    def _stream(self, name: str, size: int, patience: float) -> Iterator[bytes]:
-        # With a size it does not ask for one first.
-        stream = self._ask(
-            lambda files, path: files.open(path, block_size=0, size=size), name, patience
-        )
-        # A server that sends a byte from time to time is as good as none.
-        end = time.monotonic() + patience * (1 + size // _CHUNK)
-        with contextlib.closing(stream):
-            received = 0
-            while received <= size:
-                if time.monotonic() > end:
-                    raise _RemoteError(_Failure.FAILED, "it answers too slowly")
-                length = min(_CHUNK, size + 1 - received)
-                chunk: bytes = self._ask(partial(_read_stream, stream, length), name, patience)
-                if not chunk:
-                    return
-                received += len(chunk)
-                yield chunk
+        stopwatch = self._stopwatch
+
+        class Progress(Callback):  # type: ignore[misc]
+            def relative_update(self, inc: int = 1) -> None:
+                stopwatch.arrived(inc)
+                self.value += inc
+                if self.value > size:
+                    raise DamagedError("it is larger than its record says")
+
+        return Progress()
 
     def _document(self, name: str) -> str:
         """The text of a document, which is its own and as it was sent."""
-        # Without a limit some backends ask for the size first.
-        data = b"".join(self._chunks(name, _LARGEST_DOCUMENT, self._patience))
+        read = self._read_stream if self._backend.streams else _read
+        data = self._ask(read, name)
         envelope = read_envelope(data, name)
         self._check_signature(envelope)
         return envelope.text
+
+    def _read_stream(self, files: Any, path: str) -> bytes:
+        """A document of a server that need not know ranges, and at most one byte more than it may have."""
+        # With a size it does not ask for one first.
+        with contextlib.closing(files.open(path, block_size=0, size=_LARGEST_DOCUMENT)) as stream:
+            data = bytearray()
+            while chunk := stream.read(_LARGEST_DOCUMENT + 1 - len(data)):
+                self._stopwatch.arrived(len(chunk))
+                data += chunk
+            return bytes(data)
 
     def _check_signature(self, envelope: Envelope) -> None:
         """Raises _UntrustedError if the build trusts none of those who may have written the document."""
@@ -458,7 +517,7 @@ class Remote:
         if file.sha256 in self._state.damaged:
             return False
         try:
-            size = self._ask(_size_of, _blob(file.sha256), self._patience)
+            size = self._ask(_size_of, _blob(file.sha256))
         except _RemoteError as error:
             if error.failure in _MAY_BE_MISSING:
                 return False
@@ -466,9 +525,16 @@ class Remote:
         return size is None or size == file.size
 
     def _upload(self, source: Path, name: str, size: int) -> None:
-        options = self._backend.upload(size)
-        # However long a large file takes.
-        self._put(name, lambda files, path: files.put_file(str(source), path, **options), None)
+        options, progress = self._backend.upload(size), self._progress(size)
+
+        def put(files: Any, path: str) -> None:
+            if self._backend.local:
+                files.makedirs(str(Path(path).parent), exist_ok=True)
+                _copy(source, Path(path), progress)
+            else:
+                files.put_file(str(source), path, callback=progress, **options)
+
+        self._put(name, put)
 
     def _upload_text(self, name: str, text: str) -> None:
         signature = self._signing().sign(name, text, self._key) if self._key else None
@@ -476,11 +542,12 @@ class Remote:
         if len(content) > _LARGEST_DOCUMENT:
             self._report("large", f"does not get a document of {show_size(len(content))}")
             return
-        self._put(name, lambda files, path: files.pipe_file(path, content), self._patience)
+        self._put(name, lambda files, path: files.pipe_file(path, content))
 
-    def _put(self, name: str, put: Callable[[Any, str], object], patience: float | None) -> None:
+    def _put(self, name: str, put: Callable[[Any, str], object]) -> None:
         def request(files: Any, path: str) -> None:
-            if not self._backend.renames:
+            # Others see a file of a folder while it grows.
+            if not self._backend.local:
                 put(files, path)
                 return
             temporary = f"{path}.{os.urandom(8).hex()}.tmp"
@@ -490,13 +557,13 @@ class Remote:
             finally:
                 Path(temporary).unlink(missing_ok=True)
 
-        self._ask(request, name, patience)
+        self._ask(request, name)
 
-    def _ask(self, request: Callable[[Any, str], T], name: str, patience: float | None) -> T:
+    def _ask(self, request: Callable[[Any, str], T], name: str) -> T:
         """The result of ``request``, which gets the file system and the path of ``name``.
 
-        It runs in a thread of its own, because backends can wait for much longer than ``patience``
-        seconds. Raises _RemoteError.
+        It runs in a thread of its own, because backends can wait for much longer than the build does.
+        Raises _RemoteError, and DamagedError if the request does.
         """
         outcome: futures.Future[T] = futures.Future()
 
@@ -515,17 +582,27 @@ class Remote:
             if self._state.stopped:
                 raise _interrupted()
             self._state.waiting.add(outcome)
+        self._stopwatch.begin()
         threading.Thread(target=run, daemon=True, name="shared cache").start()
         try:
-            return outcome.result(patience)
+            return self._wait_for(outcome)
+        except DamagedError:
+            raise
         except Exception as error:
-            if not outcome.done():
-                reason = f"no answer within {patience:g} seconds"
-                raise _RemoteError(_Failure.FAILED, reason) from None
             raise self._classified(error) from None
         finally:
+            self._stopwatch.end()
             with self._lock:
                 self._state.waiting.discard(outcome)
+
+    def _wait_for(self, outcome: futures.Future[T]) -> T:
+        while (left := self._stopwatch.left) > 0:
+            # Not all of it at once: bytes that arrive prolong it.
+            futures.wait([outcome], min(left, _POLL_SECONDS))
+            if outcome.done():
+                return outcome.result()
+        reason = f"{self._stopwatch.limit:g} s without a byte in all; see build.cache-timeout"
+        raise _RemoteError(_Failure.TOO_SLOW, reason)
 
     def _files(self) -> tuple[Any, str]:
         """The file system, and the path of its root."""
@@ -567,14 +644,18 @@ def _size_of(files: Any, path: str) -> int | None:
     return size
 
 
-def _read_stream(stream: Any, length: int, *_: object) -> bytes:
-    data: bytes = stream.read(length)
+def _read(files: Any, path: str) -> bytes:
+    # Without a limit some backends ask for the size first.
+    data: bytes = files.cat_file(path, start=0, end=_LARGEST_DOCUMENT)
     return data
 
 
-def _read(files: Any, path: str, limits: Mapping[str, int]) -> bytes:
-    data: bytes = files.cat_file(path, **limits)
-    return data
+def _copy(source: Path, target: Path, progress: Any) -> None:
+    """Copy a file in pieces, which ``progress`` counts."""
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while chunk := reading.read(_CHUNK):
+            writing.write(chunk)
+            progress.relative_update(len(chunk))
 
 
 def _blob(sha256: str) -> str:

@@ -55,6 +55,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
         can_write=_may_write(settings, warn),
         trust=settings.cache_keys,
         key=settings.cache_key,
+        timeout=settings.cache_timeout,
     )
     return Cache(root, warn, remote, read_all=read_all)
 

@@ -58,7 +58,8 @@ def read_sources(
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.only_from_cache:
-            raise BuildError(*map(_not_known, unknown))
+            trouble = index.remote.trouble if index.remote is not None else None
+            raise BuildError(*(_not_known(model, trouble) for model in unknown))
         reply = workers.call(checks.request(unknown), scratch, location="reading the models")
         for model in unknown:
             # Facts of other contents must not be stored as those of what was hashed.
@@ -152,11 +153,12 @@ def _too_large(models: Iterable[Model]) -> Iterator[Problem]:
             )
 
 
-def _not_known(model: Model) -> Problem:
+def _not_known(model: Model, trouble: str | None) -> Problem:
+    message = "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache does not know this model with these settings."
     return Problem.at(
         model.key,
         Kind.NOT_CACHED,
-        "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache does not know this model with these settings.",
+        f"{message}\n{trouble}" if trouble else message,
         "Build it where it can be built, with the same cache.",
     )
 

@@ -195,6 +195,7 @@ def _config(root: Path, table: RootTable, models: list[Model], environment: Envi
             environment.cache_write,
             None if build.cache_trust == "all" else build.cache_keys,
             environment.cache_key,
+            build.cache_timeout,
             build.scheduler if build.executor == "dask" else None,
         ),
         wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify, wheel.sbom),

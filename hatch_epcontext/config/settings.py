@@ -265,7 +265,7 @@ class BuildSettings:
     ``memory_limit``: its bytes of memory. With ``fail_fast`` the first failed job ends the build.
     ``cache`` is the URL of the shared cache, which ``cache_write`` lets the build write to. ``cache_keys``:
     the public keys of those whose documents in it are used, or None for everybody's; ``cache_key`` is the
-    private key that signs what the build writes.
+    private key that signs what the build writes. ``cache_timeout``: seconds that the build waits for it.
     ``scheduler``: the address of the dask scheduler that jobs are given to; None to run them on this machine.
     """
 
@@ -277,6 +277,7 @@ class BuildSettings:
     cache_write: bool = False
     cache_keys: tuple[str, ...] | None = ()
     cache_key: str | None = field(default=None, repr=False)
+    cache_timeout: float = 20.0
     scheduler: str | None = None
 
 

@@ -475,6 +475,11 @@ class BuildTable:
         "write to the shared cache decides what is in the wheel.",
         "signed",
     )
+    cache_timeout: float = _key(
+        "Seconds that a build waits for the shared cache without a byte, in all. Then it goes on without it.",
+        20.0,
+        check=_positive_seconds,
+    )
     executor: ExecutorName = _key(
         "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/farm.md`.",
         "local",

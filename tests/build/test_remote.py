@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import json
 import shutil
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -260,7 +262,7 @@ def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
     with sent.open("r+b") as file:
         file.truncate(1 << 30)
     assert remote.fetch(KEY, tmp_path / "fetched", any_record) is None
-    assert "has other content" in warnings[0]
+    assert "is larger than its record says" in warnings[0]
 
 
 def test_the_record_of_another_artifact_is_a_miss(
@@ -425,11 +427,11 @@ def test_an_unreachable_remote_is_one_warning(
 def test_a_remote_that_does_not_answer_is_asked_once(warnings: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
-        remote = Remote(url, warnings.append, patience=0.5)
+        remote = Remote(url, warnings.append, timeout=0.5)
         assert remote.read("latest/x") is None
         assert remote.read("latest/y") is None
     (warning,) = warnings
-    assert "no answer within 0.5 seconds" in warning
+    assert "kept the build waiting for too long (0.5 s without a byte in all" in warning
 
 
 def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str]) -> None:
@@ -449,11 +451,63 @@ def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str
         thread = threading.Thread(target=drip, args=(server,))
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}/cache"
-        assert Remote(url, warnings.append, patience=1).read("latest/x") is None
+        assert Remote(url, warnings.append, timeout=1).read("latest/x") is None
         ended.set()
         thread.join()
     (warning,) = warnings
-    assert "cannot be reached (it answers too slowly)" in warning
+    assert "kept the build waiting for too long (1 s without a byte in all" in warning
+
+
+def slow_server(seconds: float, body: bytes, pieces: int) -> Callable[[socket.socket], None]:
+    """A server that answers each request after so many seconds, and takes as long for each piece."""
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(4096)
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n"
+                    connection.sendall(head.encode() + b"Connection: close\r\n\r\n")
+                    for index in range(pieces):
+                        time.sleep(seconds)
+                        size = len(body) // pieces
+                        connection.sendall(body[index * size : (index + 1) * size])
+
+    return serve
+
+
+@contextlib.contextmanager
+def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/cache"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_slow_remote_is_waited_for_only_so_long_in_all(warnings: list[str]) -> None:
+    importlib.import_module("fsspec.implementations.http")
+    with serving(slow_server(0.3, b"not a document", 1)) as url:
+        remote = Remote(url, warnings.append, timeout=1)
+        started = time.monotonic()
+        for index in range(20):
+            assert remote.read(f"latest/{index}") is None
+        assert time.monotonic() - started < 3
+    assert "kept the build waiting for too long" in warnings[-1]
+    assert remote.trouble is not None
+    assert url in remote.trouble
+
+
+def test_a_transfer_that_progresses_is_waited_for(
+    artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    importlib.import_module("fsspec.implementations.http")
+    content = bytes(400_000)
+    with serving(slow_server(0.2, content, 10)) as url:
+        remote = Remote(url, warnings.append, timeout=1)
+        record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
+        remote._download("a.bin", record, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == content
 
 
 def test_a_missing_bucket_is_not_taken_for_an_empty_one(
@@ -569,7 +623,7 @@ def test_warnings_contain_no_secret_of_the_environment(
 def test_an_interrupted_build_waits_for_no_request(warnings: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
-        remote = Remote(url, warnings.append, patience=3600)
+        remote = Remote(url, warnings.append, timeout=3600)
         results: list[str | None] = ["not yet"]
 
         def read() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import record_files
 from hatch_epcontext.ipc.facts import ModelFacts
 from hatch_epcontext.ipc.process import Workers
@@ -110,6 +111,22 @@ def machine(project: Path, tmp_path: Path) -> Callable[[str], Machine]:
         return Machine(tmp_path / name, root)
 
     return make
+
+
+def test_a_build_that_needs_a_cache_that_is_dead_names_it(
+    machine: Callable[[str], Machine],
+) -> None:
+    first = machine("first")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
+        with pytest.raises(BuildError) as raised:
+            first.build(ONE, compiles=False, CACHE=url, FROM_CACHE="all", CACHE_TIMEOUT="0.5")
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.NOT_CACHED
+    assert f"The shared cache {url} kept the build waiting for too long" in problem.message
+    # One that can compile goes on without it.
+    (built,) = first.build(ONE, CACHE=url, CACHE_TIMEOUT="0.5")
+    assert built.artifact.record.files
 
 
 def test_what_one_machine_compiled_is_compiled_nowhere_else(

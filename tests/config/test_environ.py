@@ -51,6 +51,7 @@ def test_all_variables(tmp_path: Path) -> None:
         CACHE_KEYS=f"{PUBLIC},{PUBLIC}",
         CACHE_TRUST="all",
         CACHE_WRITE="1",
+        CACHE_TIMEOUT="4.5",
         CACHE_KEY=PRIVATE,
         JOBS="3",
         TIMEOUT="2.5",
@@ -81,6 +82,7 @@ def test_all_variables(tmp_path: Path) -> None:
         "cache": "s3://bucket/team",
         "cache_keys": (PUBLIC, PUBLIC),
         "cache_trust": "all",
+        "cache_timeout": 4.5,
         "executor": "dask",
         "scheduler": "tls://host:8786",
     }
@@ -187,6 +189,7 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "jobs"): ("7", "3", 3, "0"),
     ("build", "timeout"): ("7", "2.5", 2.5, "-1"),
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
+    ("build", "cache_timeout"): ("7", "2.5", 2.5, "0"),
     ("build", "fail_fast"): ("false", "1", True, "maybe"),
     ("wheel", "verify"): ('"record"', "full", "full", "half"),
     ("wheel", "sbom"): ("false", "1", True, "maybe"),
