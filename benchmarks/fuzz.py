@@ -22,12 +22,12 @@ from pathlib import Path
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import EpcontextError, Key
-from hatch_epcontext.ipc.facts import ModelSpec, TargetSpec
-from hatch_epcontext.ipc.protocol import CheckRequest, InspectRequest
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.tools.inspect import verify_model
-from hatch_epcontext.worker import check, inspect
+from hatch_epcontext.worker.actions import check, inspect
+from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
 from hatch_epcontext.worker.readback import read_context
+from hatch_epcontext.worker.requests import CheckRequest, InspectRequest
 from tests.mutants import mutants, sources
 
 _BATCH = 500

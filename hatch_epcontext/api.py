@@ -16,16 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hatch_epcontext.build.artifact import (
-    Preparation,
-    Result,
-    Times,
-    Validation,
-    ValidationStatus,
-)
-from hatch_epcontext.build.plan import Plan
-from hatch_epcontext.build.report import FailureReport, JobReport, ModelReport, Report
-from hatch_epcontext.build.run import IncompleteError, build, open_cache
 from hatch_epcontext.config.settings import Fallback, Optimization, ValidationMode
 from hatch_epcontext.errors import (
     BuildError,
@@ -42,9 +32,11 @@ from hatch_epcontext.errors import (
     Setting,
 )
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.facts import Agreement, Coverage, CoverageStatus, NodeFacts, TensorFacts
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import ContextFacts, InspectReply
+from hatch_epcontext.jobs.artifact import Preparation, Result, Times, Validation, ValidationStatus
+from hatch_epcontext.jobs.plan import Plan
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
+from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import printable
 from hatch_epcontext.tools import compile as compile_tool
@@ -54,6 +46,8 @@ from hatch_epcontext.tools.compile import CompileResult
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.export import export
 from hatch_epcontext.tools.validate import ValidatedContext
+from hatch_epcontext.worker.facts import Agreement, Coverage, CoverageStatus, NodeFacts, TensorFacts
+from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 
 __all__ = [
     "Agreement",

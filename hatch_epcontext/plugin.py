@@ -16,11 +16,11 @@ from hatchling.builders.constants import EDITABLES_REQUIREMENT, BuildEnvVars
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 if TYPE_CHECKING:
-    from hatch_epcontext.build.artifact import Result, Source
-    from hatch_epcontext.build.cache import Cache
     from hatch_epcontext.config.build_hooks import BuildHooks
     from hatch_epcontext.config.settings import Config, WheelSettings
-    from hatch_epcontext.ipc.process import Workers
+    from hatch_epcontext.jobs.artifact import Result, Source
+    from hatch_epcontext.jobs.cache.cache import Cache
+    from hatch_epcontext.jobs.processes.process import Workers
     from hatch_epcontext.package.bundle import Bundle
     from hatch_epcontext.package.sdist import Sdist
 
@@ -44,8 +44,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def dependencies(self) -> list[str]:
         """The build requirements of the selected targets, for the front end to install."""
-        from hatch_epcontext.build.plan import plan
-        from hatch_epcontext.build.requirements import SBOM, cache_requirements
+        from hatch_epcontext.jobs.plan import plan
+        from hatch_epcontext.jobs.requirements import SBOM, cache_requirements
 
         if self._reason_to_skip() or self.target_name == "sdist":
             return []
@@ -62,7 +62,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if reason := self._reason_to_skip():
             self._info(f"skipped: {reason}")
             return
-        from hatch_epcontext.build.termination import terminated_as_error
+        from hatch_epcontext.jobs.termination import terminated_as_error
 
         with terminated_as_error(), self._errors_as_message():
             if self.target_name == "sdist":
@@ -107,7 +107,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._warning(sdist.warning(left_out))
 
     def _fill_wheel(self, config: Config, build_data: dict[str, Any]) -> None:
-        from hatch_epcontext.build.requirements import SBOM, check_environment
+        from hatch_epcontext.jobs.requirements import SBOM, check_environment
         from hatch_epcontext.package.bundle import bundle, shipped_sources
         from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import packed_files, selected_files
@@ -154,11 +154,11 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return sbom.write(result, made, output, project, staging)
 
     def _install_editable(self, config: Config) -> None:
-        from hatch_epcontext.build.artifact import Result
-        from hatch_epcontext.build.cutting import cut_models
-        from hatch_epcontext.build.requirements import INSPECTION, check_environment
-        from hatch_epcontext.build.run import open_cache
-        from hatch_epcontext.build.sources import read_sources
+        from hatch_epcontext.jobs.artifact import Result
+        from hatch_epcontext.jobs.cutting import cut_models
+        from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
+        from hatch_epcontext.jobs.run import open_cache
+        from hatch_epcontext.jobs.sources import read_sources
         from hatch_epcontext.package import editable
         from hatch_epcontext.package.modules import modules
         from hatch_epcontext.package.selection import selected_files
@@ -200,9 +200,9 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._clean_up()
 
     def _build(self, config: Config, staging: Path) -> Result:
-        from hatch_epcontext.build.plan import plan
-        from hatch_epcontext.build.run import IncompleteError, build, open_cache
         from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.jobs.plan import plan
+        from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
         from hatch_epcontext.system import check_file
 
         if config.report is not None:
@@ -223,7 +223,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return result
 
     def _workers(self, config: Config, progress: _Progress) -> Workers:
-        from hatch_epcontext.ipc.process import Workers
+        from hatch_epcontext.jobs.processes.process import Workers
 
         # `hatch -v build` shows the workers' requests and logs, and `-vv` ONNX Runtime's whole log.
         verbosity, settings = self.app.verbosity, config.build
@@ -234,14 +234,14 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return dataclasses.replace(workers, progress=progress.running, pulse=progress.pulse)
 
     def _report(self, result: Result, config: Config, cache: Cache) -> None:
-        from hatch_epcontext.build.report import make_report
+        from hatch_epcontext.jobs.report import make_report
         from hatch_epcontext.serialize import to_json
 
         report, name = make_report(result), self.metadata.name
         if path := cache.store_report(f"{name}-{self.metadata.version}", to_json(report)):
             self._info(f"report: {path}")
         if config.report is not None:
-            from hatch_epcontext.build import html_report
+            from hatch_epcontext.jobs import html_report
 
             html_report.write(report, f"{name} {self.metadata.version}", config.report)
             self._info(f"report: {config.report}")
@@ -316,8 +316,8 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _check_later_hooks(self, finished: Path) -> None:
         """Fail if a hook that ran after this one has made a model again: what is compiled is an old one."""
-        from hatch_epcontext.build.sources import check_unchanged
         from hatch_epcontext.errors import ModelError
+        from hatch_epcontext.jobs.sources import check_unchanged
 
         hooks = self._hooks()
         if not hooks.after:
@@ -450,7 +450,7 @@ class _Progress:
     """The lines of a build while it runs; ``info`` prints one where the front end may show it."""
 
     def __init__(self, info: Callable[[str], None]) -> None:
-        from hatch_epcontext.ipc.process import Pulse
+        from hatch_epcontext.jobs.processes.process import Pulse
         from hatch_epcontext.terminal import find_terminal
 
         self._info = info

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.jobs.processes.process import Workers
 
 
 def write_start_code(folder: Path, source: str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.ipc.fork_server import ForkServer
-from hatch_epcontext.ipc.running import worker_environment
+from hatch_epcontext.jobs.processes.fork_server import ForkServer
+from hatch_epcontext.jobs.processes.running import worker_environment
 
 Variables = frozenset[tuple[str, str]]
 """Names of environment variables with their values."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hatch_epcontext.build.artifact import (
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.files import record_file, record_files
+from hatch_epcontext.jobs.artifact import (
     Artifact,
     Built,
     Preparation,
@@ -15,13 +19,9 @@ from hatch_epcontext.build.artifact import (
     Validation,
     ValidationStatus,
 )
-from hatch_epcontext.build.plan import Job, plan
-from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.files import record_file, record_files
-from hatch_epcontext.ipc.facts import Context, Coverage, ModelFacts, TensorFacts
+from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.package.modules import modules
+from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts, TensorFacts
 
 MODULES = modules("my_app.epcontext")
 

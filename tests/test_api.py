@@ -28,7 +28,7 @@ from hatch_epcontext.worker.session import context_options, open_session
 from hatch_epcontext.worker.tensors import Array, run
 from tests.conftest import needs_qnn
 from tests.models import choosing_nothing, network, save, save_with_data
-from tests.worker.test_compile import X_ELITE, target
+from tests.worker.actions.test_compile import X_ELITE, target
 
 OPTIONS = {"soc_model": 60, "htp_arch": 73}
 X = {"x": np.random.default_rng(0).standard_normal((1, 1, 8, 8)).astype(np.float32)}

@@ -21,14 +21,17 @@ HEAVY = {"onnx", "onnxruntime", "numpy"}
 LAYERS = [
     {"errors", "files", "loader", "providers", "serialize", "system", "terminal", "text"},
     {"config"},
-    {"ipc"},
-    {"build"},
+    {"worker"},
+    {"jobs"},
     {"package"},
     {"tools"},
     {"api", "cli", "plugin"},
     {"hooks"},
 ]
 """The folders and modules of the package by layer, the lowest first."""
+
+BORDER = {"facts", "protocol", "requests"}
+"""The modules of ``worker`` that others import: what crosses the border of the processes."""
 
 RULE = (
     "Data goes one way: pyproject -> Config -> Plan -> artifacts -> model package -> wheel. A part "
@@ -79,7 +82,7 @@ def part_of(module: Path) -> str:
 def test_parts_import_only_their_own_layer_and_lower_ones(module: Path) -> None:
     layer = {part: index for index, parts in enumerate(LAYERS) for part in parts}
     part = part_of(module)
-    if part in ("worker", "__init__"):
+    if part in ("graph", "__init__"):
         return
     assert part in layer, f"{part} has no layer. {RULE}"
     above = {other for other in parts_imported(module) if layer.get(other, 0) > layer[part]}
@@ -88,13 +91,14 @@ def test_parts_import_only_their_own_layer_and_lower_ones(module: Path) -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_workers_are_started_and_never_imported(module: Path) -> None:
-    if part_of(module) == "worker":
-        assert not parts_imported(module) & {"build", "package", "tools", "cli", "plugin", "api"}
-    else:
-        assert "worker" not in parts_imported(module), (
-            "A vendor's compiler may crash or hang: what workers do happens in their own processes. "
-            "Send a request through ipc.process."
-        )
+    if part_of(module) in ("graph", "worker"):
+        return
+    names = {name for name in imported(module) if name.startswith("hatch_epcontext.worker.")}
+    others = {name for name in names if name.split(".")[2] not in BORDER}
+    assert not others | parts_imported(module) & {"graph"}, (
+        "A vendor's compiler may crash or hang: what workers do happens in their own processes. "
+        "Send a request through jobs.processes."
+    )
 
 
 def test_no_modules_import_each_other() -> None:
@@ -114,7 +118,7 @@ def _parts(module: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_only_workers_import_onnx_and_onnxruntime(module: Path) -> None:
     roots = {name.split(".")[0] for name in imported(module)}
-    if part_of(module) == "worker":
+    if part_of(module) in ("graph", "worker"):
         return
     # The loader is shipped in other wheels, and not run by a build. onnxruntime brings numpy along.
     allowed = {"onnxruntime", "numpy"} if module == PACKAGE / "loader.py" else set()
@@ -143,7 +147,7 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
     tests = Path(__file__).parent
     folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
     skipped = pytestconfig.getini("norecursedirs")
-    # By default pytest leaves out every folder called "build".
+    # By default pytest leaves out every folder called "build", for example.
     assert not {name for folder in folders for name in folder.parts if _matches(name, skipped)}
 
 
@@ -174,7 +178,7 @@ def test_the_hook_loads_the_core_only_when_it_is_used() -> None:
 
 
 def test_the_hook_needs_no_dependency_of_the_command_line() -> None:
-    assert not loaded_after("import hatch_epcontext.plugin, hatch_epcontext.build.run") & {
+    assert not loaded_after("import hatch_epcontext.plugin, hatch_epcontext.jobs.run") & {
         "click",
         "rich",
         "tomlkit",
@@ -182,10 +186,14 @@ def test_the_hook_needs_no_dependency_of_the_command_line() -> None:
 
 
 def test_a_build_without_a_shared_cache_loads_no_backend_for_one() -> None:
-    core = "import hatch_epcontext.plugin, hatch_epcontext.build.run"
+    core = "import hatch_epcontext.plugin, hatch_epcontext.jobs.run"
     loaded = loaded_after(core)
-    assert not loaded & {"fsspec", "s3fs", "aiohttp", "hatch_epcontext.build.remote"}
-    assert not loaded_after("import hatch_epcontext.build.remote") & {"fsspec", "s3fs", "aiohttp"}
+    assert not loaded & {"fsspec", "s3fs", "aiohttp", "hatch_epcontext.jobs.cache.remote"}
+    assert not loaded_after("import hatch_epcontext.jobs.cache.remote") & {
+        "fsspec",
+        "s3fs",
+        "aiohttp",
+    }
 
 
 def test_the_core_loads_neither_onnx_nor_onnxruntime() -> None:

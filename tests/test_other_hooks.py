@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 
-from hatch_epcontext.build.requirements import TOOLS
 from hatch_epcontext.cli.app import app
+from hatch_epcontext.jobs.requirements import TOOLS
 from tests.models import network, save
 from tests.projects import PROJECT
 

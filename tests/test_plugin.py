@@ -13,9 +13,9 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 from onnx import helper
 
-from hatch_epcontext.build import requirements
-from hatch_epcontext.build.requirements import SBOM, TOOLS
 from hatch_epcontext.errors import collect
+from hatch_epcontext.jobs import requirements
+from hatch_epcontext.jobs.requirements import SBOM, TOOLS
 from hatch_epcontext.package import bundle as package_bundle
 from hatch_epcontext.package.model_package import FolderFiles, read
 from hatch_epcontext.plugin import EpcontextBuildHook
@@ -123,7 +123,7 @@ def test_a_verbose_hatch_shows_what_workers_do(
 def test_lines_about_long_steps_can_be_switched_off(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.ipc.process._FIRST_BEAT", 0)
+    monkeypatch.setattr("hatch_epcontext.jobs.processes.process._FIRST_BEAT", 0)
     monkeypatch.setenv("HATCH_EPCONTEXT_PROGRESS", "0")
     make(root)
     printed = capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_a_line_is_shown_only_where_somebody_waits_for_it(tmp_path: Path) -> Non
 
 BUILD = """
 import sys
-from hatch_epcontext.ipc import process
+from hatch_epcontext.jobs.processes import process
 process._FIRST_BEAT, process._NEXT_BEATS = 0.2, 600
 from hatchling.build import build_wheel
 build_wheel(sys.argv[1])
@@ -118,7 +118,8 @@ def slow_project(tmp_path: Path) -> tuple[Path, Callable[..., dict[str, str]]]:
     folder.mkdir()
     source = f"""
         import os, time
-        from hatch_epcontext.worker import prepare, step
+        from hatch_epcontext.worker import step
+        from hatch_epcontext.worker.actions import prepare
         real = prepare.handle
         def handle(request):
             step.step("turning \\x1b[31mred")

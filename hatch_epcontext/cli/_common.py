@@ -12,17 +12,17 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hatch_epcontext.build import html_report
-from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.build.cache import NO_HOME, default_root
-from hatch_epcontext.build.cache_store import Store
-from hatch_epcontext.build.plan import Plan
-from hatch_epcontext.build.report import make_report
-from hatch_epcontext.build.run import IncompleteError, build, open_cache
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ConfigError, Kind, Problem
-from hatch_epcontext.ipc.process import Pulse, Workers
+from hatch_epcontext.jobs import html_report
+from hatch_epcontext.jobs.artifact import Result
+from hatch_epcontext.jobs.cache.cache import NO_HOME, default_root
+from hatch_epcontext.jobs.cache.cache_store import Store
+from hatch_epcontext.jobs.plan import Plan
+from hatch_epcontext.jobs.processes.process import Pulse, Workers
+from hatch_epcontext.jobs.report import make_report
+from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file
 from hatch_epcontext.text import count, show_size

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from hatch_epcontext.cli._flag_errors import FlagNames
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.errors import Problem
-from hatch_epcontext.ipc.protocol import EpDevice
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.library import LibraryDiagnosis, StepStatus, Trial, Verdict
+from hatch_epcontext.worker.requests import EpDevice
 
 _SAME = ("library_path", "version")
 """What an EP says of itself, and not of a device."""

@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 import hatch_epcontext
-from hatch_epcontext.build.termination import terminated_as_error
 from hatch_epcontext.cli._flag_errors import error_text
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.cli.bench import bench_
@@ -21,6 +20,7 @@ from hatch_epcontext.cli.inspect import inspect
 from hatch_epcontext.cli.schema import schema
 from hatch_epcontext.cli.validate import validate
 from hatch_epcontext.errors import ConfigError, EpcontextError
+from hatch_epcontext.jobs.termination import terminated_as_error
 from hatch_epcontext.system import os_error_text
 
 

@@ -11,13 +11,13 @@ import click
 from rich import box
 from rich.table import Table
 
-from hatch_epcontext.build.plan import Plan, plan
 from hatch_epcontext.cli._common import Verbosity, verbosity_options
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import add_row, echo, show
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import temp_dir, write_atomically
+from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import check_file

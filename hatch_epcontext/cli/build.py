@@ -7,8 +7,6 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.build.plan import Plan, plan
-from hatch_epcontext.build.run import dry_run, open_cache
 from hatch_epcontext.cli._common import (
     Verbosity,
     report_options,
@@ -19,6 +17,8 @@ from hatch_epcontext.cli._common import (
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.jobs.plan import Plan, plan
+from hatch_epcontext.jobs.run import dry_run, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.tools.project import project_name
 

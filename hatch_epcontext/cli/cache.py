@@ -8,13 +8,13 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.build.cache_store import Entry, Store
-from hatch_epcontext.build.requirements import pip_install
 from hatch_epcontext.cli._common import cache_option, open_store
 from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.config.cache_url import SIGNATURES
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
+from hatch_epcontext.jobs.cache.cache_store import Entry, Store
+from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.text import count, parse_size, show_size, to_toml
 
 _LONGEST = datetime.timedelta(days=36500)
@@ -107,7 +107,7 @@ def new_key() -> None:
     one. Nothing is stored.
     """
     try:
-        from hatch_epcontext.build.signing import new_keys
+        from hatch_epcontext.jobs.cache.signing import new_keys
     except ImportError as error:
         raise click.ClickException(
             f"Keys need a package. Run: {pip_install([SIGNATURES])}"

@@ -8,8 +8,6 @@ from typing import get_args
 
 import click
 
-from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.cli._common import (
     Verbosity,
     report_options,
@@ -21,6 +19,8 @@ from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.settings import Fallback
+from hatch_epcontext.jobs.artifact import Result
+from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.compile import compile_models, is_file
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models

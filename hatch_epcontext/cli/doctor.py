@@ -15,12 +15,12 @@ from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import library_flags
 from hatch_epcontext.cli._library import show_library
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.ipc.protocol import TRIALS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.doctor import Diagnosis, examine
 from hatch_epcontext.tools.library import Verdict, try_library
+from hatch_epcontext.worker.requests import TRIALS
 
 _EXAMPLES = """\b
 Examples:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.cli._common import (
     Verbosity,
     report_options,
@@ -17,6 +15,8 @@ from hatch_epcontext.cli._common import (
     verbosity_options,
 )
 from hatch_epcontext.cli._project import project_config, project_options, warn_of_questions
+from hatch_epcontext.jobs.artifact import Result
+from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.tools.export import export
 from hatch_epcontext.tools.project import project_name
 

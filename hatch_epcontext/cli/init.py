@@ -16,7 +16,7 @@ from hatch_epcontext.config.lines import FILE
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.files import file_sha256, write_atomically
-from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.doctor import installed_providers

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.build.artifact import Validation
-from hatch_epcontext.build.validation import describe_validation, validation_warnings
 from hatch_epcontext.cli._common import Verbosity, verbosity_options, warn
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import loading_flags, provider_option
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.ipc.protocol import InspectReply
+from hatch_epcontext.jobs.artifact import Validation
+from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count, pairs
@@ -24,6 +23,7 @@ from hatch_epcontext.tools.validate_package import (
     ValidatedVariant,
     validate_package,
 )
+from hatch_epcontext.worker.requests import InspectReply
 
 _HEADLINE = "validation failed"
 

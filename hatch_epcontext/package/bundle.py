@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.build.artifact import Result, Source
-from hatch_epcontext.build.index import changed_error
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
+from hatch_epcontext.jobs.artifact import Result, Source
+from hatch_epcontext.jobs.cache.index import changed_error
 from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.system import writing

@@ -13,10 +13,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import record_file
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.package.modules import bytecode
 from hatch_epcontext.package.selection import Tree

@@ -17,8 +17,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import hatch_epcontext
-from hatch_epcontext.build.artifact import GENERATOR, Built, Result, Source
-from hatch_epcontext.build.requirements import SBOM, installed, pip_install
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -30,6 +28,8 @@ from hatch_epcontext.errors import (
     Setting,
 )
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.jobs.artifact import GENERATOR, Built, Result, Source
+from hatch_epcontext.jobs.requirements import SBOM, installed, pip_install
 from hatch_epcontext.package import manifest
 from hatch_epcontext.system import writing
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.build.validation import input_files
 from hatch_epcontext.config.build_hooks import ALL_HOOKS, NAME, BuildHooks, hooks_table
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
 from hatch_epcontext.errors import Checked, Key, Kind, Problem, SdistError, collect
 from hatch_epcontext.files import is_lfs_pointer, is_portable
+from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.package.selection import Reason, packed_files, reason_left_out
 from hatch_epcontext.text import listing, show_size, to_toml

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import (
     ConfigError,
@@ -23,6 +22,7 @@ from hatch_epcontext.errors import (
     collect,
 )
 from hatch_epcontext.files import FileRecord, file_sha256, stream_sha256
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.loader import confined_option, is_in_user_cache
 from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.package.selection import Tree

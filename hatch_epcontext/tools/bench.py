@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Literal
 
 import hatch_epcontext
-from hatch_epcontext.build.artifact import GENERATOR, Artifact
-from hatch_epcontext.build.cache import Cache
-from hatch_epcontext.build.cutting import cut_plan
-from hatch_epcontext.build.plan import Job, Plan, model_spec_to_run, target_spec
-from hatch_epcontext.build.preparation import Prepared, prepare
-from hatch_epcontext.build.run import job_runner
-from hatch_epcontext.build.validation import reason_not_to_open
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import OpenReply, OpenRequest
+from hatch_epcontext.jobs.artifact import GENERATOR, Artifact
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cutting import cut_plan
+from hatch_epcontext.jobs.plan import Job, Plan, model_spec_to_run, target_spec
+from hatch_epcontext.jobs.preparation import Prepared, prepare
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.run import job_runner
+from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.providers import Product
+from hatch_epcontext.worker.requests import OpenReply, OpenRequest
 
 Opened = Literal["source", "artifact", "cache"]
 """What is opened: the prepared source, the artifact, or the artifact with the EP's runtime cache filled."""

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.build.artifact import Built, Result, Source
-from hatch_epcontext.build.plan import Plan, plan
-from hatch_epcontext.build.report import Report, make_report
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.jobs.artifact import Built, Result, Source
+from hatch_epcontext.jobs.plan import Plan, plan
+from hatch_epcontext.jobs.report import Report, make_report
 from hatch_epcontext.system import check_folder, writing
 
 

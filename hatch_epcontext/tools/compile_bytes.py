@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hatch_epcontext.build.plan import target_spec
-from hatch_epcontext.build.requirements import ONNX_RUNTIME, check_environment
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CompileBytesRequest
+from hatch_epcontext.jobs.plan import target_spec
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider, find
 from hatch_epcontext.text import show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure
 from hatch_epcontext.tools.inspect import READING
+from hatch_epcontext.worker.requests import CompileBytesRequest
 
 _REQUIREMENTS = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *READING)
 """The requirements to compile a model that needs no preparation."""

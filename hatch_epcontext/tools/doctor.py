@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.build.cache import NO_HOME
-from hatch_epcontext.build.cache_store import Store
-from hatch_epcontext.build.plan import plan
-from hatch_epcontext.build.requirements import TOOLS, check_environment, installed
 from hatch_epcontext.config.build_hooks import hooks_for_command
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import DevicesRequest
+from hatch_epcontext.jobs.cache.cache import NO_HOME
+from hatch_epcontext.jobs.cache.cache_store import Store
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import TOOLS, check_environment, installed
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import count
+from hatch_epcontext.worker.requests import DevicesRequest
 
 TIMEOUT = 120.0
 """Seconds for loading one EP's library."""

@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hatch_epcontext.build.artifact import Result
-from hatch_epcontext.build.plan import Plan, plan
-from hatch_epcontext.build.report import make_report
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import Kind, OutputError, Problem
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.jobs.artifact import Result
+from hatch_epcontext.jobs.plan import Plan, plan
+from hatch_epcontext.jobs.report import make_report
 from hatch_epcontext.package import model_package
 from hatch_epcontext.package.bundle import Bundle, bundle
 from hatch_epcontext.package.manifest import read_own

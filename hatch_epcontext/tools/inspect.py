@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
-from hatch_epcontext.build.requirements import TOOLS, check_environment
 from hatch_epcontext.errors import (
     BuildError,
     InspectionError,
@@ -20,10 +19,11 @@ from hatch_epcontext.errors import (
     collect,
 )
 from hatch_epcontext.files import FileRecord, is_regular, temp_dir
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import InspectReply, InspectRequest
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import TOOLS, check_environment
 from hatch_epcontext.package import finished, manifest, model_package
 from hatch_epcontext.package.model_package import ArchiveFiles, FolderFiles, ModelPackage
+from hatch_epcontext.worker.requests import InspectReply, InspectRequest
 
 READING = tuple(each for each in TOOLS if Requirement(each).name in ("onnx", "numpy"))
 """The requirements to read an ONNX file."""

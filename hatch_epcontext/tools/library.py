@@ -16,20 +16,23 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.build.artifact import Artifact, Validation
-from hatch_epcontext.build.coverage import describe_coverage
-from hatch_epcontext.build.executors.local import LocalExecutor
-from hatch_epcontext.build.machine import jobs_at_once
-from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
-from hatch_epcontext.build.preparation import Prepared
-from hatch_epcontext.build.requirements import INSPECTION, check_environment, installed, owners
-from hatch_epcontext.build.validation import reason_not_to_run
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import (
+from hatch_epcontext.jobs.artifact import Artifact, Validation
+from hatch_epcontext.jobs.coverage import describe_coverage
+from hatch_epcontext.jobs.executors.local import LocalExecutor
+from hatch_epcontext.jobs.machine import jobs_at_once
+from hatch_epcontext.jobs.plan import Job, model_spec_to_run, plan, target_spec
+from hatch_epcontext.jobs.preparation import Prepared
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, installed, owners
+from hatch_epcontext.jobs.validation import reason_not_to_run
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
+from hatch_epcontext.text import file_name, listing, show_size, to_toml
+from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure
+from hatch_epcontext.worker.requests import (
     AssignedNode,
     AssignRequest,
     EpDevice,
@@ -39,9 +42,6 @@ from hatch_epcontext.ipc.protocol import (
     TrialGraph,
     TrialsRequest,
 )
-from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.text import file_name, listing, show_size, to_toml
-from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure
 
 TIMEOUT = 60.0
 """Seconds for each step with one of the small graphs, unless ``build.timeout`` is set."""

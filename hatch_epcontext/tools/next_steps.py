@@ -11,13 +11,13 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from hatch_epcontext.build.requirements import ONNX_RUNTIME
 from hatch_epcontext.config.build_hooks import hooks_for_command
 from hatch_epcontext.config.lines import Lines
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
 from hatch_epcontext.package.wheel import FOLDER, output_folder
 from hatch_epcontext.providers import DISTRIBUTIONS, Provider
 from hatch_epcontext.text import listing, to_toml

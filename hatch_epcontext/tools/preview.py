@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hatch_epcontext.build.cutting import cut_models
-from hatch_epcontext.build.index import Index
-from hatch_epcontext.build.plan import model_spec_for, target_spec
-from hatch_epcontext.build.requirements import check_environment, requirements
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import (
     BuildError,
@@ -18,16 +14,20 @@ from hatch_epcontext.errors import (
     Setting,
 )
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import (
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cutting import cut_models
+from hatch_epcontext.jobs.plan import model_spec_for, target_spec
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import check_environment, requirements
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
+from hatch_epcontext.tools.inspect import READING
+from hatch_epcontext.worker.requests import (
     AskReply,
     AskRequest,
     ContextTarget,
     PreviewReply,
     PreviewRequest,
 )
-from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
-from hatch_epcontext.tools.inspect import READING
 
 
 @dataclass(frozen=True)

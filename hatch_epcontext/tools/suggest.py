@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.ipc.facts import TensorFacts
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import InspectReply, SuggestReply, SuggestRequest
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.worker.facts import TensorFacts
+from hatch_epcontext.worker.requests import InspectReply, SuggestReply, SuggestRequest
 
 
 def suggest(path: Path, facts: InspectReply, workers: Workers) -> SuggestReply:

@@ -8,13 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.build.artifact import Validation, ValidationStatus
-from hatch_epcontext.build.cutting import cut_plan
-from hatch_epcontext.build.index import Index
-from hatch_epcontext.build.plan import Job, model_spec_to_run, plan, target_spec
-from hatch_epcontext.build.requirements import check_environment
-from hatch_epcontext.build.sources import unknown_outputs
-from hatch_epcontext.build.validation import reason_not_to_run, validation_of
 from hatch_epcontext.config.settings import CompileSettings, Config
 from hatch_epcontext.errors import (
     BuildError,
@@ -27,13 +20,20 @@ from hatch_epcontext.errors import (
     Problem,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
-from hatch_epcontext.ipc.facts import Context, TensorFacts
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import InspectReply, ValidateRequest
+from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cutting import cut_plan
+from hatch_epcontext.jobs.plan import Job, model_spec_to_run, plan, target_spec
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.jobs.sources import unknown_outputs
+from hatch_epcontext.jobs.validation import reason_not_to_run, validation_of
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspect import inspect_model, verify_model
+from hatch_epcontext.worker.facts import Context, TensorFacts
+from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 
 _ABOUT_THIS_MACHINE = frozenset(
     {

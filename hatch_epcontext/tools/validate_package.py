@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from hatch_epcontext.build.artifact import Validation, ValidationStatus
-from hatch_epcontext.build.requirements import INSPECTION, check_environment
-from hatch_epcontext.build.validation import reason_not_to_run_here, validation_of
 from hatch_epcontext.config.settings import CompileSettings, Config, Model
 from hatch_epcontext.errors import (
     BuildError,
@@ -22,9 +19,10 @@ from hatch_epcontext.errors import (
     Problem,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
-from hatch_epcontext.ipc.facts import Context, ModelSpec, TargetSpec
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import InspectReply, ValidateRequest
+from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
+from hatch_epcontext.jobs.validation import reason_not_to_run_here, validation_of
 from hatch_epcontext.loader import (
     CPU_EP,
     OUTPUT_OPTIONS,
@@ -60,6 +58,8 @@ from hatch_epcontext.tools.validate import (
     reason_not_to_open,
     refuse_mode,
 )
+from hatch_epcontext.worker.facts import Context, ModelSpec, TargetSpec
+from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 
 _DEVICES: Mapping[str, Device] = {name: name for name in get_args(Device)}
 

@@ -1,4 +1,4 @@
-"""Workers: processes of their own, and the only part of the package that imports onnxruntime and onnx.
+"""Workers: processes of their own, and the only part of the package that imports onnxruntime.
 
-The module named after a request's action has the function ``handle`` that answers it.
+Of this folder, others import only `requests` and `facts`.
 """

@@ -15,19 +15,18 @@ from typing import Any
 
 from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
 from hatch_epcontext.files import write_atomically
-from hatch_epcontext.ipc.protocol import (
+from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.system import is_refusal, system_problem
+from hatch_epcontext.worker.protocol import (
     DONE,
     END_WITH_INPUT,
     FAILED,
     MEMORY_LIMIT,
+    NO_TELEMETRY,
     REFUSED,
-    REQUESTS,
     VERBOSE,
-    Refusal,
 )
-from hatch_epcontext.ipc.running import NO_TELEMETRY
-from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.system import is_refusal, system_problem
+from hatch_epcontext.worker.requests import REQUESTS, Refusal
 from hatch_epcontext.worker.step import report_to
 
 _INFO = 1
@@ -35,7 +34,7 @@ _INFO = 1
 
 
 def _answer(action: str, request: Any, *, verbose: bool) -> Any:
-    handler = importlib.import_module(f"hatch_epcontext.worker.{action}")
+    handler = importlib.import_module(f"hatch_epcontext.worker.actions.{action}")
     # Not imported here: `inspect` works without ONNX Runtime.
     runtime: Any = sys.modules.get("onnxruntime")
     if sys.platform == "win32" and runtime is not None and os.environ.get(NO_TELEMETRY) != "0":

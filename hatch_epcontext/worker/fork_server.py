@@ -1,6 +1,6 @@
 """``python -m hatch_epcontext.worker.fork_server FD``: fork a worker for each order that comes over a socket.
 
-`hatch_epcontext.ipc.fork_server` describes both sides.
+`hatch_epcontext.jobs.processes.fork_server` describes both sides.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.ipc.fork_server import STARTED
-from hatch_epcontext.ipc.protocol import REQUESTS
-from hatch_epcontext.ipc.running import own_variables
 from hatch_epcontext.serialize import make_ready
 from hatch_epcontext.worker.__main__ import main
 from hatch_epcontext.worker.keeper import (
@@ -32,12 +29,17 @@ from hatch_epcontext.worker.keeper import (
     kill_children,
     leave,
 )
+from hatch_epcontext.worker.protocol import STARTED, own_variables
+from hatch_epcontext.worker.requests import REQUESTS
 
 _PRELOADED = (
     "numpy",
     "onnx",
     "onnxruntime",
-    *(f"hatch_epcontext.worker.{name}" for name in ("check", "compile", "prepare", "validate")),
+    *(
+        f"hatch_epcontext.worker.actions.{name}"
+        for name in ("check", "compile", "prepare", "validate")
+    ),
 )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hatch_epcontext.errors import Key, Setting
-from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
-from hatch_epcontext.worker.dummy.kinds import dimension_kind
+from hatch_epcontext.graph.values.kinds import dimension_kind
+from hatch_epcontext.worker.facts import ModelSpec, TensorFacts
 
 
 def open_dimension_message(tensor: TensorFacts, ep: str) -> str:

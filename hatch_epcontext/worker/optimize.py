@@ -7,8 +7,8 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.ipc.facts import TargetSpec
-from hatch_epcontext.worker.external import external_data
+from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.worker.facts import TargetSpec
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 
 _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")

@@ -9,7 +9,12 @@ import onnx
 
 from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
-from hatch_epcontext.ipc.facts import (
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.external import external_data, stays_inside
+from hatch_epcontext.graph.reading import load
+from hatch_epcontext.graph.refusals.covered import largest_covered
+from hatch_epcontext.providers import Provider
+from hatch_epcontext.worker.facts import (
     PROTOBUF_LIMIT,
     Context,
     Coverage,
@@ -17,11 +22,6 @@ from hatch_epcontext.ipc.facts import (
     NodeFacts,
     TargetSpec,
 )
-from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.external import external_data, stays_inside
-from hatch_epcontext.worker.reading import load
-from hatch_epcontext.worker.refusals.covered import largest_covered
 from hatch_epcontext.worker.session import provider_of
 
 

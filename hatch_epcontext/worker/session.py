@@ -12,9 +12,9 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.facts import TargetSpec
 from hatch_epcontext.loader import USER_CACHE
 from hatch_epcontext.providers import PROVIDERS, Product, Provider, variable_of
+from hatch_epcontext.worker.facts import TargetSpec
 from hatch_epcontext.worker.libraries import UnavailableError, register, unloadable
 
 LEVELS = {

@@ -7,12 +7,12 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.facts import Context
-from hatch_epcontext.ipc.protocol import CompileRequest
-from hatch_epcontext.worker import graph
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.reading import load
 from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.readback import read_context
-from hatch_epcontext.worker.reading import load
+from hatch_epcontext.worker.requests import CompileRequest
 from hatch_epcontext.worker.session import provider_of
 
 _PREFIX = "ep.context_node_name_prefix"

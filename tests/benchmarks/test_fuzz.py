@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.worker import graph, reading
+from hatch_epcontext.graph import graph, reading
 from tests.mutants import mutants
 
 if sys.platform == "win32":

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.cache_folder import staging
-from hatch_epcontext.build.signing import public_key
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import _OURS
+from hatch_epcontext.jobs.cache.cache_folder import staging
+from hatch_epcontext.jobs.cache.signing import public_key
 from tests.cli.conftest import Cli
 
 DAY = 86400

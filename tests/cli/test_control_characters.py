@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from onnx import helper
 
-from hatch_epcontext.build.entry import entry_name
-from hatch_epcontext.build.envelope import envelope_around, read_envelope
 from hatch_epcontext.cli._output import add_row, show, table
+from hatch_epcontext.jobs.cache.entry import entry_name
+from hatch_epcontext.jobs.cache.envelope import envelope_around, read_envelope
 from hatch_epcontext.text import printable
 from tests.cli.conftest import Cli
 from tests.models import model, save, value

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hatch_epcontext.build import requirements
 from hatch_epcontext.cli.app import app
+from hatch_epcontext.jobs import requirements
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools import doctor
 from tests.altered_workers import write_broken_qnn

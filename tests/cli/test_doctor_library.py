@@ -22,7 +22,8 @@ needs_nxrt = needs("nxrt_ep_cpu")
 QNN = ("--library", "onnxruntime_qnn")
 
 CRASHING = """
-from hatch_epcontext.worker import assign, compiler
+from hatch_epcontext.worker import compiler
+from hatch_epcontext.worker.actions import assign
 import os, sys
 def crash(*_):
     os.write(2, b"the EP is tired")

@@ -9,14 +9,14 @@ from pathlib import Path
 import onnx
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact
+from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.package import editable
 from tests.cli.conftest import Cli, build_wheel
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, interrupted, network, save, save_with_data
 from tests.package import foreign
 from tests.results import MODULES, configured, resulting
-from tests.worker.test_compile import X_ELITE, compile_context_of
+from tests.worker.actions.test_compile import X_ELITE, compile_context_of
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_a_missing_path_is_an_error(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_inspecting_needs_no_onnx_runtime() -> None:
-    code = "import sys; import hatch_epcontext.worker.inspect; print('onnxruntime' in sys.modules)"
+    code = "import sys; import hatch_epcontext.worker.actions.inspect; print('onnxruntime' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.signing import new_keys, public_key
 from hatch_epcontext.config.cache_keys import check_public_keys, private_bytes, public_bytes
 from hatch_epcontext.errors import Kind
+from hatch_epcontext.jobs.cache.signing import new_keys, public_key
 from tests.config.examples import MODELS, problems
 from tests.config.examples import read as load
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.plan import plan
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import ToleranceSettings, ValidateSettings
 from hatch_epcontext.errors import ConfigError, Kind
+from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.providers import SomeLimits, Tolerance
 from tests.config.examples import (
     EVERYTHING,

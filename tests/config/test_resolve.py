@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.build import requirements
-from hatch_epcontext.build.plan import plan
 from hatch_epcontext.config import resolve
 from hatch_epcontext.config.settings import (
     CompileSettings,
@@ -19,6 +17,8 @@ from hatch_epcontext.config.settings import (
 )
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind
+from hatch_epcontext.jobs import requirements
+from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.providers import PROVIDERS, Provider, SomeLimits
 from tests.config.examples import LONG, PROFILE, problems, read, target
 

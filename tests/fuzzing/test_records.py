@@ -9,19 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hatch_epcontext.build.artifact import (
-    Artifact,
-    Validation,
-    ValidationRun,
-    ValidationStatus,
-)
-from hatch_epcontext.build.cache import Cache
-from hatch_epcontext.build.cache_folder import entry_folder, validation_file
-from hatch_epcontext.build.entry import entry_name, validation_name
-from hatch_epcontext.build.envelope import envelope_around
 from hatch_epcontext.files import is_intact
-from hatch_epcontext.ipc.facts import Agreement
+from hatch_epcontext.jobs.artifact import Artifact, Validation, ValidationRun, ValidationStatus
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cache.cache_folder import entry_folder, validation_file
+from hatch_epcontext.jobs.cache.entry import entry_name, validation_name
+from hatch_epcontext.jobs.cache.envelope import envelope_around
 from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.worker.facts import Agreement
 from tests.conftest import any_record, make_record
 from tests.fuzzing.mutations import VALUES, mutated
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Key
-from hatch_epcontext.ipc.facts import (
+from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
+from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.worker.facts import (
     Context,
     Coverage,
     ModelFacts,
@@ -19,7 +21,7 @@ from hatch_epcontext.ipc.facts import (
     TargetSpec,
     TensorFacts,
 )
-from hatch_epcontext.ipc.protocol import (
+from hatch_epcontext.worker.requests import (
     CheckReply,
     CheckRequest,
     CompileReply,
@@ -29,8 +31,6 @@ from hatch_epcontext.ipc.protocol import (
     Refusal,
     Request,
 )
-from hatch_epcontext.ipc.reply import InvalidReplyError, read_refusal, read_reply
-from hatch_epcontext.serialize import to_plain
 from tests.fuzzing.mutations import VALUES, mutated
 
 X = TensorFacts("x", "float32", ("batch", 4))

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from hatch_epcontext.build import html_report
-from hatch_epcontext.build.plan import plan
-from hatch_epcontext.build.report import make_report
-from hatch_epcontext.build.run import IncompleteError, build, open_cache
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.jobs import html_report
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.report import make_report
+from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from tests.models import network, save, unknown_operator
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)

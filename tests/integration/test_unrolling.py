@@ -8,8 +8,8 @@ import pytest
 
 from hatch_epcontext.api import BuildError, ValidationStatus, compile_models
 from tests.conftest import needs_qnn
+from tests.graph.unrolling.models import parsed, recurrent
 from tests.models import save
-from tests.worker.unrolling.models import parsed, recurrent
 
 pytestmark = needs_qnn
 

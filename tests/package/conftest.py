@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact
+from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.package.bundle import bundle
 from tests.results import MODULES, TOML, configured, resulting
 

@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from hatch_epcontext import loader
-from hatch_epcontext.build.artifact import Artifact, Result
 from hatch_epcontext.files import record_file, record_files
+from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.package.bundle import Bundle, bundle, shipped_sources
 from hatch_epcontext.package.manifest import PackageMetadata, ours
 from tests.package.foreign import reading

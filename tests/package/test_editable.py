@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hatch_epcontext import loader
-from hatch_epcontext.build.artifact import Artifact, Result
 from hatch_epcontext.errors import ConfigError, Kind
 from hatch_epcontext.files import record_file
+from hatch_epcontext.jobs.artifact import Artifact, Result
 from hatch_epcontext.package import editable
 from tests.package.foreign import reading
 from tests.package.test_manifest import SEVERAL

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.artifact import (
+from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.jobs.artifact import (
     Artifact,
     Preparation,
     Result,
     Validation,
     ValidationStatus,
 )
-from hatch_epcontext.config.settings import CompileSettings
-from hatch_epcontext.files import FileRecord
-from hatch_epcontext.ipc.facts import Agreement, Coverage, NodeFacts, TensorFacts
 from hatch_epcontext.loader import METADATA
 from hatch_epcontext.package.manifest import (
     ComponentMetadata,
@@ -32,6 +31,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.package.model_package import ModelPackage, Variant, write
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.worker.facts import Agreement, Coverage, NodeFacts, TensorFacts
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 

@@ -10,11 +10,11 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.errors import ConfigError, KeyNames
+from hatch_epcontext.graph.graph import license_of
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import sbom
 from hatch_epcontext.package.bundle import bundle
-from hatch_epcontext.worker.graph import license_of
 from tests.models import network
 from tests.results import compiled, configured
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.build.artifact import Result
 from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
 from hatch_epcontext.files import FileRecord, record_file
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import wheel
 from tests.package import foreign
 from tests.package.conftest import OUTPUT

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.plan import Plan, plan
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import ValidateSettings
-from hatch_epcontext.ipc.process import Workers
+from hatch_epcontext.jobs.plan import Plan, plan
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.tools.bench import Bench, Case, Opened, bench
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, save, unknown_operator

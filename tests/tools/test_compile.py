@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact, Result
-from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.errors import ConfigError, OutputError
+from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.tools.compile import (
     _destinations,
     _publish,

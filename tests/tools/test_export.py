@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.build.artifact import Artifact, Result
-from hatch_epcontext.build.plan import Plan
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Kind, ModelError, OutputError, Problem
 from hatch_epcontext.files import is_intact
+from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.package.manifest import PackageMetadata, read_own
 from hatch_epcontext.tools.export import export
 from tests.results import configured, resulting

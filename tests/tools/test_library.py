@@ -6,7 +6,6 @@ import pytest
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
-from hatch_epcontext.ipc.protocol import EpDevice, LibraryReply
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.library import (
@@ -22,6 +21,7 @@ from hatch_epcontext.tools.library import (
     _verdict,
     _with_library,
 )
+from hatch_epcontext.worker.requests import EpDevice, LibraryReply
 
 DONE, REFUSED = Step(StepStatus.DONE, ""), Step(StepStatus.REFUSED, "")
 SKIPPED = Step(StepStatus.SKIPPED, "")

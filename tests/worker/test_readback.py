@@ -10,12 +10,12 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.errors import BuildError, Kind, Setting
-from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import readback
+from hatch_epcontext.worker.facts import ModelSpec
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, interrupted, network, save, with_weights_left_over
-from tests.worker.test_compile import MODEL, X_ELITE, compiled, target
+from tests.worker.actions.test_compile import MODEL, X_ELITE, compiled, target
 
 
 def context_node(**attributes: str | int) -> onnx.NodeProto:

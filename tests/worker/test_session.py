@@ -15,16 +15,16 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.facts import ModelSpec, TargetSpec
-from hatch_epcontext.ipc.process import Workers
-from hatch_epcontext.ipc.protocol import CompileReply, CompileRequest
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Plugin
+from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context
+from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.session import _matches, options
 from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import model, network, save, value, weights
-from tests.worker.test_compile import MODEL, X_ELITE, target
+from tests.worker.actions.test_compile import MODEL, X_ELITE, target
 
 needs_rtx = needs("onnxruntime_ep_nv_tensorrt_rtx")
 needs_openvino = needs("onnxruntime_ep_openvino")

@@ -9,15 +9,15 @@ import pytest
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.errors import BuildError, Key, Kind
-from hatch_epcontext.ipc.facts import ModelSpec
-from hatch_epcontext.ipc.protocol import CompileRequest
-from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.compile import handle
+from hatch_epcontext.graph import graph
+from hatch_epcontext.worker.actions.compile import handle
 from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import CompileRequest
 from hatch_epcontext.worker.sharing import _equalize_spill_fill, compile_group
 from tests.conftest import needs_qnn
 from tests.models import save, transformer, value
-from tests.worker.test_compile import X_ELITE, target
+from tests.worker.actions.test_compile import X_ELITE, target
 
 
 def request_for(tmp_path: Path, **models: onnx.ModelProto) -> CompileRequest:

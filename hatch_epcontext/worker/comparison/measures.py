@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.ipc.facts import Agreement, Slice
 from hatch_epcontext.providers import OutputLimits
+from hatch_epcontext.worker.facts import Agreement, Slice
 from hatch_epcontext.worker.tensors import STRING, Array
 
 Nature = Literal["any", "unit", "shares", "indices"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import onnx
 
-from hatch_epcontext.worker import graph
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.flow import Flow
 from hatch_epcontext.worker.comparison.measures import Nature
-from hatch_epcontext.worker.flow import Flow
 
 _SAME_VALUES = frozenset(
     {

@@ -13,8 +13,8 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import ModelError
-from hatch_epcontext.ipc.facts import Magnitude, ModelSpec
-from hatch_epcontext.worker import graph
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.fix import ranges_for
 from hatch_epcontext.worker.comparison import magnitudes
 from hatch_epcontext.worker.comparison.outputs import (
     ancestors,
@@ -28,7 +28,7 @@ from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import Sample
-from hatch_epcontext.worker.fix import ranges_for
+from hatch_epcontext.worker.facts import Magnitude, ModelSpec
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.step import step
 from hatch_epcontext.worker.tensors import Array, Arrays, is_float

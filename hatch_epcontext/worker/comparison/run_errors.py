@@ -10,13 +10,13 @@ import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Kind, Problem, Setting
-from hatch_epcontext.ipc.facts import ModelSpec, TensorFacts
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker import graph
 from hatch_epcontext.worker.comparison.sizes import only_sizes_matter
 from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.facts import ModelSpec, TensorFacts
 from hatch_epcontext.worker.open_sizes import place_of_sizes, sizes_to_fix
-from hatch_epcontext.worker.refusals.conditions import advice
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 

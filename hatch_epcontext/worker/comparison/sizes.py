@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import onnx
 
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.flow import Flow
 from hatch_epcontext.providers.limits import FIXED_SHAPES
-from hatch_epcontext.worker import graph
-from hatch_epcontext.worker.flow import Flow
 
 _OF_EQUAL_SIZES = (
     "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Equal", "Greater",

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.ipc.facts import TensorFacts
+from hatch_epcontext.graph import graph
 from hatch_epcontext.text import suggestion
-from hatch_epcontext.worker import graph
+from hatch_epcontext.worker.facts import TensorFacts
 
 _SAME_VALUES = frozenset(
     {

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range
+from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
 from hatch_epcontext.worker.tensors import Array, Arrays
 
 _MOST_BYTES = 2**25

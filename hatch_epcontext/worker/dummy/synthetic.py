@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from hatch_epcontext.ipc.facts import Range, TensorFacts
+from hatch_epcontext.worker.facts import Range, TensorFacts
 from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
 
 SampleName = Literal["random", "zeros", "ones", "largest", "smallest", "scaled"]

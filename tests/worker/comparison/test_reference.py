@@ -9,15 +9,15 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.ipc.facts import AgreementStatus, ModelSpec
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import Checked, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
+from hatch_epcontext.worker.facts import AgreementStatus, ModelSpec
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
+from tests.worker.actions.test_compile import MODEL
 from tests.worker.comparison.test_states import lstm
-from tests.worker.test_compile import MODEL
 
 HALF = Tolerance(20, 0.99, unit=0.1)
 

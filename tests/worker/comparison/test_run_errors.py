@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, Problem
-from hatch_epcontext.ipc.facts import ModelSpec
 from hatch_epcontext.worker.comparison.run_errors import source_failed
+from hatch_epcontext.worker.facts import ModelSpec
 from tests.conftest import newer_runtime
 from tests.models import model, value, weights
 

@@ -13,8 +13,8 @@ import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
+from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
 
 
 def spec(inputs: object) -> ModelSpec:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hatch_epcontext.errors import Key
-from hatch_epcontext.ipc.facts import ModelSpec, Range, TensorFacts
 from hatch_epcontext.worker.dummy.samples import samples
+from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
 
 X = TensorFacts("x", "float32", (2, 50))
 I = TensorFacts("i", "int64", (300,))  # noqa: E741

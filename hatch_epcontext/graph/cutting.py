@@ -1,0 +1,152 @@
+"""The part of a graph between tensors, as a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+
+from hatch_epcontext.config.settings import Cut
+from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, Setting, collect
+from hatch_epcontext.graph import graph
+from hatch_epcontext.text import listing, suggestion
+
+
+@dataclass(frozen=True)
+class Part:
+    """The nodes of a main graph between ``inputs`` and ``outputs``, by their indices.
+
+    ``inputs``: first those that the cut names, then the model's own that a constant freezes.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[int, ...]
+
+
+def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: Key) -> Part:
+    """Return the part of ``main`` that ``cut``, which is at ``key``, keeps.
+
+    ``frozen``: the inputs to which the configuration gives a value, which a cut need not name. Raises
+    ModelError with all names that the graph does not have; when an output depends on none of the inputs,
+    or on an input that the cut takes away; and when no output depends on an input of the cut.
+    """
+    part, problems = collect(_part(main, cut, frozen, key))
+    if problems or part is None:
+        raise ModelError(*problems)
+    return part
+
+
+def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInfoProto]) -> None:
+    """Keep only ``part`` of ``model``, in place; ``ends`` has the types of its inputs and outputs."""
+    main = model.graph
+    nodes = [main.node[index] for index in part.nodes]
+    used = {name for node in nodes for name in graph.read_by(node)} - set(part.inputs)
+    made = {name for node in nodes for name in node.output}
+    kept = onnx.GraphProto(name=main.name, doc_string=main.doc_string)
+    kept.node.extend(nodes)
+    kept.input.extend(ends[name] for name in part.inputs)
+    # Before ONNX IR 4 an initializer had to be listed as an input too.
+    if model.ir_version < 4:
+        kept.input.extend(each for each in main.input if each.name in used - made)
+    kept.output.extend(ends[name] for name in part.outputs)
+    kept.initializer.extend(each for each in main.initializer if each.name in used)
+    kept.sparse_initializer.extend(
+        each for each in main.sparse_initializer if each.values.name in used
+    )
+    known = made - set(part.outputs)
+    kept.value_info.extend(each for each in main.value_info if each.name in known)
+    model.graph.CopyFrom(kept)
+
+
+def _part(
+    main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: Key
+) -> Checked[Part | None]:
+    own = [value.name for value in graph.inputs(main)]
+    makers = {name: index for index, node in enumerate(main.node) for name in node.output if name}
+    stored = {tensor.name for tensor in main.initializer}
+    wrong = [*_unknown(key / "inputs", cut.inputs, [*own, *makers], stored)]
+    wrong += _unknown(key / "outputs", cut.outputs, list(makers), stored | set(own))
+    if wrong:
+        yield from wrong
+        return None
+    outputs = cut.outputs or tuple(value.name for value in main.output)
+    reached: dict[str, set[str]] = {}
+    nodes: set[int] = set()
+    for name in outputs:
+        its_nodes, reached[name] = _above(main, name, makers, {*cut.inputs, *own})
+        nodes |= its_nodes
+    needed = {name for its in reached.values() for name in its}
+    named = set(cut.inputs) if cut.inputs else set(own)
+    for name, its in reached.items():
+        kept = [each for each in cut.inputs if each in needed]
+        yield from _check_output(name, its, named, frozen, kept, key)
+    for name in cut.inputs:
+        if name not in needed:
+            message = f"no output depends on {name!r}, which is one of the inputs."
+            yield Problem.at(
+                key / "inputs", Kind.INVALID_CUT, message, "Remove it from the inputs."
+            )
+    begin = cut.inputs or tuple(name for name in own if name in needed)
+    also = tuple(name for name in own if name in needed and name in frozen and name not in begin)
+    return Part((*begin, *also), outputs, tuple(sorted(nodes)))
+
+
+def _unknown(
+    key: Key, names: Sequence[str], known: Sequence[str], others: Collection[str]
+) -> Iterator[Problem]:
+    for name in names:
+        if name in known:
+            continue
+        if name in others:
+            message = f"{name!r} is an input or a stored tensor of the model, and not the result of a node."
+            yield Problem.at(key, Kind.INVALID_CUT, message, "Name the output of a node.")
+        else:
+            message = f"the model's graph has no tensor {name!r}."
+            yield Problem.at(key, Kind.INVALID_CUT, message, suggestion(name, list(known)))
+
+
+def _above(
+    main: onnx.GraphProto, name: str, makers: Mapping[str, int], ends: Collection[str]
+) -> tuple[set[int], set[str]]:
+    """Return the nodes on which the output ``name`` depends, and those of ``ends`` that they read."""
+    nodes, reached = set[int](), set[str]()
+    # An output of the graph that is the cut's own input, or the graph's.
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each in ends:
+            reached.add(each)
+        elif (maker := makers.get(each)) is not None and maker not in nodes:
+            nodes.add(maker)
+            waiting += graph.read_by(main.node[maker])
+    return nodes, reached
+
+
+def _check_output(
+    name: str,
+    reached: set[str],
+    named: set[str],
+    frozen: Collection[str],
+    kept: Sequence[str],
+    key: Key,
+) -> Iterator[Problem]:
+    more = sorted(reached - named - set(frozen))
+    if more:
+        also = f"the input{'s' if len(more) > 1 else ''} {listing([repr(each) for each in more])}"
+        yield Problem.at(
+            key / "inputs",
+            Kind.INVALID_CUT,
+            f"the output {name!r} also needs {also} of the model, which the cut takes away.",
+            "Keep what it needs, or cut behind it:",
+            Setting(key / "inputs", [*kept, *more]),
+        )
+    elif not reached & named:
+        yield Problem.at(
+            key / "outputs",
+            Kind.INVALID_CUT,
+            f"the output {name!r} does not depend on any input.",
+            "Name outputs behind the inputs.",
+            Setting(key / "outputs"),
+        )

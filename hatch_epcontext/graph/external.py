@@ -1,0 +1,190 @@
+"""The files that hold a model's external data: where they are, and whether the model can use them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import onnx
+
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.files import CIRCLE, MOST_BYTES, Rejection, is_lfs_pointer, too_large
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.reading import byte_size
+from hatch_epcontext.text import show_size
+
+_ADDRESS = "_ORT_MEM_ADDR_"
+"""ONNX Runtime takes the offset of a location with this for an address in its own memory."""
+
+
+def names(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Return the files of the model's external data as it names them, sorted; they may be missing.
+
+    Raises ModelError, without a location, when a tensor does not say where its data is.
+    """
+    return tuple(sorted(_ends(model)))
+
+
+def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> tuple[str, ...]:
+    """Return the files of the external data of ``model``, which is in ``folder``.
+
+    They are relative to ``folder``, with forward slashes, sorted. ``location`` is that of problems.
+    Raises ModelError when a tensor does not say where its data is, and when a file is outside the
+    folder, is missing, is no regular file, is too short, or is larger than a model can need. Nothing of
+    them is read.
+    """
+    key = location if isinstance(location, Key) else None
+    problems: list[Problem] = []
+    total = 0
+
+    def add(message: str, hint: str | None = None) -> None:
+        problems.append(Problem(Kind.EXTERNAL_DATA, str(location), message, hint, key))
+
+    try:
+        ends = _ends(model)
+    except ModelError as error:
+        add(error.problems[0].message, error.problems[0].hint)
+        raise ModelError(*problems) from None
+    inside = _Folder(folder)
+    for name, end in sorted(ends.items()):
+        found = inside.status(name)
+        if PurePosixPath(name).name == "manifest.json":
+            message = f"the external data {name!r} has the name of a model package's manifest."
+            add(message, "Save the model and its data again, with another name.")
+        elif isinstance(found, Rejection):
+            add(f"the external data {name!r} {found.message}", found.hint)
+        elif found.st_size < end:
+            message = f"the external data {name!r} is shorter than the model says."
+            add(message, "Save the model and its data again.")
+        elif reason := too_large(found, end):
+            add(f"the external data {name!r} {reason}.")
+        else:
+            total += found.st_size
+    if total > MOST_BYTES:
+        add(f"the external data is larger than {show_size(MOST_BYTES)}: {show_size(total)}.")
+    if problems:
+        raise ModelError(*problems)
+    return tuple(PurePosixPath(name).as_posix() for name in sorted(ends))
+
+
+def stays_inside(folder: Path, location: str) -> bool:
+    """Whether a file that a model names is in the model's folder: on any system, links resolved."""
+    return _Folder(folder).has(location)
+
+
+def refuse_too_large(model: onnx.ModelProto, folder: Path) -> None:
+    """Raise ModelError, without a location, if external data in ``folder`` is larger than a model needs.
+
+    Files that are outside, or missing, are ignored.
+    """
+    inside = _Folder(folder)
+    for name, end in sorted(_ends(model).items()):
+        found = inside.status(name)
+        if not isinstance(found, Rejection) and (reason := too_large(found, end)):
+            message = f"the external data {name!r} {reason}."
+            raise ModelError(Problem(Kind.EXTERNAL_DATA, "", message))
+
+
+_OUTSIDE = Rejection("is outside the model's folder.", "Save the model with relative locations.")
+_MISSING = Rejection("is missing.", "The model needs it beside its own file, in the sdist too.")
+_NO_FILE = Rejection("is not a regular file.", "Save the model and its data again.")
+_LFS_POINTER = Rejection("is a Git LFS pointer, not the data itself.", "Run: git lfs pull")
+
+_MOST_OF_A_POINTER = 1024
+"""Bytes below which a file can be a pointer of Git LFS, as its specification says."""
+
+
+class _Folder:
+    """A model's folder, which is resolved once for all files in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._resolved = folder.resolve()
+
+    def has(self, location: str) -> bool:
+        """Whether ``location`` is in the folder: on any system, links resolved."""
+        if not location or "\0" in location or _ADDRESS in location:
+            return False
+        if PurePosixPath(location).is_absolute():
+            return False
+        windows = PureWindowsPath(location)
+        if windows.drive or windows.root or ".." in windows.parts:
+            return False
+        try:
+            return (self._folder / location).resolve().is_relative_to(self._resolved)
+        except RuntimeError:
+            # Links in a circle, which lead nowhere. Python 3.13 and newer raise nothing.
+            return True
+        except OSError:
+            # A name that no file system has.
+            return False
+
+    def status(self, location: str) -> os.stat_result | Rejection:
+        """The status of the file at ``location``, or why it cannot be used."""
+        # 10^5 files in one folder are usual for some exporters, and resolving a path is slow.
+        plain = re.fullmatch(r"[\w-][\w.-]*", location) is not None
+        path = self._folder / location
+        try:
+            status = path.lstat() if plain else None
+            if status is None or stat.S_ISLNK(status.st_mode):
+                if not self.has(location):
+                    return _OUTSIDE if status is None else _link_to_another_place(path)
+                status = path.stat()
+        except OSError as error:
+            return CIRCLE if error.errno == errno.ELOOP else _MISSING
+        if not stat.S_ISREG(status.st_mode):
+            return _NO_FILE
+        if status.st_size < _MOST_OF_A_POINTER and is_lfs_pointer(path):
+            return _LFS_POINTER
+        return status
+
+
+def _link_to_another_place(link: Path) -> Rejection:
+    """What to say of such a link, as hubs have in their caches for each file of a model."""
+    return Rejection(
+        f"is a link to {link.readlink()}, outside the model's folder.",
+        "Put the file itself beside the model: cp -L copies it, and hf download --local-dir writes it there.",
+    )
+
+
+def _ends(model: onnx.ModelProto) -> dict[str, int]:
+    """Return each file of the model's external data -> the byte up to which the model uses it.
+
+    Raises ModelError, without a location, when a tensor does not say where its data is.
+    """
+    ends: dict[str, int] = {}
+    for tensor in _external_tensors(model):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        name = entries.get("location", "")
+        if not isinstance(name, str):
+            raise _wrong(tensor, "location", name)
+        needed = byte_size(tensor) or 0
+        length = _bytes(tensor, "length", entries) if "length" in entries else needed
+        if length != needed:
+            raise _wrong(tensor, "length", f"{length}, and its shape needs {needed}")
+        ends[name] = max(ends.get(name, 0), _bytes(tensor, "offset", entries) + length)
+    return ends
+
+
+def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    parts: list[graph.Part] = [model.graph, *model.functions]
+    for part in parts:
+        yield from (tensor for tensor in graph.tensors(part) if graph.is_external(tensor))
+
+
+def _bytes(tensor: onnx.TensorProto, name: str, entries: dict[str, str]) -> int:
+    text = entries.get(name) or "0"
+    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,18}", text):
+        raise _wrong(tensor, name, text)
+    return int(text)
+
+
+def _wrong(tensor: onnx.TensorProto, name: str, value: object) -> ModelError:
+    shown = str(value)[:60]
+    message = f"the external data of the tensor {tensor.name!r} has an invalid {name}: {shown}."
+    hint = "Save the model and its data again."
+    return ModelError(Problem(Kind.EXTERNAL_DATA, "", message, hint))

@@ -1,0 +1,137 @@
+"""Fix the constants, shapes and dims of a source model, as its configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, collect
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.values.ranges import input_ranges
+from hatch_epcontext.text import suggestion
+from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
+from hatch_epcontext.worker.facts import ModelSpec, Range
+from hatch_epcontext.worker.tensors import Array
+
+
+def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
+    """Return dummy inputs for a model that `fix_inputs` took, within the ranges that it takes."""
+    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    return dummy_inputs(inputs, spec, ranges_for(model, spec))
+
+
+def ranges_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Range]:
+    """Return the ranges of the inputs of a model that `fix_inputs` took; empty if none are needed."""
+    if spec.inputs != "random":
+        return {}
+    return input_ranges(model, sized(list(map(graph.facts, graph.inputs(model.graph))), spec))
+
+
+def fix_inputs(model: onnx.ModelProto, spec: ModelSpec) -> None:
+    """Fix the constants of ``spec`` in ``model``, in place, and with static shapes its shapes and dims.
+
+    Raises ModelError with everything that does not fit the model's inputs.
+    """
+    fix_constants(model, spec)
+    if spec.static_shapes:
+        fix_shapes(model, spec)
+
+
+def fix_constants(model: onnx.ModelProto, spec: ModelSpec) -> None:
+    """Fix the constants of ``spec`` in ``model``, in place, and check its shapes and dims.
+
+    Raises ModelError with everything that does not fit the model's inputs.
+    """
+    problems = [*_fix_constants(model.graph, spec), *collect(_sizes(model.graph, spec))[1]]
+    if problems:
+        raise ModelError(*problems)
+
+
+def fix_shapes(model: onnx.ModelProto, spec: ModelSpec) -> None:
+    """Fix the shapes and dims of ``spec``, which fit, in all graphs of ``model``, in place."""
+    dims, _ = collect(_sizes(model.graph, spec))
+    for value in graph.inputs(model.graph):
+        if value.name in spec.shapes:
+            sizes = value.type.tensor_type.shape.dim
+            for dim, given in zip(sizes, spec.shapes[value.name], strict=True):
+                dim.dim_value = given
+    for each in graph.graphs(model.graph):
+        for value in [*each.input, *each.output, *each.value_info]:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in dims:
+                    dim.dim_value = dims[dim.dim_param]
+
+
+def unknown_name(key: Key, name: str, noun: str, known: list[str]) -> Problem:
+    """The problem of a key that names something (``noun``) that the model does not have."""
+    hint = suggestion(name, known) if known else f"It has no {noun}."
+    return Problem.at(key, Kind.UNKNOWN_INPUT, f"the model has no {noun} {name!r}.", hint)
+
+
+def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+    by_name = {value.name: value for value in graph.inputs(main)}
+    for name in spec.constants:
+        key = spec.key / "constants" / name
+        if name not in by_name:
+            yield unknown_name(key, name, "input", list(by_name))
+            continue
+        facts = graph.facts(by_name[name])
+        try:
+            array = constant(spec, facts)
+        except (TypeError, ValueError, OverflowError) as error:
+            yield Problem.at(
+                key,
+                Kind.VALUE_MISMATCH,
+                f"the value does not fit the input, which has the dtype {facts.dtype}: {error}.",
+            )
+            continue
+        if not facts.takes(array.shape):
+            yield Problem.at(
+                key,
+                Kind.VALUE_MISMATCH,
+                f"the value has the shape {list(array.shape)}, but the input has the shape "
+                f"{facts.shape_text}.",
+            )
+            continue
+        main.initializer.append(onnx.numpy_helper.from_array(array, name))
+        main.input.remove(by_name[name])
+
+
+def _sizes(main: onnx.GraphProto, spec: ModelSpec) -> Checked[dict[str, int]]:
+    """Return the sizes of all named dimensions that dims and shapes fix, and yield what does not fit."""
+    by_name = {value.name: value for value in graph.inputs(main)}
+    known_dims = list(
+        dict.fromkeys(
+            size
+            for value in by_name.values()
+            for size in graph.facts(value).shape
+            if isinstance(size, str)
+        )
+    )
+    for name in spec.dims.keys() - known_dims:
+        yield unknown_name(spec.place("dims") / name, name, "open dimension", known_dims)
+    dims = dict(spec.dims)
+    for name, shape in spec.shapes.items():
+        key = spec.place("shapes") / name
+        if name not in by_name:
+            yield unknown_name(key, name, "input", list(by_name))
+            continue
+        facts = graph.facts(by_name[name])
+        if not facts.takes(shape):
+            yield Problem.at(
+                key,
+                Kind.VALUE_MISMATCH,
+                f"the shape {list(shape)} does not fit the input, which has the shape "
+                f"{facts.shape_text}.",
+            )
+            continue
+        for given, size in zip(shape, facts.shape, strict=True):
+            # A named dimension has one size in the whole model.
+            if isinstance(size, str) and dims.setdefault(size, given) != given:
+                yield Problem.at(
+                    key,
+                    Kind.VALUE_MISMATCH,
+                    f"the dimension {size!r} is {given} in this shape, but {dims[size]} elsewhere.",
+                )
+    return dims

@@ -1,0 +1,248 @@
+"""Read the facts of ONNX models and graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.worker.facts import Size, TensorFacts
+
+CONTEXT_OP = "EPContext"
+
+_COMPATIBILITY = "ep_compatibility_info."
+"""The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
+
+_LICENSES = ("license", "licence", "licenses", "model_license")
+"""The keys of the metadata that exporters use for the license, in lower case."""
+
+_RANDOM = frozenset(
+    {
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+        *("Multinomial", "Bernoulli"),
+    }
+)
+"""Operators whose results depend on chance."""
+
+Part = onnx.GraphProto | onnx.FunctionProto
+"""What has nodes."""
+
+
+def graphs(part: Part) -> Iterator[Part]:
+    """Yield ``part`` and all graphs inside its nodes."""
+    waiting = [part]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        inner: list[Part] = []
+        for node in each.node:
+            for attribute in node.attribute:
+                inner += attribute_graphs(attribute)
+        waiting += reversed(inner)
+
+
+def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    """Return the graphs that are values of ``attribute``."""
+    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+
+
+def nodes(part: Part) -> Iterator[onnx.NodeProto]:
+    """Yield all nodes of ``part`` and of the graphs inside them."""
+    for each in graphs(part):
+        yield from each.node
+
+
+def read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the values of the graph around it that ``node`` reads, also in the graphs inside it."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for inner in attribute_graphs(attribute):
+            own = {each.name for each in inner.input}
+            own |= {each.name for each in stored_tensors(inner)}
+            own |= {name for each in inner.node for name in each.output}
+            for each in inner.node:
+                yield from (name for name in read_by(each) if name not in own)
+            # An inner graph may also return a value of the graph around it as it is.
+            yield from (each.name for each in inner.output if each.name not in own)
+
+
+def is_random(node: onnx.NodeProto) -> bool:
+    """Whether two runs of ``node``, or of a graph inside it, can give different values."""
+    nested = (
+        each
+        for attribute in node.attribute
+        for inner in attribute_graphs(attribute)
+        for each in nodes(inner)
+    )
+    return any(each.op_type in _RANDOM for each in (node, *nested))
+
+
+def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return the nodes of ``graph``, nested ones too, that are not constants."""
+    return [node for node in nodes(graph) if node.op_type != "Constant"]
+
+
+def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return the EPContext nodes of ``graph``, nested ones too."""
+    return [node for node in nodes(graph) if node.op_type == CONTEXT_OP]
+
+
+def operator(node: onnx.NodeProto) -> str:
+    """Return the operator of ``node``, after its domain unless that is ONNX's own."""
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """Return the value of an attribute of ``node``, text as bytes; ``default`` if it has no value."""
+    for each in node.attribute:
+        if each.name == name:
+            # A function's attribute can stand for it, or it is of no type that ONNX has.
+            with contextlib.suppress(ValueError):
+                return onnx.helper.get_attribute_value(each)
+    return default
+
+
+def text(node: onnx.NodeProto, name: str) -> str:
+    """Return a text attribute of ``node``, which may not be UTF-8; empty if it is missing.
+
+    Raises ModelError, without a location, when it is not text.
+    """
+    return blob(node, name).decode("utf-8", "replace")
+
+
+def blob(node: onnx.NodeProto, name: str) -> bytes:
+    """Return the bytes of a text attribute of ``node``; empty if it is missing. Raises as `text` does."""
+    for each in node.attribute:
+        if each.name == name:
+            return bytes(_typed(node, each, onnx.AttributeProto.STRING).s)
+    return b""
+
+
+def number(node: onnx.NodeProto, name: str, default: int) -> int:
+    """Return an integer attribute of ``node``, ``default`` if it is missing.
+
+    Raises ModelError, without a location, when it is not an integer.
+    """
+    for each in node.attribute:
+        if each.name == name:
+            return int(_typed(node, each, onnx.AttributeProto.INT).i)
+    return default
+
+
+def _typed(node: onnx.NodeProto, given: onnx.AttributeProto, type_: int) -> onnx.AttributeProto:
+    if given.type != type_:
+        types = onnx.AttributeProto.AttributeType
+        wanted, found = (types.Name(each).lower() for each in (type_, given.type))
+        message = (
+            f"the attribute {given.name!r} of the node {node.name!r} ({node.op_type}) must be {wanted}, "
+            f"not {found}."
+        )
+        raise ModelError(Problem(Kind.INVALID_MODEL, "", message))
+    return given
+
+
+def is_main(node: onnx.NodeProto) -> bool:
+    """Whether an EPContext node has a context of its own, and does not refer to another node's."""
+    # 1 is the operator's default, for a missing attribute.
+    return number(node, "main_context", 1) == 1
+
+
+def is_embedded(node: onnx.NodeProto) -> bool:
+    """Whether an EPContext node has its context inside the model, and not in a sidecar."""
+    # 1 is the operator's default, for a missing attribute.
+    return number(node, "embed_mode", 1) != 0
+
+
+def compatibility(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the compatibility strings in the model's metadata, by EP."""
+    return {
+        entry.key.removeprefix(_COMPATIBILITY): entry.value
+        for entry in model.metadata_props
+        if entry.key.startswith(_COMPATIBILITY)
+    }
+
+
+def license_of(model: onnx.ModelProto) -> str | None:
+    """The license that the model's metadata names, in whatever words; exporters use several keys for it."""
+    named = {entry.key.lower(): entry.value.strip() for entry in model.metadata_props}
+    return next((named[key] for key in _LICENSES if named.get(key)), None)
+
+
+def control_flow(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Return the operators in ``graph`` that choose or repeat other graphs, each once."""
+    found = (node.op_type for node in nodes(graph) if node.op_type in ("If", "Loop", "Scan"))
+    return tuple(dict.fromkeys(found))
+
+
+def tensors(part: Part) -> Iterator[onnx.TensorProto]:
+    """Yield all stored tensors of ``part``, also those in attributes and in the graphs inside it."""
+    for each in graphs(part):
+        yield from stored_tensors(each)
+        for node in each.node:
+            for attribute in node.attribute:
+                yield from attribute_tensors(attribute)
+
+
+def stored_tensors(part: Part) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers of ``part``, without those of the graphs inside it."""
+    if isinstance(part, onnx.GraphProto):
+        yield from part.initializer
+        for sparse in part.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+
+
+def attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors that are values of ``attribute``, without those of the graphs inside it."""
+    if attribute.HasField("t"):
+        yield attribute.t
+    yield from attribute.tensors
+    if attribute.HasField("sparse_tensor"):
+        yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+    for sparse in attribute.sparse_tensors:
+        yield from (sparse.values, sparse.indices)
+
+
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """Whether the values of ``tensor`` are in another file."""
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs that must be fed: before ONNX IR 4, initializers were listed as inputs too."""
+    stored = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in stored]
+
+
+def facts(value: onnx.ValueInfoProto) -> TensorFacts:
+    """Return name, dtype and shape of an input or output. If it is no tensor, its dtype is its kind."""
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return TensorFacts(value.name, kind or "unknown", ())
+    tensor = value.type.tensor_type
+    return TensorFacts(
+        value.name, _dtype_name(tensor.elem_type), tuple(size(dim) for dim in tensor.shape.dim)
+    )
+
+
+def size(dim: onnx.TensorShapeProto.Dimension) -> Size:
+    """Return a dimension's size, or its name if it is open, or None if it has neither."""
+    if dim.HasField("dim_value") and dim.dim_value >= 0:
+        return int(dim.dim_value)
+    return dim.dim_param if dim.dim_param not in ("", "?") else None
+
+
+def _dtype_name(elem_type: int) -> str:
+    """Return NumPy's name of an ONNX element type, such as ``"float32"``; ``"string"`` for strings.
+
+    ``"undefined"`` for an invalid element type, which a damaged file can have.
+    """
+    if elem_type == onnx.TensorProto.STRING:
+        return "string"
+    try:
+        return str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name)
+    except KeyError:
+        return "undefined"

@@ -1,0 +1,1 @@
+"""The numbers with which a model computes."""

@@ -1,0 +1,218 @@
+"""Read ONNX files, which anybody may have made: what is wrong with one is found before it is used."""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import TensorProto
+
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.files import is_lfs_pointer
+from hatch_epcontext.graph import graph
+from hatch_epcontext.text import show_size
+from hatch_epcontext.worker.facts import PROTOBUF_LIMIT
+
+_MOST_NODES = 1_000_000
+"""Nodes to which the functions of a model may expand: EPs and simplifiers take them one by one."""
+
+_FEW_BITS: dict[int, int] = {
+    TensorProto.UINT4: 4,
+    TensorProto.INT4: 4,
+    TensorProto.FLOAT4E2M1: 4,
+    TensorProto.UINT2: 2,
+    TensorProto.INT2: 2,
+}
+"""The bits of a value of each dtype that packs several into a byte."""
+
+_UNPACKED = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+
+
+_Function = tuple[str, str, str]
+"""The domain, name and overload of a function."""
+
+
+def read(path: Path, key: Key) -> onnx.ModelProto:
+    """Read the source model at ``path``, without its external data.
+
+    ``key`` is the model's place in the configuration. Raises ModelError when the file is not a source
+    model, or is damaged.
+    """
+    if is_lfs_pointer(path):
+        raise _invalid(
+            key, f"{path.name} is a Git LFS pointer, not the model itself.", "Run: git lfs pull"
+        )
+    if not path.stat().st_size:
+        raise _invalid(key, f"{path.name} is empty.")
+    model = load(path, key)
+    if not model.graph.node:
+        raise _invalid(key, f"{path.name} is not an ONNX model: its graph has no node.")
+    functions = (node for function in model.functions for node in graph.nodes(function))
+    if any(node.op_type == graph.CONTEXT_OP for node in functions) or graph.contexts(model.graph):
+        message = f"{path.name} is a context model already."
+        hint = "Name the source model instead."
+        raise ModelError(Problem.at(key, Kind.COMPILED_MODEL, message, hint))
+    return model
+
+
+def load(path: Path, location: Key | str) -> onnx.ModelProto:
+    """Read the ONNX file at ``path``, compiled or not, without its external data.
+
+    ``location`` is that of problems. Raises ModelError when the file is no ONNX model, when it is too
+    large, and when names, tensors or functions of it are damaged; the message names them.
+    """
+    # Any other location is that of the file.
+    name = f"{path.name} " if isinstance(location, Key) else ""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise _invalid(location, f"{name}is not a regular file.")
+    if status.st_size > PROTOBUF_LIMIT:
+        size = show_size(status.st_size)
+        message = f"{name}has {size}, but an ONNX file cannot be larger than 2 GiB."
+        raise _invalid(location, message)
+    try:
+        model = onnx.load_model_from_string(path.read_bytes())
+    except DecodeError:
+        reason = "it is damaged, or its graphs are nested too deeply"
+        message = f"{name}is not an ONNX model: it cannot be read as one, because {reason}."
+        raise _invalid(location, message) from None
+    if not model.ir_version or not model.HasField("graph"):
+        raise _invalid(location, f"{name}is not an ONNX model: it has no graph.")
+    if problem := next(_damage(model), None):
+        raise _invalid(location, f"{name}is damaged: {problem}.")
+    return model
+
+
+def _invalid(location: Key | str, message: str, hint: str | None = None) -> ModelError:
+    key = location if isinstance(location, Key) else None
+    return ModelError(Problem(Kind.INVALID_MODEL, str(location), message, hint, key))
+
+
+def _damage(model: onnx.ModelProto) -> Iterator[str]:
+    """What is wrong with ``model`` itself, in words."""
+    yield from _damaged_part(model.graph)
+    for function in model.functions:
+        its = (function.name, function.domain, *function.input, *function.output)
+        yield from _no_names("a name of a function", *its)
+        yield from _damaged_part(function)
+    for entry in model.metadata_props:
+        yield from _no_names("an entry of the metadata", entry.key, entry.value)
+    for opset in model.opset_import:
+        yield from _no_names("the domain of an opset", opset.domain)
+    yield from _endless_functions(model)
+    names = Counter(value.name for value in graph.inputs(model.graph))
+    yield from (f"two inputs are called {name!r}" for name, count in names.items() if count > 1)
+
+
+def _damaged_part(part: graph.Part) -> Iterator[str]:
+    # All in one pass: there are models with a million nodes.
+    waiting = [part]
+    while waiting:
+        inner = waiting.pop()
+        yield from _damaged_values(inner)
+        for node in inner.node:
+            its = (node.name, node.op_type, node.domain, *node.input, *node.output)
+            if not _are_names(its):
+                yield from _no_names("a name of a node", *its)
+            for attribute in node.attribute:
+                waiting += graph.attribute_graphs(attribute)
+                for tensor in graph.attribute_tensors(attribute):
+                    yield from _damaged_tensor(tensor)
+
+
+def _damaged_values(part: graph.Part) -> Iterator[str]:
+    if isinstance(part, onnx.GraphProto):
+        for value in (*part.input, *part.output, *part.value_info):
+            dims = (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+            yield from _no_names("a name of a value", value.name, *dims)
+    for tensor in graph.stored_tensors(part):
+        yield from _damaged_tensor(tensor)
+
+
+def _are_names(names: Iterable[str]) -> bool:
+    try:
+        return "\0" not in "".join(names)
+    except TypeError:
+        # protobuf returns bytes for text that is not UTF-8.
+        return False
+
+
+def _no_names(what: str, *names: str | bytes) -> Iterator[str]:
+    """The ``names`` that are no text, or end early for everything that is written in C."""
+    for name in names:
+        if not isinstance(name, str):
+            yield f"{what} is not UTF-8 text: {name!r}"
+        elif "\0" in name:
+            yield f"{what} has a NUL character: {name!r}"
+
+
+def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
+    """The functions that call themselves, or expand to more nodes than anything can take."""
+    own = {(each.domain, each.name, each.overload): each for each in model.functions}
+    if not own:
+        return
+    sizes: dict[_Function, int] = {}
+    calls: dict[_Function, list[_Function]] = {}
+    for name, function in own.items():
+        nodes = list(graph.nodes(function))
+        sizes[name] = len(nodes)
+        calls[name] = _calls(nodes, own)
+    expanded: dict[_Function, int] = {}
+    entered: set[_Function] = set()
+    # Without recursion: a chain of calls can be as long as the file.
+    waiting = list(own)
+    while waiting:
+        name = waiting[-1]
+        inner = [each for each in dict.fromkeys(calls[name]) if each not in expanded]
+        if name in expanded or not inner:
+            waiting.pop()
+            size = sizes[name] + sum(expanded[each] for each in calls[name])
+            expanded[name] = min(size, _MOST_NODES + 1)
+        elif name in entered:
+            yield f"the function {name[1]!r} calls itself"
+            return
+        else:
+            entered.add(name)
+            waiting += inner
+    if sum(expanded[each] for each in _calls(graph.nodes(model.graph), own)) > _MOST_NODES:
+        yield f"its functions expand to more than {_MOST_NODES} nodes"
+
+
+def _calls(nodes: Iterable[onnx.NodeProto], own: Container[_Function]) -> list[_Function]:
+    names = ((node.domain, node.op_type, node.overload) for node in nodes)
+    return [name for name in names if name in own]
+
+
+def _damaged_tensor(tensor: TensorProto) -> Iterator[str]:
+    yield from _no_names("the name of a tensor", tensor.name)
+    if any(size < 0 for size in tensor.dims):
+        yield f"the tensor {tensor.name!r} has a negative size: {list(tensor.dims)}"
+        return
+    if tensor.data_type == TensorProto.STRING:
+        return
+    needed, found = byte_size(tensor), len(tensor.raw_data)
+    if needed is None:
+        yield f"the tensor {tensor.name!r} has the unknown dtype {tensor.data_type}"
+    elif found != needed and not graph.is_external(tensor) and not _is_unpacked(tensor):
+        yield f"the tensor {tensor.name!r} has {found} bytes, and its shape needs {needed}"
+
+
+def _is_unpacked(tensor: TensorProto) -> bool:
+    return not tensor.raw_data and any(len(getattr(tensor, name)) for name in _UNPACKED)
+
+
+def byte_size(tensor: TensorProto) -> int | None:
+    """The bytes of the values of ``tensor`` as raw data; None for a dtype that has no such form."""
+    count = math.prod(tensor.dims)
+    if bits := _FEW_BITS.get(tensor.data_type):
+        return -(-count * bits // 8)
+    try:
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    except KeyError:
+        return None
+    return None if dtype.hasobject else count * int(dtype.itemsize)

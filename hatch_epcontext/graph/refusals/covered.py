@@ -1,0 +1,156 @@
+"""The largest part of a graph that an EP covers, by the names of the tensors around it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+
+import onnx
+
+from hatch_epcontext.config.settings import Cut
+from hatch_epcontext.errors import Key, ModelError
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.cutting import part_between
+
+_SMALLEST = 0.2
+"""The share of all nodes from which a part is worth naming."""
+
+
+def largest_covered(
+    prepared: onnx.GraphProto,
+    uncovered: Iterable[onnx.NodeProto],
+    source: onnx.GraphProto,
+    open_values: Collection[str] = (),
+    frozen: Collection[str] = (),
+) -> Cut | None:
+    """Return where to cut the ``source`` so that an EP covers what is left, which is as large as possible.
+
+    ``uncovered``: the nodes that the EP left of ``prepared``, which was made of the source.
+    ``open_values``: the values of ``prepared`` without a fixed shape, where a part cannot begin. Ends that
+    are those of the source itself are not named. ``frozen``: the inputs with a constant. None if there is no
+    such part.
+    """
+    flow = _Flow.of(prepared, {name for node in uncovered for name in node.output})
+    inputs = {value.name for value in graph.inputs(source)}
+    makers = {name for node in source.node for name in node.output}
+    begin, end = (inputs | makers) - set(open_values), makers
+    parts = sorted(
+        (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
+    )
+    cuts = (_cut(flow, part, source) for part in parts if len(part) >= _SMALLEST * len(flow.nodes))
+    return next((cut for cut in cuts if cut and _is_possible(source, cut, frozen)), None)
+
+
+def _cut(flow: _Flow, part: set[int], source: onnx.GraphProto) -> Cut:
+    first, last = flow.ends(part)
+    inputs = {value.name for value in graph.inputs(source)}
+    outputs = {value.name for value in source.output}
+    return Cut(
+        () if set(first) <= inputs else tuple(first), () if set(last) == outputs else tuple(last)
+    )
+
+
+def _is_possible(source: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> bool:
+    """Whether the source can be cut so: before its preparation, more may depend on its inputs."""
+    try:
+        part_between(source, cut, frozen, Key())
+    except ModelError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """The nodes of a graph: what each reads of inputs and other nodes, and which of them are covered."""
+
+    nodes: tuple[onnx.NodeProto, ...]
+    reads: tuple[tuple[str, ...], ...]
+    makers: Mapping[str, int]
+    readers: Mapping[str, Set[int]]
+    covered: frozenset[int]
+    outputs: frozenset[str]
+
+    @staticmethod
+    def of(main: onnx.GraphProto, left: Collection[str]) -> _Flow:
+        """The flow of ``main``; nodes with a result in ``left`` are not covered."""
+        nodes = tuple(node for node in main.node if node.op_type != "Constant")
+        makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+        known = {*makers, *(value.name for value in graph.inputs(main))}
+        reads = tuple(
+            tuple(n for n in dict.fromkeys(graph.read_by(node)) if n in known) for node in nodes
+        )
+        readers: dict[str, set[int]] = defaultdict(set)
+        for index, names in enumerate(reads):
+            for name in names:
+                readers[name].add(index)
+        covered = (i for i, node in enumerate(nodes) if not set(node.output) & set(left))
+        outputs = frozenset(value.name for value in main.output)
+        return _Flow(nodes, reads, makers, readers, frozenset(covered), outputs)
+
+    def parts(self) -> Iterator[set[int]]:
+        """Yield connected covered parts that no path leaves and enters again.
+
+        Nodes are in one part if equally many uncovered nodes are on the longest path to them, or from them.
+        """
+        order = range(len(self.nodes))
+        for depths in (
+            self._depths(self._before, order),
+            self._depths(self._after, reversed(order)),
+        ):
+            levels: dict[int, set[int]] = defaultdict(set)
+            for index in self.covered:
+                levels[depths[index]].add(index)
+            for level in levels.values():
+                yield from self._connected(level)
+
+    def _before(self, index: int) -> Iterator[int]:
+        return (self.makers[name] for name in self.reads[index] if name in self.makers)
+
+    def _after(self, index: int) -> Iterator[int]:
+        for name in self.nodes[index].output:
+            yield from self.readers.get(name, ())
+
+    def _depths(
+        self, neighbours: Callable[[int], Iterable[int]], order: Iterable[int]
+    ) -> dict[int, int]:
+        depths: dict[int, int] = {}
+        for index in order:
+            deepest = max((depths[each] for each in neighbours(index)), default=0)
+            depths[index] = deepest + (index not in self.covered)
+        return depths
+
+    def _connected(self, level: set[int]) -> Iterator[set[int]]:
+        waiting = set(level)
+        while waiting:
+            part, found = set[int](), [waiting.pop()]
+            while found:
+                index = found.pop()
+                part.add(index)
+                near = {*self._before(index), *self._after(index)} & waiting
+                waiting -= near
+                found += near
+            yield part
+
+    def ends(self, part: Collection[int]) -> tuple[list[str], list[str]]:
+        """The values that ``part`` reads from outside, and those of its own that are read there."""
+        made = [name for index in sorted(part) for name in self.nodes[index].output if name]
+        read = dict.fromkeys(name for index in sorted(part) for name in self.reads[index])
+        first = [name for name in read if self.makers.get(name) not in part]
+        last = [n for n in made if n in self.outputs or not self.readers.get(n, set()) <= set(part)]
+        return first, last
+
+
+def _within(flow: _Flow, part: set[int], begin: Set[str], end: Set[str]) -> set[int]:
+    """``part`` without the nodes at its ends that begin or end with other values than these."""
+    part = set(part)
+    while part:
+        first, last = flow.ends(part)
+        wrong = {flow.makers[name] for name in last if name not in end}
+        wrong |= {
+            reader for name in first if name not in begin for reader in flow.readers[name] & part
+        }
+        if not wrong:
+            break
+        part -= wrong
+    return part

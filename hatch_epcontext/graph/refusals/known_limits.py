@@ -1,0 +1,335 @@
+"""What an EP cannot compile of a source graph, found before anything is compiled.
+
+Only the file is read: opening a session on a model of trees can take minutes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+
+from hatch_epcontext.errors import Kind, Problem, Setting
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.refusals.conditions import Decided, decided
+from hatch_epcontext.providers import PROVIDERS, TREES, Limits, Provider
+from hatch_epcontext.text import count, listing
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import ContextTarget
+
+_MOST_NAMES = 3
+"""Names or reasons in one message."""
+
+_MAKES: Mapping[str, str] = {
+    "StringConcat": "string",
+    "StringNormalizer": "string",
+    "StringSplit": "string",
+    "ai.onnx.ml.CategoryMapper": "string",
+    "SequenceConstruct": "sequence",
+    "SequenceEmpty": "sequence",
+    "SequenceErase": "sequence",
+    "SequenceInsert": "sequence",
+    "SequenceMap": "sequence",
+    "SplitToSequence": "sequence",
+    "ai.onnx.ml.ZipMap": "sequence",
+    "ai.onnx.ml.CastMap": "map",
+    "ai.onnx.ml.DictVectorizer": "map",
+    "Optional": "optional",
+}
+"""Operators whose first output is not a tensor of numbers, or is only sometimes one."""
+
+_SAME_KIND = frozenset(
+    {
+        "Compress", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
+        "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where",
+    }
+)  # fmt: skip
+"""Operators that make strings of strings."""
+
+_TRIVIAL = frozenset(
+    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
+"""Operators that are not worth a context of their own."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A node that an EP leaves to the CPU, and ``why``: the end of a sentence about it.
+
+    ``decider``: the value with which it would take the node if that were a constant, the last word of the
+    sentence; empty if there is none.
+    """
+
+    node: onnx.NodeProto
+    why: str
+    decider: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The end of a sentence about the node."""
+        return f"{self.why} {self.decider!r}" if self.decider else self.why
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The nodes that count, which are those that depend on the values of inputs, and the refused ones.
+
+    ``growing``: whether preparation may make many nodes of few, so that their number says little.
+    """
+
+    flow: Flow
+    refused: tuple[Refused, ...]
+    growing: bool
+
+    @property
+    def share(self) -> float:
+        """The largest part of the nodes that can be compiled, from 0 to 1."""
+        total, refused = len(self.flow.nodes), len(self.refused)
+        if not refused:
+            return 1.0
+        if self.growing and refused < total:
+            # Less than all, however many nodes it becomes.
+            return 1 - 1e-9
+        return 1 - refused / total
+
+
+def find(model: onnx.ModelProto, limits: Limits) -> Findings:
+    """Find the nodes of ``model`` that an EP with ``limits`` leaves to the CPU for certain.
+
+    Only of the main graph: what is in the graphs inside its nodes may never run.
+    """
+    flow = Flow(model.graph)
+    own = {(function.domain, function.name) for function in model.functions}
+    kinds = _kinds(model.graph)
+    fixed = _fixed_values(model.graph)
+    refused = []
+    for node in flow.nodes:
+        if (node.domain, node.op_type) in own:
+            continue
+        if found := _refused(node, limits, flow, kinds, fixed):
+            refused.append(found)
+    inside = any(graph.attribute_graphs(each) for node in flow.nodes for each in node.attribute)
+    return Findings(flow, tuple(refused), inside or bool(own))
+
+
+def problems(
+    model: onnx.ModelProto, spec: ModelSpec, targets: Iterable[ContextTarget]
+) -> Iterator[Problem]:
+    """Yield a problem for each of ``targets`` that ``model``, with its constants, cannot become whole for.
+
+    Only where its coverage stays below the target's ``min_coverage`` whatever preparation does.
+    """
+    for target in targets:
+        provider = PROVIDERS[target.provider]
+        if provider.limits is None:
+            continue
+        findings = find(model, provider.limits)
+        if findings.share < target.min_coverage:
+            yield _problem(model, spec, target, provider, findings)
+
+
+def _problem(
+    model: onnx.ModelProto,
+    spec: ModelSpec,
+    target: ContextTarget,
+    provider: Provider,
+    findings: Findings,
+) -> Problem:
+    total, refused = len(findings.flow.nodes), len(findings.refused)
+    message = (
+        f"{provider.ep} compiles {refused} of the {total} nodes in no form: "
+        f"{describe(findings.refused)}."
+    )
+    hint, settings = _advice(model, spec, target, findings)
+    problem = Problem.at(spec.key, Kind.NOT_COMPILABLE, message, hint, *settings)
+    return replace(problem, targets=(target.target,))
+
+
+def _rounded(share: float) -> float:
+    # Lower: preparation removes nodes of the rest too.
+    return math.floor(9 * share) / 10
+
+
+def describe(refused: Sequence[Refused]) -> str:
+    """The reasons of refused nodes, each once, with the operators that it is about."""
+    reasons: dict[str, list[Refused]] = {}
+    for each in refused:
+        reasons.setdefault(each.why, []).append(each)
+    parts = [_describe(why, some) for why, some in reasons.items()]
+    more = len(parts) - _MOST_NAMES
+    shown = "; ".join(parts[:_MOST_NAMES])
+    return f"{shown}; and {count(more, 'more reason')}" if more > 0 else shown
+
+
+def _describe(why: str, refused: Sequence[Refused]) -> str:
+    operators = _operators(Counter(graph.operator(each.node) for each in refused))
+    deciders = list(dict.fromkeys(repr(each.decider) for each in refused if each.decider))
+    more = len(deciders) - _MOST_NAMES
+    which = ", ".join(deciders[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f"{operators} {why} {which}".rstrip()
+
+
+def _operators(operators: Counter[str]) -> str:
+    names = [name if number == 1 else f"{number} {name}" for name, number in operators.items()]
+    more = len(names) - _MOST_NAMES
+    shown = ", ".join(names[:_MOST_NAMES])
+    return f"{shown} and {count(more, 'other operator')}" if more > 0 else shown
+
+
+def _advice(
+    model: onnx.ModelProto, spec: ModelSpec, target: ContextTarget, findings: Findings
+) -> tuple[str, tuple[Setting, ...]]:
+    """What to do about refused nodes: keep the part before or after them, or use another provider."""
+    if frozen := _frozen(model, spec, findings):
+        return frozen
+    refused = {name for each in findings.refused for name in each.node.output if name}
+    rest = [n for n in findings.flow.nodes if not refused.intersection(n.output)]
+    if all(node.op_type in _TRIVIAL for node in rest):
+        return 'Nothing else is worth compiling: use the cpu provider (provider = "cpu").', ()
+    after, before = _reached(findings, refused), _reached(findings, refused, backward=True)
+    if not any(after.intersection(node.output) for node in rest):
+        outputs = _last_outputs(model, rest, findings, refused)
+        cut: dict[str, Any] | None = {"outputs": outputs}
+        hint = (
+            f"Keep the part before them, up to {_quoted(outputs)}, and compute the rest in the app."
+        )
+    elif not any(before.intersection(node.output) for node in rest):
+        used = {name for node in rest for name in node.input}
+        inputs = sorted(used & refused)
+        cut = {"inputs": inputs}
+        hint = f"Keep the part after them, from {_quoted(inputs)}, and compute the rest in the app."
+    else:
+        cut = None
+        hint = "Keep only the part before or after them, and compute the rest in the app."
+    lower = Setting(target.key / "min-coverage", _rounded(findings.share))
+    hint = f"{hint} Or let the CPU compute them, with a lower min-coverage."
+    return hint, (Setting(spec.key / "cut", cut), lower)
+
+
+def _frozen(
+    model: onnx.ModelProto, spec: ModelSpec, findings: Findings
+) -> tuple[str, tuple[Setting, ...]] | None:
+    """The inputs to freeze, if they decide whatever is refused."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for each in findings.refused:
+        by = decided(findings.flow, each.decider) if each.decider else None
+        if by is None:
+            return None
+        found |= by.inputs
+    whole = Decided(found)
+    return f"Freeze {whole}, which decides it.", whole.settings(spec.key)
+
+
+def _reached(findings: Findings, names: set[str], *, backward: bool = False) -> set[str]:
+    """The values that depend on those called ``names``; with ``backward`` those that these depend on."""
+    found = set(names)
+    for node in reversed(findings.flow.nodes) if backward else findings.flow.nodes:
+        given, taken = (node.output, node.input) if backward else (node.input, node.output)
+        if found.intersection(given):
+            found.update(filter(None, taken))
+    return found
+
+
+def _last_outputs(
+    model: onnx.ModelProto, rest: Sequence[onnx.NodeProto], findings: Findings, refused: set[str]
+) -> list[str]:
+    """The values of ``rest`` that refused nodes or outputs of the graph take, in the order of the graph."""
+    taken = {name for each in findings.refused for name in each.node.input}
+    taken |= {value.name for value in model.graph.output} - refused
+    return [name for node in rest for name in node.output if name in taken]
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return listing(map(repr, names))
+
+
+def _refused(
+    node: onnx.NodeProto,
+    limits: Limits,
+    flow: Flow,
+    kinds: Mapping[str, str],
+    fixed: frozenset[str],
+) -> Refused | None:
+    """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may take it."""
+    operator = graph.operator(node)
+    if node.op_type in TREES and node.domain in limits.domains:
+        return Refused(node, "is an ensemble of trees, and the EP is for neural networks")
+    for name in (*node.input, *node.output):
+        kind = kinds.get(name)
+        if kind in limits.kinds:
+            what = "strings" if kind == "string" else f"a {kind}"
+            return Refused(node, f"has {what} ({name!r})")
+    if node.domain in limits.domains and operator not in limits.known:
+        return Refused(node, f"is an operator of {node.domain}, which the EP does not have")
+    for index in limits.shapes_from.get(operator, ()):
+        name = node.input[index] if index < len(node.input) else ""
+        if name and flow.depends([name]) and not fixed.issuperset(node.output):
+            return Refused(node, "has an output whose shape depends on the values of", name)
+    if operator == "Loop" and not limits.loops and flow.depends(node.input[:1]):
+        return Refused(node, "has a number of rounds that depends on", node.input[0])
+    return None
+
+
+def _kinds(main: onnx.GraphProto) -> dict[str, str]:
+    """The values of ``main`` that are no tensors of numbers: by their types, or by what makes them."""
+    kinds: dict[str, str] = {}
+    for value in (*main.input, *main.output, *main.value_info):
+        if kind := _kind(value.type):
+            kinds[value.name] = kind
+    for tensor in main.initializer:
+        if tensor.data_type == TensorProto.STRING:
+            kinds[tensor.name] = "string"
+    for node in main.node:
+        kind = _made(node, kinds)
+        if kind and node.output and node.output[0]:
+            kinds.setdefault(node.output[0], kind)
+    return kinds
+
+
+def _kind(type_: onnx.TypeProto) -> str | None:
+    name = type_.WhichOneof("value")
+    if name == "tensor_type":
+        return "string" if type_.tensor_type.elem_type == TensorProto.STRING else None
+    return name.removesuffix("_type") if name in _OTHER_TYPES else None
+
+
+_OTHER_TYPES = frozenset({"sequence_type", "map_type", "optional_type"})
+
+
+def _made(node: onnx.NodeProto, kinds: Mapping[str, str]) -> str | None:
+    """The kind of the first output of ``node``; None for a tensor of numbers, or if it is not known."""
+    operator = graph.operator(node)
+    if operator in _SAME_KIND:
+        given = node.input[1:2] if operator == "Where" else node.input[:1]
+        return next((kinds[name] for name in given if kinds.get(name) == "string"), None)
+    if operator == "Cast":
+        return "string" if graph.attribute(node, "to", 0) == TensorProto.STRING else None
+    if node.domain == "ai.onnx.ml" and _has_string_classes(node):
+        return "string"
+    return _MAKES.get(operator)
+
+
+_CLASSES = frozenset({"classlabels_strings", "values_strings", "cats_strings"})
+
+
+def _has_string_classes(node: onnx.NodeProto) -> bool:
+    given = {each.name for each in node.attribute if len(each.strings)}
+    if node.op_type == "LabelEncoder":
+        return "values_strings" in given
+    return node.op_type.endswith("Classifier") and not given.isdisjoint(_CLASSES)
+
+
+def _fixed_values(main: onnx.GraphProto) -> frozenset[str]:
+    """The values whose shapes the file says, with all sizes."""
+    values = (*main.value_info, *main.output)
+    return frozenset(
+        value.name
+        for value in values
+        if value.type.tensor_type.HasField("shape") and graph.facts(value).is_fixed
+    )

@@ -1,0 +1,51 @@
+"""Small exact rewrites of models, for EPs that refuse an operator or a form of it.
+
+Each replaces nodes by others that compute the same, and is applied only where an EP has refused them.
+"""
+
+from __future__ import annotations
+
+import onnx
+
+from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.rewrites.basics import SIMPLER
+from hatch_epcontext.graph.rewrites.branches import BRANCHES
+from hatch_epcontext.graph.rewrites.casts import INTEGER_CASTS
+from hatch_epcontext.graph.rewrites.clip import COMPUTED_BOUNDS
+from hatch_epcontext.graph.rewrites.einsum import EINSUM
+from hatch_epcontext.graph.rewrites.functions import DEFINITIONS
+from hatch_epcontext.graph.rewrites.fused import FUNCTIONS, FUSED
+from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
+from hatch_epcontext.graph.rewrites.recurrent import DEFAULT_ACTIVATIONS
+from hatch_epcontext.graph.rewrites.reverse import REVERSED
+from hatch_epcontext.graph.rewrites.sequences import SEQUENCES
+from hatch_epcontext.graph.rewrites.shapes import SHAPES
+
+REWRITES: tuple[Rewrite, ...] = (
+    BRANCHES,
+    SEQUENCES,
+    REVERSED,
+    DEFAULT_ACTIVATIONS,
+    FUSED,
+    FUNCTIONS,
+    DEFINITIONS,
+    SIMPLER,
+    COMPUTED_BOUNDS,
+    INTEGER_CASTS,
+    EINSUM,
+    FEW_DIMENSIONS,
+    SHAPES,
+)
+"""All rewrites, in the order in which they are applied."""
+
+
+def rewrite(
+    model: onnx.ModelProto, refused: frozenset[str], rewrites: tuple[Rewrite, ...] = REWRITES
+) -> tuple[str, ...]:
+    """Apply ``rewrites`` to ``model``, in place, where its nodes have ``refused`` operators.
+
+    Returns the names of those that did something.
+    """
+    return tuple(
+        each.name for each in rewrites if each.operators & refused and each.apply(model, refused)
+    )

@@ -1,0 +1,166 @@
+"""An ``If`` whose condition is computed from the data: both branches are computed, and one is taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.rewrites.base import Array, Rewrite, Values, copy, replace
+
+_NAMES = """
+Abs Add And AveragePool BatchNormalization Ceil Celu Clip Concat Constant Conv ConvTranspose Cos Elu Equal
+Erf Exp Flatten Floor Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual HardSigmoid HardSwish
+Identity InstanceNormalization LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool
+Mean Min Mish Mul Neg Not Or PRelu Reciprocal Relu Round Selu Shape Sigmoid Sign Sin Softmax Softplus Softsign
+Sqrt Sub Sum Tan Tanh ThresholdedRelu Transpose Where Xor
+"""
+_NEVER_FAIL = frozenset(_NAMES.split())
+"""Operators that give a result for any values of the right shapes and dtypes."""
+
+_OF_FLOATS = frozenset({"Cast", "Div", "Pow"})
+"""Those that give one for any floats: integers are not divided by zero."""
+
+_NAMES = """
+Expand Gather Pad ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare
+Reshape Slice Split Squeeze Tile Unsqueeze
+"""
+_OF_CONSTANTS = frozenset(_NAMES.split())
+"""Those that give one if all their inputs but the first are constants."""
+
+_MOST_CONDITIONS = 3
+"""The number of conditions of which all combinations are tried."""
+
+
+def _apply(model: onnx.ModelProto, refused: frozenset[str]) -> int:
+    if not any(node.op_type == "If" for node in model.graph.node) or "If" not in refused:
+        return 0
+    values = Values(model)
+    wanted = frozenset({"If"})
+    return replace(model.graph, _both_branches, values, wanted)
+
+
+BRANCHES = Rewrite("If as both branches and Where", frozenset({"If"}), _apply)
+
+
+def _both_branches(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None:
+    branches = [graph.attribute(node, name, None) for name in ("then_branch", "else_branch")]
+    then, other = branches
+    shape = values.shape(node.input[0])
+    if shape is None or any(size != 1 for size in shape):
+        return None
+    if not all(_is_safe(each, values) for branch in branches for each in branch.node):
+        return None
+    pairs = list(zip(node.output, then.output, other.output, strict=True))
+    if any(
+        _form(a.name, values) is None or _form(a.name, values) != _form(b.name, values)
+        for _, a, b in pairs
+    ):
+        return None
+    result: list[onnx.NodeProto] = []
+    new_names = [_inline(branch, values, result) for branch in branches]
+    for output, a, b in pairs:
+        taken = [
+            names.get(each.name, each.name) for names, each in zip(new_names, (a, b), strict=True)
+        ]
+        rank = len(values.shape(a.name) or ())
+        condition = node.input[0]
+        if len(shape) > rank:
+            condition = values.fresh(f"{condition}/scalar")
+            sizes = values.store(f"{condition}/shape", np.ones(rank, np.int64))
+            result.append(helper.make_node("Reshape", [node.input[0], sizes], [condition]))
+        result.append(helper.make_node("Where", [condition, *taken], [output]))
+    return result
+
+
+def _form(name: str, values: Values) -> tuple[int, tuple[int, ...]] | None:
+    elem_type, shape = values.elem_type(name), values.shape(name)
+    return None if elem_type is None or shape is None else (elem_type, shape)
+
+
+def _is_safe(node: onnx.NodeProto, values: Values) -> bool:
+    """Whether ``node`` gives a result of a known shape for any data."""
+    if node.domain or any(_form(name, values) is None for name in filter(None, node.output)):
+        return False
+    if node.op_type in _OF_FLOATS:
+        dtypes = [values.dtype(name) for name in node.input]
+        return all(dtype is not None and dtype.kind == "f" for dtype in dtypes)
+    if node.op_type in _OF_CONSTANTS:
+        return all(values.constant(name) is not None for name in node.input[1:] if name)
+    return node.op_type in _NEVER_FAIL
+
+
+def _inline(
+    branch: onnx.GraphProto, values: Values, result: list[onnx.NodeProto]
+) -> Mapping[str, str]:
+    """Add the nodes of ``branch`` to ``result``; returns the new names of its values."""
+    names: dict[str, str] = {}
+    for tensor in branch.initializer:
+        names[tensor.name] = values.move(tensor)
+    for node in branch.node:
+        names.update({name: values.fresh(name) for name in node.output if name})
+    for node in branch.node:
+        new = copy(node)
+        for list_ in (new.input, new.output):
+            list_[:] = [names.get(name, name) for name in list_]
+        result.append(new)
+    return names
+
+
+def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
+    """The conditions of the nodes ``If`` of ``before`` that ``after`` does not have any more."""
+    left = {name for node in after.graph.node if node.op_type == "If" for name in node.output}
+    found = (
+        node.input[0]
+        for node in before.graph.node
+        if node.op_type == "If" and left.isdisjoint(node.output)
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def with_inputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
+    """A copy of ``model`` in which the conditions ``names`` are inputs, instead of being computed."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    values = Values(result)
+    given = {value.name for value in result.graph.input}
+    for name in names:
+        if name in given:
+            continue
+        for node in result.graph.node:
+            node.output[:] = [values.fresh(name) if each == name else each for each in node.output]
+        shape = values.shape(name)
+        assert shape is not None, "it was a condition of one value"
+        result.graph.input.append(
+            helper.make_tensor_value_info(name, onnx.TensorProto.BOOL, list(shape))
+        )
+        for value in [each for each in result.graph.value_info if each.name == name]:
+            result.graph.value_info.remove(value)
+    return result
+
+
+def assignments(
+    session: ort.InferenceSession, conditions: tuple[str, ...]
+) -> Iterator[dict[str, Array]]:
+    """Values for ``conditions``: all combinations of a few; of many, all the same or one different."""
+    shapes = {each.name: each.shape for each in session.get_inputs()}
+    combinations: Iterable[tuple[bool, ...]] = itertools.product(
+        (True, False), repeat=len(conditions)
+    )
+    if len(conditions) > _MOST_CONDITIONS:
+        count = range(len(conditions))
+        combinations = [
+            tuple((each == one) is given for each in count)
+            for given in (True, False)
+            for one in (-1, *count)
+        ]
+    for given in combinations:
+        yield {
+            name: np.full(shapes[name], value)
+            for name, value in zip(conditions, given, strict=True)
+        }

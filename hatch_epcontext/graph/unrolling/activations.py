@@ -1,0 +1,104 @@
+"""The activation functions of LSTM, GRU and RNN, as nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.unrolling.builder import Builder
+from hatch_epcontext.worker.tensors import Array
+
+_PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softplus")}
+
+_ALPHA: dict[str, float | None] = {
+    "leakyrelu": 0.01,
+    "elu": 1.0,
+    "hardsigmoid": 0.2,
+    "thresholdedrelu": None,
+    "affine": None,
+    "scaledtanh": None,
+}
+"""The functions that take alpha, with its value where the node has none; None where runtimes differ."""
+
+_BETA: dict[str, float | None] = {"hardsigmoid": 0.5, "affine": None, "scaledtanh": None}
+_OTHERS = frozenset({"softsign"})
+_WITH_ALPHA = {"leakyrelu": "LeakyRelu", "thresholdedrelu": "ThresholdedRelu", "elu": "Elu"}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function by its name in small letters, with the values of its parameters."""
+
+    name: str
+    alpha: float
+    beta: float
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the function hardly changes for values far from 0."""
+        return self.name in ("sigmoid", "tanh")
+
+    def apply(self, value: str, dtype: np.dtype[np.generic], builder: Builder, hint: str) -> str:
+        """Add the function of ``value``, which has elements of ``dtype``."""
+
+        def number(of: float) -> str:
+            values: Array = np.asarray(of, dtype)
+            return builder.constant(values, f"{hint}/number")
+
+        def affine(of: str, alpha: float, beta: float) -> str:
+            scaled = builder.add("Mul", [of, number(alpha)], hint)
+            return builder.add("Add", [scaled, number(beta)], hint)
+
+        if self.name in _PLAIN:
+            return builder.add(_PLAIN[self.name], [value], hint)
+        if self.name in _WITH_ALPHA:
+            return builder.add(_WITH_ALPHA[self.name], [value], hint, alpha=self.alpha)
+        if self.name == "hardsigmoid":
+            return builder.add("HardSigmoid", [value], hint, alpha=self.alpha, beta=self.beta)
+        if self.name == "softsign":
+            # Few EPs have Softsign itself.
+            size = builder.add("Add", [builder.add("Abs", [value], hint), number(1.0)], hint)
+            return builder.add("Div", [value, size], hint)
+        if self.name == "affine":
+            return affine(value, self.alpha, self.beta)
+        scaled = builder.add("Mul", [value, number(self.beta)], hint)
+        curved = builder.add("Tanh", [scaled], hint)
+        return builder.add("Mul", [curved, number(self.alpha)], hint)
+
+
+def activations(
+    node: onnx.NodeProto, defaults: Sequence[str], directions: int
+) -> list[list[Activation]] | None:
+    """The functions of each direction of ``node``; None if it has unknown ones, the wrong
+    number, or too few parameters.
+    """
+    named = [
+        name.decode("utf-8", "replace").casefold()
+        for name in graph.attribute(node, "activations", [])
+    ]
+    names = named or [name.casefold() for name in defaults] * directions
+    if node.op_type == "RNN":
+        # Its default names those of two directions, and the second is unused for one.
+        names = names[:directions]
+    if len(names) != directions * len(defaults) or not all(
+        name in {*_PLAIN, *_ALPHA, *_OTHERS} for name in names
+    ):
+        return None
+    alphas = iter(graph.attribute(node, "activation_alpha", []))
+    betas = iter(graph.attribute(node, "activation_beta", []))
+    found: list[Activation] = []
+    for name in names:
+        alpha, beta = _next(name, _ALPHA, alphas), _next(name, _BETA, betas)
+        if alpha is None or beta is None:
+            return None
+        found.append(Activation(name, alpha, beta))
+    return [found[at : at + len(defaults)] for at in range(0, len(found), len(defaults))]
+
+
+def _next(name: str, known: dict[str, float | None], values: Iterator[float]) -> float | None:
+    """The next of ``values`` for a function that takes one, or its default; 0 for another function."""
+    return next(values, known[name]) if name in known else 0.0

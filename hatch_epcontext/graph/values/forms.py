@@ -1,0 +1,330 @@
+"""Values of a graph as linear forms of its inputs, as far as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.values.known import Known
+
+Bounds = tuple[float, float]
+"""The smallest and the largest value of something that differs from element to element."""
+
+STANDARD = ("", "ai.onnx")
+"""The names of ONNX's own domain."""
+
+_MOST_FORMS = 8
+"""Ways to one value that are followed."""
+
+INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
+"""What is raised for a node that is not as its operator wants it: opening a session says why."""
+
+_EVERYTHING = (-math.inf, math.inf)
+
+Truth = Literal["", "itself", "compared"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A value that is, for each of ``scales``, a factor times that input, plus ``offset``.
+
+    ``within``: what a limit on the way guarantees, whatever the input is. ``whole``: it was rounded on
+    the way. ``truth``: whether it became true or false, by ``"itself"`` or because it was ``"compared"``.
+    ``selected``: it is 0 where it does not count. ``counted``: it counts from 0 up to the input.
+    """
+
+    scales: tuple[tuple[str, Bounds], ...]
+    offset: Bounds = (0.0, 0.0)
+    within: Bounds = _EVERYTHING
+    whole: bool = False
+    truth: Truth = ""
+    selected: bool = False
+    counted: bool = False
+
+    def plus(self, offset: Bounds) -> Form:
+        return replace(self, offset=_sum(self.offset, offset), within=_sum(self.within, offset))
+
+    def times(self, factor: Bounds) -> Form:
+        return replace(
+            self,
+            scales=tuple((name, _product(scale, factor)) for name, scale in self.scales),
+            offset=_product(self.offset, factor),
+            within=_product(self.within, factor),
+        )
+
+    def clipped(self, low: float, high: float) -> Form:
+        return replace(self, within=(max(self.within[0], low), min(self.within[1], high)))
+
+    def with_form(self, other: Form) -> Iterator[Form]:
+        """The sum with ``other``: of different inputs, or of what is selected of one, which is either."""
+        if self.selected and other.selected:
+            yield from (self, other)
+        elif not {name for name, _ in self.scales} & {name for name, _ in other.scales}:
+            yield self._added(other)
+
+    def _added(self, other: Form) -> Form:
+        return Form(
+            self.scales + other.scales,
+            _sum(self.offset, other.offset),
+            _sum(self.within, other.within),
+            self.whole and other.whole,
+        )
+
+
+Forms = dict[str, tuple[Form, ...]]
+"""The forms of each value that has some."""
+
+
+def follow(part: graph.Part, forms: Forms, known: Known) -> Iterator[onnx.NodeProto]:
+    """Add to ``forms`` those of all values in ``part`` and the graphs inside it.
+
+    Yields each node that takes a value with forms, when those of what it takes are complete.
+    """
+    for node in part.node:
+        inner = [each for given in node.attribute for each in graph.attribute_graphs(given)]
+        is_followed = any(name in forms for name in node.input)
+        if is_followed:
+            yield node
+        for each in inner:
+            forms.update(_entering(node, each, forms))
+            yield from follow(each, forms, known)
+        if inner:
+            forms.update(_leaving(node, inner, forms))
+        elif is_followed and node.domain in STANDARD:
+            forms.update(_results(node, forms, known))
+
+
+def _entering(node: onnx.NodeProto, inner: onnx.GraphProto, forms: Forms) -> Forms:
+    """The forms of what a loop passes to its body."""
+    given = list(node.input)
+    # A Loop counts its rounds itself, and all else has the place that it has outside.
+    return {
+        value.name: forms[name]
+        for value, name in zip(inner.input, given, strict=False)
+        if name in forms and node.op_type in ("Loop", "Scan")
+    }
+
+
+def _leaving(node: onnx.NodeProto, inner: Iterable[onnx.GraphProto], forms: Forms) -> Forms:
+    """The forms of what the graphs inside ``node`` return."""
+    skipped = 1 if node.op_type == "Loop" else 0
+    return {
+        outside: forms[value.name]
+        for each in inner
+        for outside, value in zip(node.output, list(each.output)[skipped:], strict=False)
+        if value.name in forms
+    }
+
+
+def _results(node: onnx.NodeProto, forms: Forms, known: Known) -> Forms:
+    rule = _RULES.get(node.op_type)
+    if rule is None:
+        return {}
+    try:
+        found = tuple(dict.fromkeys(rule(node, forms, known)))[:_MOST_FORMS]
+    except INVALID:
+        return {}
+    outputs = node.output if node.op_type == "Split" else node.output[:1]
+    return dict.fromkeys(outputs, found) if found else {}
+
+
+_Rule = Callable[[onnx.NodeProto, Forms, Known], Iterable[Form]]
+
+
+def _kept(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterable[Form]:
+    """Those of the first operand."""
+    return forms.get(node.input[0], ())
+
+
+def _joined(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    """Those of all operands: the result has values of each."""
+    for name in node.input:
+        yield from forms.get(name, ())
+
+
+def _updated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    """Those of the first and the third operand, such as the data and the updates of a scatter."""
+    for name in (*node.input[:1], *node.input[2:3]):
+        yield from forms.get(name, ())
+
+
+def _chosen(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    for name in node.input[1:3]:
+        yield from forms.get(name, ())
+
+
+def _cast(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    to = graph.attribute(node, "to", 0)
+    for form in forms.get(node.input[0], ()):
+        if to == onnx.TensorProto.BOOL:
+            yield replace(form, truth=form.truth or "itself")
+        else:
+            yield replace(form, whole=form.whole or to in _WHOLE)
+
+
+def _rounded(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    for form in forms.get(node.input[0], ()):
+        yield replace(form, whole=True)
+
+
+def _equal(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    """Truths: those of all operands, if the others are 0 or 1 or truths too."""
+    for name in node.input:
+        value = known.value(name)
+        if value is not None and (value.size != 1 or value.item() not in (0, 1)):
+            return
+    for form in _joined(node, forms, known):
+        yield replace(form, truth=form.truth or "itself")
+
+
+def _compared(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    for form in _joined(node, forms, known):
+        yield replace(form, truth="compared")
+
+
+def _added(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    first, second = node.input[:2]
+    sign = -1.0 if node.op_type == "Sub" else 1.0
+    if (bounds := constant_bounds(second, known)) is not None:
+        yield from (form.plus(_product(bounds, (sign, sign))) for form in forms.get(first, ()))
+    elif (bounds := constant_bounds(first, known)) is not None:
+        yield from (form.times((sign, sign)).plus(bounds) for form in forms.get(second, ()))
+    else:
+        for a in forms.get(first, ()):
+            for b in forms.get(second, ()):
+                yield from a.with_form(b.times((sign, sign)))
+
+
+def _multiplied(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    first, second = node.input[:2]
+    for name, other in ((first, second), (second, first)):
+        if (bounds := constant_bounds(other, known)) is not None:
+            yield from (form.times(bounds) for form in forms.get(name, ()))
+        elif any(form.truth for form in forms.get(other, ())):
+            yield from (replace(form, selected=True) for form in forms.get(name, ()))
+
+
+def _divided(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    bounds = constant_bounds(node.input[1], known)
+    if bounds is not None and (bounds[0] > 0 or bounds[1] < 0):
+        factor = (1 / bounds[1], 1 / bounds[0])
+        yield from (form.times(factor) for form in forms.get(node.input[0], ()))
+
+
+def _negated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    yield from (form.times((-1.0, -1.0)) for form in forms.get(node.input[0], ()))
+
+
+def _summed(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    """Sums of up to as many values as there are."""
+    shape = known.shape(node.input[0])
+    count = math.prod(size or 1 for size in shape) if shape else 1
+    for form in forms.get(node.input[0], ()):
+        yield form if form.truth else form.times((1.0, float(max(count, 1))))
+
+
+def _limited(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    low, high = clip_bounds(node, known)
+    yield from (form.clipped(low, high) for form in _joined(node, forms, known))
+
+
+def _counted(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+    if len(node.input) > 1:
+        for form in forms.get(node.input[1], ()):
+            yield replace(form.plus((-1.0, -1.0)), counted=True)
+
+
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(
+        (
+            *(
+                "Identity",
+                "Reshape",
+                "Flatten",
+                "Transpose",
+                "Squeeze",
+                "Unsqueeze",
+                "Expand",
+                "Tile",
+            ),
+            *("Slice", "Split", "Gather", "GatherElements", "GatherND", "Compress", "Pad", "Trilu"),
+            *("ReduceMax", "ReduceMin", "ReduceMean", "Abs", "Dropout", "ReverseSequence", "TopK"),
+            *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
+        ),
+        _kept,
+    ),
+    **dict.fromkeys(("Floor", "Ceil", "Round"), _rounded),
+    **dict.fromkeys(("ScatterElements", "ScatterND", "Scatter"), _updated),
+    **dict.fromkeys(("Equal", "Not", "And", "Or"), _equal),
+    **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compared),
+    **dict.fromkeys(("Add", "Sub"), _added),
+    **dict.fromkeys(("ReduceSum", "CumSum"), _summed),
+    **dict.fromkeys(("Min", "Max", "Clip"), _limited),
+    "Cast": _cast,
+    "Concat": _joined,
+    "Where": _chosen,
+    "Mul": _multiplied,
+    "Div": _divided,
+    "Neg": _negated,
+    "Range": _counted,
+}
+
+_WHOLE = frozenset(
+    {
+        onnx.TensorProto.INT64,
+        onnx.TensorProto.INT32,
+        onnx.TensorProto.INT16,
+        onnx.TensorProto.INT8,
+        onnx.TensorProto.UINT64,
+        onnx.TensorProto.UINT32,
+        onnx.TensorProto.UINT16,
+        onnx.TensorProto.UINT8,
+    }
+)
+
+
+def constant_bounds(name: str, known: Known) -> Bounds | None:
+    """The smallest and the largest value of the constant ``name``; None if it is no finite constant."""
+    value = known.value(name)
+    if value is None or not value.size:
+        return None
+    low, high = float(value.min()), float(value.max())
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+
+
+def clip_bounds(node: onnx.NodeProto, known: Known) -> Bounds:
+    """Between which constants ``node``, a Clip, Min or Max, keeps its values."""
+    if node.op_type == "Clip":
+        low, high = (_clip_bound(node, i, name, known) for i, name in ((1, "min"), (2, "max")))
+        return (-math.inf if low is None else low, math.inf if high is None else high)
+    bounds = [each for name in node.input if (each := constant_bounds(name, known)) is not None]
+    if node.op_type == "Min":
+        return -math.inf, min((high for _, high in bounds), default=math.inf)
+    return max((low for low, _ in bounds), default=-math.inf), math.inf
+
+
+def _clip_bound(node: onnx.NodeProto, operand: int, name: str, known: Known) -> float | None:
+    given = graph.attribute(node, name, None)
+    if isinstance(given, float):
+        return given if math.isfinite(given) else None
+    if len(node.input) > operand and node.input[operand]:
+        bounds = constant_bounds(node.input[operand], known)
+        return bounds[0] if bounds else None
+    return None
+
+
+def _sum(a: Bounds, b: Bounds) -> Bounds:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _product(a: Bounds, b: Bounds) -> Bounds:
+    # 0 times infinity is nothing that a value has.
+    with np.errstate(all="ignore"):
+        products = [0.0 if 0 in (x, y) else x * y for x in a for y in b]
+    return min(products), max(products)

@@ -1,0 +1,114 @@
+"""Kinds of inputs that their names and shapes give away: masks, lengths, images."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from hatch_epcontext.graph.values.forms import Bounds
+from hatch_epcontext.worker.facts import Range, TensorFacts
+
+_MASK = re.compile(r"mask", re.IGNORECASE)
+_LENGTH = re.compile(
+    r"(^|[^a-z])(len|lens|length|lengths|seqlens?|num_?frames|n_?frames|num_?samples)([^a-z]|$)",
+    re.IGNORECASE,
+)
+_NO_IMAGE = re.compile(
+    r"mel|spec|feat|fbank|mfcc|audio|wave?|signal|latent|noise|past|cache|state", re.IGNORECASE
+)
+
+_SCALE = re.compile(r"scale|speed|temperature|rate", re.IGNORECASE)
+"""Numbers around 1, by which something is multiplied."""
+
+_MOST_SCALES = 8
+
+_BATCH = re.compile(r"batch|^(n|b|bs)$", re.IGNORECASE)
+_ALONG = re.compile(
+    r"len|seq|time|frame|sample|token|word|char|phoneme|step|num_|points|^t$", re.IGNORECASE
+)
+_STATE = re.compile(r"^(h|c|hn|cn|h_?[0n]|c_?[0n])$|hidden|cell|state", re.IGNORECASE)
+
+DimensionKind = Literal["batch", "height", "width", "length", "other"]
+"""What an open dimension is."""
+
+_CHANNELS = (1, 3, 4)
+
+_SMALLEST_IMAGE = 8
+"""Pixels along a side."""
+
+_SCALED = 0.03
+"""The factor below which a graph brings bytes near to 1: those in use are 1/255 to 1/57."""
+
+_CENTERED = -60.0
+"""The offset below which a graph subtracts the mean of bytes."""
+
+
+def is_mask_name(name: str) -> bool:
+    """Whether an input with this name chooses what counts."""
+    return bool(_MASK.search(name))
+
+
+def is_length_name(name: str) -> bool:
+    """Whether an input with this name says how long another one is."""
+    return bool(_LENGTH.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)))
+
+
+def is_scale(facts: TensorFacts) -> bool:
+    """Whether a float input has only a few numbers by which something is multiplied."""
+    sizes = [size for size in facts.shape if isinstance(size, int)]
+    few = len(sizes) == len(facts.shape) and math.prod(sizes) <= _MOST_SCALES
+    return few and bool(_SCALE.search(facts.name))
+
+
+def looks_like_image(facts: TensorFacts) -> bool:
+    """Whether a convolution of this input is one of an image, whose channels are at either end."""
+    if len(facts.shape) != 4 or _NO_IMAGE.search(facts.name):
+        return False
+    return any(_is_image(facts.shape[axis], sides) for axis, sides in _layouts(facts))
+
+
+def _layouts(facts: TensorFacts) -> Sequence[tuple[int, tuple[object, ...]]]:
+    return ((1, facts.shape[2:]), (3, facts.shape[1:3]))
+
+
+def _is_image(channels: object, sides: tuple[object, ...]) -> bool:
+    return channels in _CHANNELS and not any(
+        isinstance(size, int) and size < _SMALLEST_IMAGE for size in sides
+    )
+
+
+def image_range(scale: Bounds, offset: Bounds) -> Range:
+    """The range of an image of which the first convolution gets ``scale`` times it plus ``offset``."""
+    of_bytes = 0 < scale[1] < _SCALED or offset[1] < _CENTERED
+    return Range(0.0, 255.0 if of_bytes else 1.0, known=False)
+
+
+def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> DimensionKind:
+    """What the open dimension ``axis`` of an input is, as far as its name and place say so.
+
+    ``is_state``: whether the input is the state of a recurrent layer.
+    """
+    name = facts.shape[axis]
+    if isinstance(name, str) and _BATCH.search(name):
+        return "batch"
+    along = isinstance(name, str) and bool(_ALONG.search(name))
+    rank = len(facts.shape)
+    if rank == 3 and axis == 1 and not along and (is_state or _STATE.search(facts.name)):
+        return "batch"
+    if axis == 0 and not along and (rank > 1 or is_length_name(facts.name)):
+        return "batch"
+    sides = _sides(facts)
+    if axis in sides:
+        return "height" if axis == sides[0] else "width"
+    return "length" if rank <= 3 or along else "other"
+
+
+def _sides(facts: TensorFacts) -> tuple[int, ...]:
+    """The axes of height and width, if the input can be images."""
+    if len(facts.shape) == 4 and not _NO_IMAGE.search(facts.name):
+        for channels, sides in ((1, (2, 3)), (3, (1, 2))):
+            if facts.shape[channels] in _CHANNELS:
+                return sides
+    return ()

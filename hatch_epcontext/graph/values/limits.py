@@ -1,0 +1,304 @@
+"""Which operands of a node have limits: indices, lengths, sizes, masks, and values that are clipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.values.forms import INVALID, STANDARD, clip_bounds
+from hatch_epcontext.graph.values.known import Known
+
+_LARGEST_CLIP = 1e4
+"""The largest limit that says something about the values: exporters also write those of a dtype."""
+
+_MOST_CHANGED = 8
+"""The largest size that an input sets freely, such as the times that something is repeated."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The operand number ``operand`` is between ``low`` and ``high``, both included.
+
+    ``kind``: ``"index"`` must not be left; ``"length"`` neither, and ``high`` is infinite where the graph
+    does not say what is measured; ``"clip"`` is where values make a difference; a ``"mask"`` is true or
+    false; ``"choice"`` is one of the values with which a number is compared. ``usual`` is the value in
+    normal use.
+    """
+
+    operand: int
+    low: float
+    high: float
+    kind: Literal["index", "length", "clip", "mask", "choice"] = "index"
+    usual: float | None = None
+
+
+_Found = Iterator[Limit]
+
+
+def limits(node: onnx.NodeProto, known: Known) -> list[Limit]:
+    """Return the limits of the operands of ``node``; none for one that is not as its operator wants it."""
+    if node.domain in STANDARD:
+        rule = _RULES.get(node.op_type)
+    else:
+        rule = _RULES_OF_ONNX_RUNTIME.get(node.op_type) if node.domain == "com.microsoft" else None
+    try:
+        found = [] if rule is None else list(rule(node, known))
+    except INVALID:
+        return []
+    return [each for each in found if each.operand < len(node.input) and each.low <= each.high]
+
+
+def _operand(node: onnx.NodeProto, number: int) -> str:
+    return node.input[number] if number < len(node.input) else ""
+
+
+def _index(operand: int, size: int | None) -> _Found:
+    """An index into ``size`` things."""
+    if size:
+        yield Limit(operand, 0, size - 1)
+
+
+def _length(operand: int, size: int | None) -> _Found:
+    """A length of at most ``size``."""
+    high = math.inf if size is None else size
+    if size is None or size > 0:
+        yield Limit(operand, 1, high, "length", None if size is None else size)
+
+
+def _gather(node: onnx.NodeProto, known: Known) -> _Found:
+    yield from _index(1, known.size(_operand(node, 0), graph.attribute(node, "axis", 0)))
+
+
+def _gather_nd(node: onnx.NodeProto, known: Known) -> _Found:
+    shape = known.shape(_operand(node, 0))
+    depth = known.size(_operand(node, 1), -1)
+    first = graph.attribute(node, "batch_dims", 0)
+    if shape and depth and isinstance(first, int) and first >= 0:
+        chosen = shape[first : first + depth]
+        yield from _index(1, min((size for size in chosen if size), default=None))
+
+
+def _one_hot(node: onnx.NodeProto, known: Known) -> _Found:
+    depth = known.value(_operand(node, 1))
+    if depth is not None and depth.size == 1:
+        yield from _index(0, int(depth.item()))
+    yield Limit(1, 1, _MOST_CHANGED, "index", _MOST_CHANGED)
+
+
+def _equal(node: onnx.NodeProto, known: Known) -> _Found:
+    """A member of a stored range, as exporters write one-hot tables, or a number with special values."""
+    for operand, other in ((0, 1), (1, 0)):
+        value = known.value(_operand(node, other))
+        if value is None or not value.size:
+            continue
+        if value.size == 1:
+            yield Limit(operand, float(value.item()), float(value.item()), "choice")
+            continue
+        members = np.unique(value)
+        if members.size > 1 and (np.diff(members.astype(np.float64)) == 1).all():
+            yield Limit(operand, float(members[0]), float(members[-1]))
+
+
+def _compare(node: onnx.NodeProto, known: Known) -> _Found:
+    """A length that is compared with positions."""
+    for operand, other in ((0, 1), (1, 0)):
+        value = known.value(_operand(node, other))
+        if value is not None and value.size > 1 and value.dtype.kind in "iuf":
+            members = np.unique(value).astype(np.float64)
+            if members.size > 1 and members[0] in (0, 1) and (np.diff(members) == 1).all():
+                yield from _length(operand, int(members[-1] - members[0]) + 1)
+
+
+def _sequence(operand: int, axis: int) -> Callable[[onnx.NodeProto, Known], _Found]:
+    def found(node: onnx.NodeProto, known: Known) -> _Found:
+        yield from _length(operand, known.size(_operand(node, 0), axis))
+
+    return found
+
+
+def _reverse(node: onnx.NodeProto, known: Known) -> _Found:
+    yield from _length(1, known.size(_operand(node, 0), graph.attribute(node, "time_axis", 0)))
+
+
+def _rank(node: onnx.NodeProto, known: Known) -> int | None:
+    shape = known.shape(_operand(node, 0))
+    return None if shape is None else len(shape)
+
+
+def _axis(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
+    def found(node: onnx.NodeProto, known: Known) -> _Found:
+        yield from _index(operand, _rank(node, known))
+
+    return found
+
+
+def _pad(node: onnx.NodeProto, known: Known) -> _Found:
+    yield Limit(1, 0, 2)
+    yield from _index(3, _rank(node, known))
+
+
+def _slice(node: onnx.NodeProto, known: Known) -> _Found:
+    shape = known.shape(_operand(node, 0)) or ()
+    axes = known.value(_operand(node, 3))
+    chosen = range(len(shape)) if axes is None else [int(axis) for axis in axes.ravel()]
+    sizes = [shape[axis] for axis in chosen if -len(shape) <= axis < len(shape)]
+    size = min((each for each in sizes if each), default=1)
+    yield Limit(1, 0, size - 1, usual=0)
+    yield Limit(2, 1, size, usual=size)
+    yield from _index(3, len(shape))
+    yield Limit(4, 1, 1)
+
+
+def _top_k(node: onnx.NodeProto, known: Known) -> _Found:
+    yield from _length(1, known.size(_operand(node, 0), graph.attribute(node, "axis", -1)))
+
+
+def _trilu(node: onnx.NodeProto, known: Known) -> _Found:
+    size = known.size(_operand(node, 0), -1) or 1
+    yield Limit(1, -size, size, usual=0)
+
+
+def _free_sizes(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
+    def found(node: onnx.NodeProto, known: Known) -> _Found:
+        yield Limit(operand, 1, _MOST_CHANGED, usual=1)
+
+    return found
+
+
+def _rounds(node: onnx.NodeProto, known: Known) -> _Found:
+    yield Limit(0, 1, _MOST_CHANGED, usual=_MOST_CHANGED)
+
+
+def _range(node: onnx.NodeProto, known: Known) -> _Found:
+    yield Limit(0, 0, 0)
+    yield from _length(1, None)
+    yield Limit(2, 1, 1)
+
+
+def _resize(node: onnx.NodeProto, known: Known) -> _Found:
+    sizes = known.shape(_operand(node, 0)) or ()
+    yield Limit(2, 1, 2, usual=1)
+    size = max((each for each in sizes if each), default=1)
+    yield Limit(3, 1, size)
+
+
+def _clip(node: onnx.NodeProto, known: Known) -> _Found:
+    low, high = clip_bounds(node, known)
+    if max(abs(low), abs(high)) <= _LARGEST_CLIP:
+        yield Limit(0, low, high, "clip")
+
+
+def _quantize(node: onnx.NodeProto, known: Known) -> _Found:
+    """What does not saturate."""
+    scale, zero = (known.value(_operand(node, number)) for number in (1, 2))
+    if scale is None or zero is None or scale.size != 1 or zero.size != 1:
+        return
+    if zero.dtype.kind in "iu":
+        info, factor, middle = np.iinfo(zero.dtype.name), float(scale.item()), int(zero.item())
+        yield Limit(0, (info.min - middle) * factor, (info.max - middle) * factor, "clip")
+
+
+def _where(node: onnx.NodeProto, known: Known) -> _Found:
+    yield Limit(0, 0, 1, "mask", 1)
+
+
+def _labels(node: onnx.NodeProto, known: Known) -> _Found:
+    yield from _index(1, known.size(_operand(node, 0), 1))
+
+
+def _boxes(node: onnx.NodeProto, known: Known) -> _Found:
+    """The limits of what a detector keeps."""
+    yield from _length(2, known.size(_operand(node, 0), 1))
+    yield Limit(3, 0, 1)
+    yield Limit(4, 0, 1)
+
+
+def _positions(operand: int, table: int) -> Callable[[onnx.NodeProto, Known], _Found]:
+    def found(node: onnx.NodeProto, known: Known) -> _Found:
+        if len(known.shape(_operand(node, table)) or ()) == 2:
+            yield from _index(operand, known.size(_operand(node, table), 0))
+
+    return found
+
+
+def _written(node: onnx.NodeProto, known: Known) -> _Found:
+    """Where a cache is written: as far from its end as what is written is long."""
+    axis = graph.attribute(node, "axis", -2)
+    room, written = (known.size(_operand(node, operand), axis) for operand in (0, 1))
+    if room is not None and written is not None:
+        yield from _index(2, room - written + 1)
+
+
+def _group_query_attention(node: onnx.NodeProto, known: Known) -> _Found:
+    """The lengths of what is in the cache with the new part: minus one, and of the whole batch."""
+    past, new = known.size(_operand(node, 3), 2), known.size(_operand(node, 0), 1)
+    # Shapes behind operators of ONNX Runtime are not known: one new token is what there always is.
+    total = (past or 0) + (new or 1)
+    yield Limit(5, 0, total - 1, usual=total - 1)
+    yield Limit(6, 1, total, usual=total)
+
+
+def _embedding(node: onnx.NodeProto, known: Known) -> _Found:
+    """ONNX Runtime's fused embeddings: tokens, segments and positions, each with its table."""
+    for operand, table in ((0, 2), (1, 4), (8, 3)):
+        yield from _index(operand, known.size(_operand(node, table), 0))
+    yield Limit(7, 0, 1, "mask", 1)
+
+
+def _mask(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
+    def found(node: onnx.NodeProto, known: Known) -> _Found:
+        yield Limit(operand, 0, 1, "mask", 1)
+
+    return found
+
+
+_RULES: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] = {
+    **dict.fromkeys(("Gather", "GatherElements", "ScatterElements", "Scatter"), _gather),
+    **dict.fromkeys(("GatherND", "ScatterND"), _gather_nd),
+    **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _sequence(4, 0)),
+    **dict.fromkeys(
+        (
+            *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1"),
+            *("ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"),
+            *("CumSum", "CumProd", "Squeeze", "Unsqueeze"),
+        ),
+        _axis(1),
+    ),
+    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"), _labels),
+    "NonMaxSuppression": _boxes,
+    "RotaryEmbedding": _positions(3, 1),
+    "TensorScatter": _written,
+    "DFT": _axis(2),
+    **dict.fromkeys(("Expand", "Tile"), _free_sizes(1)),
+    "ConstantOfShape": _free_sizes(0),
+    "Loop": _rounds,
+    "OneHot": _one_hot,
+    "Equal": _equal,
+    "ReverseSequence": _reverse,
+    "Pad": _pad,
+    "Slice": _slice,
+    "TopK": _top_k,
+    "Trilu": _trilu,
+    "Range": _range,
+    "Resize": _resize,
+    "Clip": _clip,
+    "QuantizeLinear": _quantize,
+    "Where": _where,
+}
+
+_RULES_OF_ONNX_RUNTIME: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] = {
+    "EmbedLayerNormalization": _embedding,
+    "GatherBlockQuantized": _gather,
+    "Attention": _mask(3),
+    "MultiHeadAttention": _mask(4),
+    "DynamicQuantizeLSTM": _sequence(4, 0),
+    "RotaryEmbedding": _positions(1, 2),
+    "GroupQueryAttention": _group_query_attention,
+}

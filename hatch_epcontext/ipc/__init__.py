@@ -1,1 +1,0 @@
-"""The process border: requests and replies, and the processes that answer them."""

@@ -1,0 +1,217 @@
+"""A job's result: files in a folder with a record, and how each of its models was validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.errors import Problem
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.providers import Product
+from hatch_epcontext.worker.facts import (
+    Agreement,
+    AgreementStatus,
+    Context,
+    Magnitude,
+    ModelFacts,
+    Simplifier,
+)
+
+GENERATOR = "hatch-epcontext"
+"""The name that manifests and reports give as their generator, followed by the version."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
+
+    ``precision``: how its numbers were changed, in words. ``rewrites``: what was rewritten, because the EP
+    refuses the original; ``options``: those with which it took more. ``tried``: other ways to compile it,
+    each with its result.
+    """
+
+    simplifier: Simplifier
+    nodes_before: int
+    nodes: int
+    control_flow: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    precision: str | None = None
+    rewrites: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that the models of a job took to prepare and to compile."""
+
+    prepare: float
+    compile: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a job compiled. ``preparations`` and ``contexts``: one for each of the job's models, in
+    order; ``files``: by name in the artifact's folder; ``versions``: of the packages that compiled it.
+    """
+
+    product: Product
+    preparations: tuple[Preparation, ...]
+    contexts: tuple[Context, ...]
+    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str]
+    times: Times
+
+
+class ValidationStatus(Enum):
+    """How a context was validated."""
+
+    RAN = "ran"
+    """It was loaded and run on its EP."""
+    RAN_ON_CPU = "ran-on-cpu"
+    """It is an optimized graph, and was run on the CPU EP instead of its own."""
+    RAN_ALONE = "ran-alone"
+    """It shares weights or is for several chips: its files were checked, and the same model was run,
+    compiled alone for each chip."""
+    STRUCTURE = "structure"
+    """Only its files were checked."""
+    NOT_VALIDATED = "not-validated"
+    """Validation is switched off."""
+
+    @property
+    def label(self) -> str:
+        """The status for a table."""
+        return {
+            ValidationStatus.RAN: "ran",
+            ValidationStatus.RAN_ON_CPU: "ran on the CPU only",
+            ValidationStatus.RAN_ALONE: "ran alone",
+            ValidationStatus.STRUCTURE: "NOT run",
+            ValidationStatus.NOT_VALIDATED: "NOT validated",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How a context was validated; ``agreements`` is empty unless outputs were compared.
+
+    ``reason``: why it was not run as the app will run it. ``samples``: the names of the inputs that were
+    compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs so large
+    that the app may never have them. ``large``: values inside the model that come near the limit of the EP's
+    type.
+    """
+
+    status: ValidationStatus
+    agreements: tuple[Agreement, ...] = ()
+    reason: str | None = None
+    samples: tuple[str, ...] = ()
+    synthetic: bool = True
+    warnings: tuple[str, ...] = ()
+    large: tuple[Magnitude, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The status for a table, and whether outputs were compared."""
+        if self.status is ValidationStatus.RAN:
+            return "ran and agrees" if self.compared else "ran, not compared"
+        return self.status.label
+
+    @property
+    def compared(self) -> tuple[Agreement, ...]:
+        """The agreements of the outputs whose comparison says something."""
+        return tuple(a for a in self.agreements if a.status is AgreementStatus.AGREES)
+
+    @property
+    def inconclusive(self) -> tuple[Agreement, ...]:
+        """The agreements that prove nothing."""
+        return tuple(a for a in self.agreements if a.status is AgreementStatus.INCONCLUSIVE)
+
+    @property
+    def cosine(self) -> float | None:
+        """The smallest of the outputs' cosine similarities, if there is one."""
+        return min((a.cosine for a in self.compared if a.cosine is not None), default=None)
+
+    @property
+    def snr(self) -> float | None:
+        """The smallest ratio of signal to noise of an output, in decibels; None if all are equal."""
+        return min((a.snr for a in self.compared if a.snr is not None), default=None)
+
+
+@dataclass(frozen=True)
+class ValidationRun:
+    """A validation, and the seconds in which it opened a session on the context; None if it did not."""
+
+    validation: Validation
+    load: float | None = None
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A job's result on disk."""
+
+    folder: Path
+    record: Record
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.size for file in self.record.files.values())
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source model as this build found it.
+
+    ``records``: of its file and those of its external data, by name in the model's folder.
+    """
+
+    model: Model
+    facts: ModelFacts
+    sha256: str
+    records: Mapping[str, FileRecord]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The model's file, and those of its external data."""
+        return tuple(self.model.path.parent / name for name in self.records)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(record.size for record in self.records.values())
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished job: its artifact, and the validation of each of its models by name.
+
+    ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip.
+    ``loads``: the seconds in which validation opened a session, for each model that it opened.
+    """
+
+    job: Job
+    artifact: Artifact
+    validations: Mapping[str, Validation]
+    cached: bool
+    saved: int = 0
+    loads: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed job, and its problems."""
+
+    job: Job
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a plan, with models and jobs in the plan's order."""
+
+    sources: tuple[Source, ...]
+    built: tuple[Built, ...]
+    failures: tuple[Failure, ...] = ()

@@ -1,0 +1,176 @@
+"""Lists and cleans the folder of a cache, which builds and others that clean it may use at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hatch_epcontext.files import is_report, is_sha256, sweep
+from hatch_epcontext.jobs.artifact import Record
+from hatch_epcontext.jobs.cache.cache_folder import STAGING, discard, is_intact_entry, stored_record
+from hatch_epcontext.jobs.cache.entry import LAYOUT
+from hatch_epcontext.jobs.cache.envelope import DamagedError
+from hatch_epcontext.jobs.cutting import FOLDER as CUT_MODELS
+
+_LEFTOVER_AGE = datetime.timedelta(days=1)
+"""A build that wrote a file so long ago, and did not finish it, does not run any more."""
+
+_SMALL_FILES = ("latest", "locks", "index")
+"""The folders of the layout with small files, which are named by hashes."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One artifact in a cache: its size in bytes, and the time of its last use.
+
+    ``record`` is None where it cannot be read.
+    """
+
+    folder: Path
+    record: Record | None
+    size: int
+    used: datetime.datetime
+
+    @property
+    def fingerprint(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Store:
+    """A whole cache folder, to list and clean it. Builds may use it at the same time."""
+
+    root: Path
+
+    def entries(self) -> list[Entry]:
+        """All artifacts, the most recently used first."""
+        found = filter(None, map(_entry, self._entry_folders()))
+        return sorted(found, key=lambda entry: entry.used, reverse=True)
+
+    def damaged(self) -> list[Entry]:
+        """The artifacts that are not as they were stored; every file is read."""
+        return [
+            entry
+            for entry in self.entries()
+            if entry.record is None or not is_intact_entry(entry.folder, read_all=True)
+        ]
+
+    def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
+        """Remove artifacts unused for ``older_than``, and the longest unused beyond ``max_size`` bytes.
+
+        Also what killed builds left in the folder more than a day ago.
+        """
+        oldest = datetime.datetime.now(datetime.timezone.utc) - older_than if older_than else None
+        kept, removed = 0, []
+        for entry in self.entries():
+            fits = max_size is None or kept + entry.size <= max_size
+            if fits and (oldest is None or entry.used >= oldest):
+                kept += entry.size
+            else:
+                removed.append(entry)
+        for file in self._small_files("locks", "index"):
+            with contextlib.suppress(FileNotFoundError):
+                if oldest is not None and _changed(file.lstat()) < oldest:
+                    file.unlink()
+        self._remove_cut_models(oldest)
+        self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
+        return self._remove(removed)
+
+    def clear(self) -> list[Entry]:
+        """Remove all artifacts, and everything else that builds wrote into the folder."""
+        removed = self._remove(self.entries())
+        self._remove_cut_models(datetime.datetime.max.replace(tzinfo=datetime.timezone.utc))
+        self._remove_leftovers()
+        for file in self._small_files(*_SMALL_FILES):
+            file.unlink(missing_ok=True)
+        for file in _inside(self.root / "reports"):
+            with contextlib.suppress(FileNotFoundError):
+                if file.suffix == ".json" and is_report(file):
+                    file.unlink()
+        return removed
+
+    def _entry_folders(self) -> Iterator[Path]:
+        # In any folder that a user names, only entries that a build can have stored are touched.
+        for group in _inside(self.root / LAYOUT):
+            if re.fullmatch("[0-9a-f]{2}", group.name):
+                yield from (folder for folder in _inside(group) if is_sha256(folder.name))
+
+    def _small_files(self, *folders: str) -> Iterator[Path]:
+        """The files that builds wrote into folders of the layout, named by hashes."""
+        for folder in folders:
+            found = _inside(self.root / LAYOUT / folder)
+            yield from (file for file in found if is_sha256(file.name))
+
+    def _remove_cut_models(self, oldest: datetime.datetime | None) -> None:
+        """Remove the cut models that were made before ``oldest``: a build makes them again."""
+        for folder in _inside(self.root / LAYOUT / CUT_MODELS):
+            with contextlib.suppress(OSError):
+                if is_sha256(folder.name) and oldest and _changed(folder.lstat()) < oldest:
+                    shutil.rmtree(folder)
+
+    def _remove_leftovers(self, before: datetime.datetime | None = None) -> None:
+        """Remove what killed builds left: folders that nobody uses, and files unchanged since ``before``."""
+        sweep(self.root / LAYOUT / STAGING)
+        for path in list(self._leftovers()):
+            # It can be that of a running build, which removes it itself.
+            with contextlib.suppress(OSError):
+                if before is None or _changed(path.lstat()) < before:
+                    path.unlink()
+
+    def _leftovers(self) -> Iterator[Path]:
+        layout = self.root / LAYOUT
+        small = (*(layout / name for name in _SMALL_FILES), self.root / "reports")
+        for folder in (*small, *self._entry_folders()):
+            yield from filter(_is_temporary, _inside(folder))
+
+    def _remove(self, entries: list[Entry]) -> list[Entry]:
+        for entry in entries:
+            discard(entry.folder)
+        return entries
+
+
+def _is_temporary(file: Path) -> bool:
+    """Whether `write_atomically` was writing ``file``."""
+    return re.fullmatch(r"\..+\.\d+-\d+\.tmp", file.name) is not None
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in ``folder``; nothing if it is missing, a link or no folder."""
+    try:
+        return [] if folder.is_symlink() else sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _entry(folder: Path) -> Entry | None:
+    """The entry in ``folder``; None if that is no folder, or if somebody removes it at this moment."""
+    record: Record | None = None
+    try:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return None
+        with contextlib.suppress(DamagedError, PermissionError):
+            record = stored_record(folder)
+    except OSError:
+        return None
+    return Entry(folder, record, _size(folder), _changed(status))
+
+
+def _size(folder: Path) -> int:
+    size = 0
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += (Path(inside) / name).lstat().st_size
+    return size
+
+
+def _changed(status: os.stat_result) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(status.st_mtime, datetime.timezone.utc)

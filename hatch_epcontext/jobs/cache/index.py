@@ -1,0 +1,256 @@
+"""An index of files: from a file's status to its sha256, and from that to the facts of a model.
+
+So a build reads no file that did not change, and needs no worker for a model that it knows. An index is a
+folder of small files, which are written whole or not at all, and which any number of builds may use. Each is
+a document in an envelope: what is damaged is read again.
+
+A status counts only where it is known to change with the content, as `Mounts` knows. Elsewhere the content is
+read in each build.
+
+An `Index` belongs to one build, which sees one version of each file: it fails when a file is not what it
+was at the first look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.files import file_sha256, is_sha256, write_atomically
+from hatch_epcontext.jobs.cache.envelope import DamagedError, envelope_around, read_envelope
+from hatch_epcontext.serialize import from_json, to_json
+
+if TYPE_CHECKING:
+    from hatch_epcontext.jobs.cache.remote import Remote
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a file was at the first look of a build: size in bytes, time of its last change in ns, hex sha256.
+
+    ``trusted``: whether changes show in its status; ``settled``: also one that comes at once.
+    """
+
+    size: int
+    changed: int
+    digest: str
+    sha256: str
+    trusted: bool
+    settled: bool
+
+
+_SETTLED_NS = 2 * 10**9
+"""Nanoseconds after which a changed file must have another status: the coarsest file systems count in
+two seconds."""
+
+
+_TRUE_STATUS = frozenset({"btrfs", "ext2", "ext3", "ext4", "tmpfs", "xfs", "zfs"})
+"""File systems of Linux that change a file's status whenever its content changes.
+
+Two squashfs images that were mounted in turn gave two files the same status, and so did overlays above them.
+Others were not tried.
+"""
+
+
+@dataclass(frozen=True)
+class Mounts:
+    """Knows of the mounted file systems whether they change a file's status whenever its content changes."""
+
+    _known: dict[str, bool] = field(default_factory=dict)
+
+    def have_true_status(self, path: Path) -> bool:
+        """Whether that is known of the file system of the file ``path``; on Linux only.
+
+        What is mounted read-only cannot change, but another image can be mounted in its place, with the same
+        device, inodes and times.
+        """
+        try:
+            # That of the file and not of its folder: a file can be mounted by itself.
+            descriptor = os.open(path, os.O_PATH) if sys.platform == "linux" else None
+            if descriptor is None:
+                return False
+            with os.fdopen(descriptor):
+                about = Path(f"/proc/self/fdinfo/{descriptor}").read_text("ascii")
+            number = about.split("mnt_id:")[1].split()[0]
+            if number not in self._known:
+                self._known.update(_read_mounts())
+        except (OSError, IndexError, ValueError):
+            return False
+        return self._known.get(number, False)
+
+
+def _read_mounts() -> Iterator[tuple[str, bool]]:
+    """The number of each mount, and whether its files have a true status: see proc_pid_mountinfo(5)."""
+    text = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+    for line in text.splitlines():
+        mount, _, file_system = line.partition(" - ")
+        number, _, _, _, _, options, *_ = mount.split(" ")
+        type_, _, more = file_system.split(" ", 2)
+        writable = "ro" not in (*options.split(","), *more.split(","))
+        yield number, writable and type_ in _TRUE_STATUS
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index in ``folder``; with None it only remembers what it read itself.
+
+    Facts of models are also read from ``remote``, and written to it if the build may do that. With
+    ``read_all`` it reads each file, whatever its status.
+    """
+
+    folder: Path | None = None
+    remote: Remote | None = None
+    read_all: bool = False
+    _looks: dict[Path, _Look] = field(default_factory=dict)
+    _mounts: Mounts = field(default_factory=Mounts)
+
+    def sha256(self, path: Path) -> str:
+        """The hex sha256 of the file ``path``, from the index if its status is known there.
+
+        Raises ModelError if it is not what it was at the first look.
+        """
+        first = self._looks.get(path)
+        if first is None:
+            return self._look(path).sha256
+        self._compare(path, first, read=False)
+        return first.sha256
+
+    def check(self, path: Path) -> None:
+        """Raise ModelError if the file ``path`` is not what it was at the first look.
+
+        As `sha256`, but a file that was written at the moment of the first look is read again.
+        """
+        first = self._looks.get(path)
+        if first is None:
+            self._look(path)
+        else:
+            self._compare(path, first, read=not first.settled)
+
+    def _look(self, path: Path) -> _Look:
+        status = path.stat()
+        key = _digest_of(status)
+        # A file that was written at this moment may be written again without another status.
+        trusted = not self.read_all and self._mounts.have_true_status(path)
+        settled = trusted and _is_settled(status)
+        found = self._read_sha256(key) if settled else None
+        if found is None:
+            found = file_sha256(path)
+            if _digest_of(path.stat()) != key:
+                raise changed_error(path)
+            if settled:
+                self._write(_status_name(key), found)
+        # Threads may look at the same time: the first one counts.
+        look = _Look(status.st_size, status.st_mtime_ns, key, found, trusted, settled)
+        return self._looks.setdefault(path, look)
+
+    def _compare(self, path: Path, first: _Look, *, read: bool) -> None:
+        """Raise ModelError if the file is another one than at the ``first`` look.
+
+        It is read again with ``read``, or if its status moved: links and changes of modes move it too.
+        """
+        try:
+            status = path.stat()
+            moved = abs(status.st_mtime_ns - first.changed) > _SETTLED_NS
+            # Written again in the meantime: what a worker read can be neither the old nor the new contents.
+            if moved or status.st_size != first.size:
+                raise changed_error(path)
+            if not read and _digest_of(status) == first.digest:
+                return
+            if file_sha256(path) != first.sha256 or _digest_of(path.stat()) != _digest_of(status):
+                raise changed_error(path)
+        except OSError as error:
+            raise changed_error(path) from error
+        settled = first.trusted and _is_settled(status)
+        self._looks[path] = replace(first, digest=_digest_of(status), settled=settled)
+
+    def facts(self, key: str, type_: type[T]) -> T | None:
+        """The facts that were stored under ``key``, a hex sha256."""
+        known = self._read(_facts_name(key))
+        text = known
+        if known is None and self.remote is not None:
+            text = self.remote.read(_facts_name(key))
+        try:
+            facts = from_json(text or "", type_)
+        except ValueError:
+            return None
+        if text is not None:
+            self._keep_facts(key, text, known)
+        return facts
+
+    def store_facts(self, key: str, facts: object) -> None:
+        """Store ``facts`` under ``key``, a hex sha256, where that can be written and has others or none."""
+        self._keep_facts(key, to_json(facts), self._read(_facts_name(key)))
+
+    def _keep_facts(self, key: str, text: str, known: str | None) -> None:
+        name = _facts_name(key)
+        if text != known:
+            self._write(name, text)
+        if self.remote is not None:
+            self.remote.share(name, text)
+
+    def _read_sha256(self, key: str) -> str | None:
+        found = self._read(_status_name(key))
+        return found if found is not None and is_sha256(found) else None
+
+    def _read(self, name: str) -> str | None:
+        if self.folder is None:
+            return None
+        try:
+            return read_envelope(self._file(self.folder, name).read_bytes(), name).text
+        except (OSError, DamagedError):
+            return None
+
+    def _write(self, name: str, text: str) -> None:
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                document = envelope_around(name, text)
+                write_atomically(self._file(self.folder, name), document, durable=False)
+
+    def _file(self, folder: Path, name: str) -> Path:
+        return folder / name.rpartition("/")[2]
+
+
+def changed_error(path: Path) -> ModelError:
+    """The error for a file, or a folder of files, that is not what it was when the build began."""
+    return ModelError(
+        Problem(
+            Kind.MODEL_CHANGED,
+            str(path),
+            "changed during the build: what was compiled may be neither the old nor the new contents.",
+            "Build again when nothing writes to it. Nothing of it was stored or shipped.",
+        )
+    )
+
+
+def _facts_name(key: str) -> str:
+    return f"index/{key}"
+
+
+def _status_name(key: str) -> str:
+    return f"status/{key}"
+
+
+def _digest_of(status: os.stat_result) -> str:
+    parts: Iterable[int] = (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
+    return hashlib.sha256(":".join(map(str, parts)).encode()).hexdigest()
+
+
+def _is_settled(status: os.stat_result) -> bool:
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    return changed < time.time_ns() - _SETTLED_NS

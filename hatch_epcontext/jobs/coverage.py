@@ -1,0 +1,108 @@
+"""How much of a graph was compiled: in words, and whether it is enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
+from hatch_epcontext.text import count, listing
+from hatch_epcontext.worker.facts import Coverage, NodeFacts
+
+_MOST_NODES = 10
+"""The number of uncovered nodes that a message names."""
+
+
+def describe_coverage(coverage: Coverage | None) -> str:
+    """The coverage for a summary; an optimized graph has none."""
+    if coverage is None:
+        return "optimized graph"
+    contexts = count(coverage.partitions, "context")
+    return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
+
+
+def check_coverage(coverage: Coverage | None, target: Target, model: Model, location: str) -> None:
+    """Raise BuildError, at ``location``, when less of ``model`` was compiled than ``target`` requires.
+
+    An optimized graph has no coverage.
+    """
+    if coverage is None or coverage.share >= target.min_coverage:
+        return
+    shown = coverage.uncovered[:_MOST_NODES]
+    named = _describe_nodes(shown)
+    more = len(coverage.uncovered) - len(shown)
+    hint, settings = _advice(coverage, target, model.key)
+    raise BuildError(
+        Problem(
+            Kind.LOW_COVERAGE,
+            location,
+            f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
+            f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
+            f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
+            f"{hint} {_choices(coverage)}",
+            settings=(
+                *settings,
+                *_cut(coverage, model),
+                Setting(target.key / "min-coverage", math.floor(100 * coverage.share) / 100),
+            ),
+        )
+    )
+
+
+def _choices(coverage: Coverage) -> str:
+    if coverage.largest is None:
+        return "Or accept it:"
+    return "Or keep the largest part that is covered, and let the app do the rest; or accept it:"
+
+
+def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
+    """The setting that keeps the largest part of the model that is covered, if there is one."""
+    if (largest := coverage.largest) is None:
+        return
+    # Ends that are not named are those of the model, which is perhaps cut already.
+    inputs = largest.inputs or model.cut.inputs
+    outputs = largest.outputs or model.cut.outputs
+    ends = {"inputs": list(inputs), "outputs": list(outputs)}
+    yield Setting(model.key / "cut", {end: names for end, names in ends.items() if names})
+
+
+def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[Setting, ...]]:
+    """What to do about the uncovered nodes: in words, and what to set."""
+    nodes = coverage.uncovered
+    if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
+        hint = f"Freeze what decides them ({listing(map(repr, freeze))})."
+        if None in freeze.values():
+            return hint, tuple(Setting(model / "constants" / name) for name in freeze)
+        return hint, (Setting(model / "constants", freeze),)
+    if not target.settings.dequantize and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
+        hint = (
+            "The model is dynamically quantized: it measures its activations while it runs, which "
+            f"{target.provider.ep} does not do. Undo that."
+        )
+        return hint, (Setting(model / "dequantize", True),)
+    if any(node.dynamic for node in nodes):
+        hint = (
+            "An EP for fixed shapes cannot compile shapes that depend on the data: cut the model "
+            "before them."
+        )
+        return hint, ()
+    if all(node.reason for node in nodes):
+        return "Change the model at these nodes, or cut it there.", ()
+    hint = (
+        f"{target.provider.ep} does not have these operators, or only with other types or "
+        "attributes: change the model there."
+    )
+    return hint, ()
+
+
+def _describe_nodes(nodes: Iterable[NodeFacts]) -> list[str]:
+    """The nodes, each reason after all those that it is about."""
+    by_reason: dict[str | None, list[str]] = {}
+    for node in nodes:
+        by_reason.setdefault(node.reason, []).append(f"{node.op} {node.name}".rstrip())
+    return [
+        f"{', '.join(names)} ({reason})" if reason else ", ".join(names)
+        for reason, names in by_reason.items()
+    ]

@@ -1,0 +1,188 @@
+"""Cut models, once for all that a build does with them, and kept in the user's cache for the next build."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hatch_epcontext
+from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.files import FileRecord, is_intact, is_portable, link_or_copy, record_file
+from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.plan import Plan, plan, source_spec
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.system import writing
+
+if TYPE_CHECKING:
+    from hatch_epcontext.worker.requests import CutForm
+
+
+FOLDER = "cut"
+"""The folder of the cache's layout with cut models, below the hex sha256 of all that they depend on."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What an earlier build knows of a cut model: its files, the hex sha256 of each file of the external
+    data of the whole model, and for each form its dims, its shapes and the names of its constants.
+    """
+
+    files: Mapping[str, FileRecord]
+    data: Mapping[str, str]
+    dims: tuple[Mapping[str, int], ...]
+    shapes: tuple[Mapping[str, tuple[int, ...]], ...]
+    constants: tuple[tuple[str, ...], ...]
+
+
+def cut_plan(made: Plan, index: Index, workers: Workers, staging: Path) -> Plan:
+    """The plan with all cut models in the place of the whole ones; see `cut_models`."""
+    if not any(model.cut for model in made.config.models):
+        return made
+    check_environment(made.local_targets, made.requirements)
+    return plan(cut_models(made.config, index, workers, staging))
+
+
+def cut_models(config: Config, index: Index, workers: Workers, staging: Path) -> Config:
+    """``config`` with the paths of cut models, below ``staging``, and with what still fits these.
+
+    A cut model is made by a worker, unless ``index`` knows that an earlier build has made it. Raises
+    ModelError when a model cannot be cut, and BuildError when it may only be in the cache, and is not.
+    """
+    groups: dict[tuple[Path, Any], list[Model]] = {}
+    for model in config.models:
+        if model.cut:
+            groups.setdefault((model.path, model.cut), []).append(model)
+    done: dict[str, Model] = {}
+    for number, forms in enumerate(groups.values()):
+        folder = staging / "cut" / str(number)
+        done |= _Cutting(index, workers, folder, config.only_from_cache).models(forms)
+    return dataclasses.replace(
+        config, models=tuple(done.get(model.name, model) for model in config.models)
+    )
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """Cuts one model, in all its forms, into ``folder``."""
+
+    index: Index
+    workers: Workers
+    folder: Path
+    only_from_cache: bool
+
+    def models(self, forms: Sequence[Model]) -> dict[str, Model]:
+        """The models ``forms`` by name, cut."""
+        first = forms[0]
+        key = self._key(forms)
+        with writing("a cut model", self.folder):
+            (self.folder / "model").mkdir(parents=True)
+        known = self._taken(first, key)
+        if known is None:
+            if self.only_from_cache:
+                raise BuildError(_not_known(first))
+            known = self._made(forms)
+            self._keep(key, known)
+        path = self.folder / "model" / first.path.name
+        return {
+            model.name: dataclasses.replace(
+                model,
+                path=path,
+                dims=known.dims[number],
+                shapes=known.shapes[number],
+                constants={name: model.constants[name] for name in known.constants[number]},
+            )
+            for number, model in enumerate(forms)
+        }
+
+    def _key(self, forms: Sequence[Model]) -> str:
+        fixed = [to_plain([model.dims, model.shapes, model.constants]) for model in forms]
+        return value_sha256(
+            {
+                "version": [hatch_epcontext.__version__, FORMAT],
+                "sha256": self.index.sha256(forms[0].path),
+                "name": forms[0].path.name,
+                "cut": to_plain(forms[0].cut),
+                "forms": fixed,
+            }
+        )
+
+    def _taken(self, model: Model, key: str) -> _Known | None:
+        """What an earlier build has made of the same files, linked into the folder."""
+        kept = self._kept(key)
+        known = self.index.facts(key, _Known)
+        if kept is None or known is None or not all(map(is_portable, (*known.files, *known.data))):
+            return None
+        if not is_intact(kept, known.files):
+            return None
+        try:
+            same = all(
+                self.index.sha256(model.path.parent / name) == digest
+                for name, digest in known.data.items()
+            )
+            for name in known.files if same else ():
+                link_or_copy(kept / name, self.folder / "model" / name)
+        except OSError:
+            return None
+        return known if same else None
+
+    def _made(self, forms: Sequence[Model]) -> _Known:
+        # Only now: a build that knows its models needs no requests.
+        from hatch_epcontext.worker.requests import CutRequest
+
+        first = forms[0]
+        folder = self.folder / "model"
+        shutil.rmtree(folder)
+        folder.mkdir()
+        request = CutRequest(tuple(map(source_spec, forms)), first.cut, str(folder))
+        reply = self.workers.call(request, self.folder / "call", location=f"{first.name}: cutting")
+        # What was cut must be what was hashed.
+        self.index.check(first.path)
+        data = {name: self.index.sha256(first.path.parent / name) for name in reply.data}
+        records = {name: record_file(folder / name) for name in reply.files}
+        return _known(records, data, reply.forms)
+
+    def _keep(self, key: str, known: _Known) -> None:
+        kept = self._kept(key)
+        if kept is None:
+            return
+        # A cache that cannot be written is no error, and other builds may write the same.
+        with contextlib.suppress(OSError):
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.mkdir(parents=True)
+            for name in known.files:
+                link_or_copy(self.folder / "model" / name, kept / name)
+            self.index.store_facts(key, known)
+
+    def _kept(self, key: str) -> Path | None:
+        """The folder for the cut model in the user's cache, if there is one."""
+        return None if self.index.folder is None else self.index.folder.with_name(FOLDER) / key
+
+
+def _known(
+    files: Mapping[str, FileRecord], data: Mapping[str, str], forms: Sequence[CutForm]
+) -> _Known:
+    return _Known(
+        files,
+        data,
+        tuple(form.dims for form in forms),
+        tuple(form.shapes for form in forms),
+        tuple(form.constants for form in forms),
+    )
+
+
+def _not_known(model: Model) -> Problem:
+    return Problem.at(
+        model.key / "cut",
+        Kind.NOT_CACHED,
+        "HATCH_EPCONTEXT_FROM_CACHE is all, and the user's cache does not have the cut model.",
+        "Build once without it on this machine: a shared cache has no cut models.",
+    )

@@ -1,0 +1,56 @@
+"""What an executor does for the jobs of a build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
+from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.worker.facts import Context
+
+
+class Executor(Protocol):
+    """Compiles and validates jobs; several threads use it at the same time."""
+
+    @property
+    def at_once(self) -> int:
+        """How many jobs it works on at the same time."""
+
+    def versions(self, job: Job) -> Mapping[str, str]:
+        """The versions of everything that can change what is compiled for ``job``.
+
+        Raises BuildError if there are several, or if nothing can compile it.
+        """
+
+    def reason_not_to_run(self, job: Job) -> str | None:
+        """Why the job's result cannot be run there, if that is known without asking the EP."""
+
+    def compile(self, job: Job, key: str, folder: Path) -> Record:
+        """Compile ``job``, whose fingerprint is ``key``, into ``folder``, which it makes.
+
+        Raises BuildError with the job's problems.
+        """
+
+    def validate(
+        self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
+    ) -> ValidationRun:
+        """Validate the ``context`` of ``model`` in ``artifact``, whose fingerprint is ``key``.
+
+        Raises BuildError when it is not as it should be.
+        """
+
+    def finished(self, job: Job) -> None:
+        """Free what was kept for ``job``, which has ended in any way."""
+
+    def stop(self) -> None:
+        """End all that runs, and start nothing more: each call then raises BuildError."""
+
+    def close(self) -> None:
+        """Free all that it holds, when all jobs have ended."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""

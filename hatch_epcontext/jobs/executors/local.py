@@ -1,0 +1,276 @@
+"""Jobs in workers on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import BuildError, Setting
+from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.jobs.artifact import Artifact, Preparation, Record, Times, ValidationRun
+from hatch_epcontext.jobs.attempts import (
+    REFUSALS,
+    Compile,
+    Refused,
+    Ways,
+    compile_best,
+    compile_unrolled,
+)
+from hatch_epcontext.jobs.plan import (
+    Form,
+    Job,
+    model_spec_for,
+    model_spec_to_run,
+    target_spec,
+    with_options,
+)
+from hatch_epcontext.jobs.preparation import Preparations, Prepared, Rewritten, rewrite
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import versions_of
+from hatch_epcontext.jobs.validation import (
+    reason_not_to_run,
+    validation_from_reply,
+    with_limits_of_target,
+)
+from hatch_epcontext.providers import MoreCoverage
+from hatch_epcontext.system import writing
+from hatch_epcontext.worker.facts import Context
+
+if TYPE_CHECKING:
+    from hatch_epcontext.worker.requests import CompileReply
+
+_SMALL = 1 << 20
+"""Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Jobs in ``workers``, ``at_once`` of them at the same time, below ``staging``.
+
+    ``installed``: the versions of all that is installed for the build. ``jobs`` are all jobs of the build.
+    """
+
+    workers: Workers
+    staging: Path
+    at_once: int
+    installed: Mapping[str, str]
+    preparations: Preparations
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _versions: dict[object, Mapping[str, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def make(
+        workers: Workers,
+        staging: Path,
+        at_once: int,
+        installed: Mapping[str, str],
+        jobs: Iterable[Job],
+        locks: dict[str, threading.Lock] | None = None,
+    ) -> LocalExecutor:
+        """An executor for ``jobs``, which prepares a model once for all that want it prepared alike.
+
+        Executors with the same ``locks`` wait for each other where a device takes one user.
+        """
+        preparations = Preparations(workers, staging / "prepared", jobs)
+        own = {} if locks is None else locks
+        return LocalExecutor(workers, staging, at_once, installed, preparations, _locks=own)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self.workers.stopped
+
+    def versions(self, job: Job) -> Mapping[str, str]:
+        """The versions of everything installed that can change what is compiled for ``job``."""
+        # Of all models that are compiled for the target: asking is slow in a large environment.
+        target = job.target
+        key = (target.name, target.requirements, target.provider.plugin)
+        if key not in self._versions:
+            self._versions[key] = versions_of(target, self.installed)
+        return self._versions[key]
+
+    def reason_not_to_run(self, job: Job) -> str | None:
+        """Why the job's result cannot be run on this machine, if that is known without the EP."""
+        return reason_not_to_run(job)
+
+    def compile(self, job: Job, key: str, folder: Path) -> Record:
+        """Prepare and compile ``job`` into ``folder``, which it makes."""
+        start = time.monotonic()
+        prepared = tuple(self.preparations.get(job, model) for model in job.models)
+        prepare_seconds = time.monotonic() - start
+        try:
+            prepared, reply = self._compile_best(job, prepared, folder)
+        except BuildError as error:
+            failed = _with_static_shapes(error, job)
+            raise _with_preparations(failed, [each.preparation for each in prepared]) from None
+        return Record(
+            reply.product,
+            tuple(each.preparation for each in prepared),
+            reply.contexts,
+            # Hashed before any other process opens them.
+            record_files(folder),
+            self.versions(job),
+            Times(prepare_seconds, reply.seconds),
+        )
+
+    def _compile_best(
+        self, job: Job, prepared: tuple[Prepared, ...], folder: Path
+    ) -> tuple[tuple[Prepared, ...], CompileReply]:
+        """Compile ``job`` into ``folder``; returns the models as they were compiled best, and the reply."""
+        if job.target.provider.product != "context":
+            return prepared, self._compile(job, prepared, folder)
+
+        def rewritten(
+            index: int, model: Prepared, refused: Refused, *, unroll: bool = False
+        ) -> Rewritten:
+            scratch = self._scratch("unroll" if unroll else "rewrite")
+            return rewrite(
+                job, job.models[index], model, refused, scratch, self.workers, unroll=unroll
+            )
+
+        unrolled = partial(rewritten, unroll=True)
+        if job.form is Form.UNFUSED:
+            return prepared, self._compile(job, prepared, folder)
+        if job.form is Form.UNROLLED:
+            return compile_unrolled(
+                prepared, folder, lambda models, into: self._compile(job, models, into), unrolled
+            )
+        ways = Ways(
+            lambda models, into: self._compile(job, models, into),
+            rewritten,
+            unrolled if job.target.settings.unroll_limit else None,
+            self._options(job),
+        )
+        return compile_best(prepared, folder, lambda: self._scratch("artifact"), ways)
+
+    def _options(self, job: Job) -> tuple[MoreCoverage, Compile] | None:
+        """The options that are tried where the EP leaves nodes, unless the target has them."""
+        more = job.target.provider.more_coverage
+        if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
+            return None
+        other = replace(job, target=with_options(job.target, more.options))
+        return more, lambda models, into: self._compile(other, models, into)
+
+    def _compile(self, job: Job, prepared: Sequence[Prepared], folder: Path) -> CompileReply:
+        """Compile the models of ``job`` as they are ``prepared`` into ``folder``, which it makes."""
+        # Only now: a build that finds everything in the cache needs no requests.
+        from hatch_epcontext.worker.requests import CompileRequest
+
+        with writing("an artifact", folder, job.location):
+            folder.mkdir(parents=True)
+        target = target_spec(job.target)
+        if job.form is Form.UNFUSED:
+            # ONNX Runtime would fuse what preparation has left as it is.
+            target = replace(target, settings=replace(target.settings, optimization="none"))
+        request = CompileRequest(
+            models=tuple(model_spec_for(model, job.target) for model in job.models),
+            prepared=tuple(each.path for each in prepared),
+            target=target,
+            folder=str(folder),
+        )
+        with self._device(job.target):
+            return self.workers.call(request, self._scratch("compile"), location=job.location)
+
+    def validate(
+        self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
+    ) -> ValidationRun:
+        """Run a moved copy of the artifact in a process that has compiled nothing."""
+        from hatch_epcontext.worker.requests import ValidateRequest
+
+        scratch = self._scratch("validate")
+        moved = scratch.with_name(f"{scratch.name}-moved")
+        with writing("a copy to validate", moved, job.location):
+            shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
+        spec = model_spec_to_run(model, job.target)
+        request = ValidateRequest(
+            spec,
+            target_spec(job.target),
+            artifact.record.product,
+            context,
+            str(moved),
+            model.tolerance_for(job.target),
+            artifact.record.contexts if job.group else (),
+            # Other inputs have other outputs.
+            reference=self.preparations.reference(job, model)
+            if spec == model_spec_for(model, job.target)
+            else None,
+        )
+        with self._device(job.target), self._cores(job.target, artifact):
+            try:
+                reply = self.workers.call(request, scratch, location=f"{job.location}: validation")
+            except BuildError as error:
+                raise with_limits_of_target(error, model, job.target) from error
+        shutil.rmtree(moved)
+        return ValidationRun(
+            validation_from_reply(artifact, reply, model.validate.inputs), reply.load
+        )
+
+    def finished(self, job: Job) -> None:
+        """Remove prepared models that no other job wants: copies of whole models."""
+        self.preparations.release(job)
+
+    def stop(self) -> None:
+        """Kill all workers, and start no more."""
+        self.workers.stop()
+
+    def close(self) -> None:
+        """Do nothing: the workers belong to the caller."""
+
+    def _scratch(self, step: str) -> Path:
+        return self.staging / "steps" / f"{next(self._numbers)}-{step}"
+
+    def _device(self, target: Target) -> AbstractContextManager[object]:
+        """What a step holds that uses the target's EP: others wait if its device takes one user."""
+        if not target.provider.one_user:
+            return contextlib.nullcontext()
+        return self._locks.setdefault(f"{target.provider.ep}: device", threading.Lock())
+
+    def _cores(self, target: Target, artifact: Artifact) -> AbstractContextManager[object]:
+        """What a step holds that runs ``artifact``, if that uses all cores by itself."""
+        if not target.provider.simulates or artifact.size < _SMALL:
+            return contextlib.nullcontext()
+        return self._locks.setdefault(f"{target.provider.ep}: cores", threading.Lock())
+
+
+def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
+    """``error`` with what to set where open dimensions, of which the sizes are known, can be its cause."""
+    known = all(model.dims or model.shapes for model in job.models)
+    if job.target.settings.static_shapes or not known:
+        return error
+    hint = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
+    setting = Setting(job.target.key / "static-shapes", True)
+    return type(error)(
+        *(
+            replace(
+                problem,
+                hint=f"{problem.hint} {hint}" if problem.hint else hint,
+                settings=(*problem.settings, setting),
+            )
+            if problem.kind in REFUSALS
+            else problem
+            for problem in error.problems
+        )
+    )
+
+
+def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
+    """``error`` with the failed preparations before it, which may be the cause."""
+    failures = "".join(
+        f"\nThe model was prepared with {preparation.simplifier}, because\n{failure}"
+        for preparation in preparations
+        for failure in preparation.failed
+    )
+    return BuildError(
+        *(replace(problem, message=problem.message + failures) for problem in error.problems)
+    )

@@ -1,0 +1,243 @@
+"""Config -> Plan: the jobs, their build requirements, and the place of each result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from hatch_epcontext.config.settings import Config, Model, Target
+from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.jobs.requirements import FARM, requirements
+from hatch_epcontext.text import file_name, pairs
+from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
+
+
+class Form(Enum):
+    """A form in which the models of a job are compiled."""
+
+    PLAIN = "plain"
+    UNFUSED = "unfused"
+    """Nothing is folded into the weights of convolutions, which costs accuracy in float16."""
+    UNROLLED = "unrolled"
+    """All loops and recurrent layers are unrolled that can be: some EPs compute them wrong."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Models that are compiled together for one target; several only when they share weights.
+
+    ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that
+    name its chip, if its target is one of several chips. ``form``: another one than the plain one is compiled
+    where the EP's results for that disagree with the CPU's.
+    """
+
+    models: tuple[Model, ...]
+    target: Target
+    group: str | None = None
+    chip: str = ""
+    form: Form = Form.PLAIN
+
+    @property
+    def name(self) -> str:
+        """The name of the group or of the only model."""
+        return self.group or self.models[0].name
+
+    @property
+    def location(self) -> str:
+        """The job in a message: ``"digits -> x-elite"``."""
+        members = f" ({' + '.join(model.name for model in self.models)})" if self.group else ""
+        chip = f" ({self.chip})" if self.chip else ""
+        return f"{self.name}{members} -> {self.target.name}{chip}"
+
+    @property
+    def has_several_chips(self) -> bool:
+        """Whether its contexts are for several chips."""
+        options = self.target.settings.provider_options
+        return len(self.target.provider.chips(options)) > 1
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether the artifact can be opened on the EP's own device only, and not on a simulator of it.
+
+        So it is with contexts for several chips, and with contexts that share weights, unless the
+        provider is known to open these anywhere.
+        """
+        shared = self.group is not None and not self.target.provider.loads_shared
+        return shared or self.has_several_chips
+
+    @property
+    def other_forms(self) -> tuple[Job, ...]:
+        """The job in the forms that are tried if it disagrees with the CPU, the gentlest first."""
+        single = not (self.group or self.has_several_chips or self.form is not Form.PLAIN)
+        if self.target.provider.product != "context" or not single:
+            return ()
+        settings = self.target.settings
+        forms = [Form.UNFUSED] if settings.optimization == "basic" else []
+        forms += [Form.UNROLLED] if settings.unroll_limit > 0 else []
+        return tuple(dataclasses.replace(self, form=form) for form in forms)
+
+    @property
+    def alone(self) -> tuple[Job, ...]:
+        """A job for each of the models on each of the chips; empty for one model on one chip."""
+        if not self.group and not self.has_several_chips:
+            return ()
+        return tuple(
+            Job((model,), with_options(self.target, options), chip=chip)
+            for model in self.models
+            for chip, options in self._chips().items()
+        )
+
+    @property
+    def folder(self) -> str:
+        """The artifact's folder below the output folder; a job for one of several chips is not shipped."""
+        # No target's name has a plus.
+        form = "" if self.form is Form.PLAIN else f"+{self.form.value}"
+        folder = f"{self.name}/{self.target.name}{form}"
+        return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
+
+    def _chips(self) -> Mapping[str, Mapping[str, str]]:
+        """The options that name a chip, for each different chip by their words; no words for one chip."""
+        chips = self.target.provider.chips(self.target.settings.provider_options)
+        if len(chips) == 1:
+            return {"": chips[0]}
+        return {pairs(chip): chip for chip in chips}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs of a build, and the distributions that they need, as requirement strings."""
+
+    config: Config
+    jobs: tuple[Job, ...]
+    requirements: tuple[str, ...]
+
+    @property
+    def local_targets(self) -> tuple[Target, ...]:
+        """The targets that this machine compiles for, and not the workers of a cluster."""
+        return self.config.targets if self.config.build.scheduler is None else ()
+
+
+def plan(config: Config) -> Plan:
+    """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
+    return Plan(config, _jobs(config), _requirements(config))
+
+
+def _requirements(config: Config) -> tuple[str, ...]:
+    if config.only_from_cache:
+        return ()
+    return requirements(config.targets) if config.build.scheduler is None else FARM
+
+
+def _jobs(config: Config) -> tuple[Job, ...]:
+    jobs: list[Job] = []
+    problems: list[Problem] = []
+    for model in config.models:
+        for target in model.targets:
+            members = _members(config, model, target)
+            if len(members) < 2:
+                jobs.append(Job((model,), target))
+            elif members[0][0] is model:
+                problems += _check_group(members)
+                jobs.append(Job(tuple(m for m, _ in members), target, model.share_weights))
+    if problems:
+        # The shapes of one model have the same problems.
+        raise ConfigError(*{str(problem): problem for problem in problems}.values())
+    return tuple(jobs)
+
+
+def _members(config: Config, model: Model, target: Target) -> list[tuple[Model, Target]]:
+    """The models of a model's group, with their forms of ``target``; only some EPs share weights."""
+    if model.share_weights is None or not target.provider.shares_weights:
+        return []
+    return [
+        (other, its)
+        for other in config.models
+        if other.share_weights == model.share_weights
+        for its in other.targets
+        if its.name == target.name
+    ]
+
+
+def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
+    (_, first), *others = members
+    for model, target in members:
+        if target.settings.embed:
+            yield Problem.at(
+                model.key / "share-weights",
+                Kind.CONFLICTING_KEYS,
+                f"shares one sidecar on the target {target.name}, and embed = true puts it inside "
+                "each context model.",
+                "Remove embed, or the group.",
+            )
+        if target.settings.recompile:
+            yield Problem.at(
+                model.key / "share-weights",
+                Kind.CONFLICTING_KEYS,
+                f"compiles models together for the target {target.name}, and recompile = true lets the "
+                "loader compile each alone.",
+                "Remove recompile, or the group.",
+            )
+    for model, target in others:
+        if dataclasses.replace(target, key=first.key) != first:
+            yield Problem.at(
+                model.key / "share-weights",
+                Kind.INVALID_SHARING,
+                "the models of a group are compiled together, and this model has other settings for "
+                f"the target {target.name} than {members[0][0].name}.",
+                "Move what they narrow to the target, or give both the same settings.",
+            )
+
+
+def with_options(target: Target, options: Mapping[str, str]) -> Target:
+    """``target`` with ``options`` instead of those with the same names, which count for compiling only."""
+    options = {**target.settings.provider_options, **options}
+    settings = dataclasses.replace(target.settings, provider_options=options)
+    return dataclasses.replace(target, settings=settings)
+
+
+def model_spec(model: Model, *, static_shapes: bool) -> ModelSpec:
+    """A model as requests carry it, with or without fixed shapes."""
+    return ModelSpec(
+        model.name,
+        str(model.path),
+        model.key,
+        model.dims,
+        model.shapes,
+        model.constants,
+        model.validate.inputs,
+        static_shapes,
+        model.listed,
+        model.validate.timeout,
+        model.validate.states,
+    )
+
+
+def source_spec(model: Model) -> ModelSpec:
+    """A model as requests carry it that read its facts: with fixed shapes, if any target fixes them."""
+    fixed = any(target.settings.static_shapes for target in model.targets)
+    return model_spec(model, static_shapes=fixed)
+
+
+def model_spec_for(model: Model, target: Target) -> ModelSpec:
+    """A model as requests carry it that compile it for ``target``."""
+    return model_spec(model, static_shapes=target.settings.static_shapes)
+
+
+def model_spec_to_run(model: Model, target: Target) -> ModelSpec:
+    """A model as requests carry it that run it on ``target``.
+
+    Where the target's profiles leave shapes open, the inputs have the shapes that the first profile is
+    optimized for.
+    """
+    spec = model_spec_for(model, target)
+    fed = {name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()}
+    # All open inputs are in the profile, and sizes that are not fixed may be outside of it.
+    dims = {} if fed and not spec.static_shapes else spec.dims
+    return dataclasses.replace(spec, dims=dims, shapes={**fed, **spec.shapes})
+
+
+def target_spec(target: Target) -> TargetSpec:
+    """A target as requests carry it."""
+    return TargetSpec(target.name, target.settings, target.provider.plugin, target.load_options)

@@ -1,0 +1,466 @@
+"""Calls workers in processes of their own, because a vendor's compiler may crash, hang or print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
+from hatch_epcontext.jobs.processes.running import Interpreter, Order, Running
+from hatch_epcontext.jobs.processes.worker_log import (
+    LOG_LIMIT,
+    POLL_SECONDS,
+    file_size,
+    follow,
+    hide_in_log,
+    log_tail,
+)
+from hatch_epcontext.providers import missing, variables_in
+from hatch_epcontext.serialize import to_json
+from hatch_epcontext.system import full_disk_problem, removed_problem, writing
+from hatch_epcontext.text import hide_values, show_size
+from hatch_epcontext.worker.protocol import DONE, FAILED, MEMORY_LIMIT, REFUSED, TEMPORARY, VERBOSE
+
+if TYPE_CHECKING:
+    from hatch_epcontext.worker.requests import ReplyT, Request
+
+_FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
+"""Seconds after which a running worker is reported first, and then again."""
+
+_NO_MEMORY = re.compile(
+    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
+    r"|can't start new thread",
+    re.IGNORECASE,
+)
+"""How Python, C++ and ONNX Runtime say that memory is short."""
+
+_LESS_MEMORY = "Run fewer jobs at once (build.jobs), or build on a machine with more memory."
+
+_FOUND_BY_WORKERS = frozenset(
+    {
+        Kind.NOTHING_COMPILED,
+        Kind.NOT_FINITE,
+        Kind.OUTPUT_DIFFERS,
+        Kind.OUTPUT_SHAPE,
+        Kind.WRONG_RESULT,
+    }
+)
+"""Problems that a worker finds in what was compiled: only errors in its log can have to do with them."""
+
+_EP_FAILED = frozenset({Kind.NOTHING_COMPILED, Kind.COMPILE_FAILED})
+"""Problems of an EP that may not have found its own libraries. Many then only log that."""
+
+_CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
+"""The signals by which a process ends through its own fault; all others come from outside."""
+
+_WINDOWS_CRASHES = {
+    0xC0000005: "access violation",
+    0xC00000FD: "stack overflow",
+    0xC0000409: "stack buffer overrun",
+    0xC0000374: "heap corruption",
+    0xC000001D: "illegal instruction",
+}
+
+
+class Heartbeat:
+    """When to report that something still runs: after ten seconds, and then every thirty."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.next = self.start + _FIRST_BEAT
+
+    def due(self) -> float | None:
+        """Seconds since the start, if it is time for a report."""
+        return self.said() if time.monotonic() >= self.next else None
+
+    def said(self) -> float:
+        """Seconds since the start; the next report is thirty seconds from now."""
+        now = time.monotonic()
+        self.next = now + _NEXT_BEATS
+        return now - self.start
+
+
+class Pulse:
+    """When to say what runs because nothing else was printed: after ten seconds, and then every thirty.
+
+    So somebody sees that a build of many short steps is alive. Threads may use it at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = time.monotonic() + _FIRST_BEAT
+
+    def due(self) -> bool:
+        """Whether it is time for a line; then not again until the next one."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                return False
+            self._next = now + _NEXT_BEATS
+            return True
+
+    def spoke(self) -> None:
+        """Count the time from now on, because a line was printed."""
+        with self._lock:
+            self._next = time.monotonic() + _NEXT_BEATS
+
+
+class _Processes:
+    """The running processes of all threads, and the server that forks them, if there is one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Running] = set()
+        self._server: ForkServer | None = None
+        self._forks = False
+        self.stopped = False
+
+    def enter(self) -> None:
+        """From now on workers are forks, where the system has them."""
+        self._forks = is_supported()
+
+    def exit(self) -> None:
+        """From now on workers are fresh interpreters."""
+        with self._lock:
+            self._forks = False
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    @contextlib.contextmanager
+    def run(self, order: Order, location: str) -> Iterator[Running]:
+        """A started process, which has ended when the context ends; raises BuildError after `stop`."""
+        with self._lock:
+            if self.stopped:
+                raise _interrupted(location)
+            process = self._start(order)
+            self._running.add(process)
+        try:
+            yield process
+        finally:
+            # After any error, such as an interruption, nobody waits for it.
+            process.close()
+            with self._lock:
+                self._running.discard(process)
+
+    def stop(self) -> None:
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                process.kill()
+
+    def _start(self, order: Order) -> Running:
+        if self._forks:
+            if self._server is None:
+                self._server = ForkServer()
+            return self._server.start(order)
+        return Interpreter(order)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How workers run.
+
+    ``timeout``: seconds for each. ``log``, if given, gets each request and every line that a worker
+    prints while it runs; ``progress`` gets a line from time to time while a worker runs. With ``verbose``
+    ONNX Runtime prints more than its warnings. ``memory_limit``: bytes of memory for each (Linux only).
+    ``pulse``, if given: when ``progress`` gets a line although no worker runs for long.
+
+    As a context manager it starts a process once that has imported what workers need, where the system
+    can fork it; otherwise each worker is a fresh interpreter.
+    """
+
+    timeout: float
+    log: Callable[[str], None] | None = None
+    verbose: bool = False
+    memory_limit: int | None = None
+    progress: Callable[[str], None] | None = None
+    pulse: Pulse | None = None
+    _processes: _Processes = field(default_factory=_Processes)
+
+    def __enter__(self) -> Workers:
+        self._processes.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.exit()
+
+    def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
+        """The worker's reply to ``request``.
+
+        ``folder`` gets the request, the reply and the log; it is made, and is the worker's working
+        directory. Raises ModelError when the worker refuses the request, and BuildError when it
+        fails, crashes or takes too long.
+        """
+        # Only now: a build that finds everything in the cache needs no requests.
+        from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
+
+        text = to_json(request)
+        secrets = _secrets(text)
+        order = Order(
+            request.action,
+            folder,
+            folder / "request.json",
+            folder / "reply.json",
+            folder / "worker.log",
+            (
+                # ONNX Runtime's whole log has the values of all options.
+                *([VERBOSE] if self.verbose and not secrets else []),
+                *([f"{MEMORY_LIMIT}{self.memory_limit}"] if self.memory_limit else []),
+            ),
+            secrets,
+        )
+        with writing("a request to a worker", folder, location):
+            (folder / TEMPORARY).mkdir(parents=True)
+            order.request_path.write_text(text, encoding="utf-8")
+            order.log_path.touch()
+        with self._followed(order, location):
+            exit_code = self._run(order, location)
+        if self._processes.stopped:
+            raise _interrupted(location)
+        if not order.log_path.is_file():
+            raise BuildError(removed_problem(folder, location))
+        hide_in_log(order.log_path, secrets)
+        if exit_code is None:
+            raise BuildError(self._too_slow(order, location))
+        tail = log_tail(order.log_path, secrets)
+        if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
+            ended = _ended(exit_code, location, tail, order.last_step)
+            raise BuildError(self._explained(ended, folder))
+        try:
+            if exit_code == DONE:
+                return read_reply(order.reply_path, request)
+            refusal = read_refusal(order.reply_path)
+        except InvalidReplyError as error:
+            message = f"the worker's reply cannot be used: {error}."
+            problem = Problem(Kind.INVALID_REPLY, location, message, log=tail)
+            raise BuildError(self._explained(problem, folder)) from None
+        problems = [_without(secrets, each, location) for each in refusal.problems]
+        if exit_code == REFUSED:
+            raise ModelError(*(self._explained(each, folder) for each in problems))
+        with_logs = (_with_log(each, order) for each in problems)
+        raise BuildError(*(self._explained(each, folder) for each in with_logs))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._processes.stopped
+
+    def stop(self) -> None:
+        """Kill all running workers, and start no more: each call then raises BuildError."""
+        self._processes.stop()
+
+    def _run(self, order: Order, location: str) -> int | None:
+        """The exit code of the worker, or None after the timeout."""
+        while True:
+            try:
+                with self._processes.run(order, location) as process:
+                    return self._wait(process, order, location)
+            except ServerGoneError:
+                # What every worker imports crashes, for example: the worker's own log then has more.
+                self._processes.exit()
+
+    def _wait(self, process: Running, order: Order, location: str) -> int | None:
+        beat = Heartbeat()
+        end = beat.start + self.timeout
+        self._report(beat, order, location)
+        while (now := time.monotonic()) < end:
+            code = process.wait(min(end - now, POLL_SECONDS))
+            if code is not None:
+                return code
+            if file_size(order.log_path) > LOG_LIMIT:
+                raise BuildError(_flooded(order, location))
+            self._report(beat, order, location)
+        return None
+
+    def _report(self, beat: Heartbeat, order: Order, location: str) -> None:
+        """Say what runs, if it is time for that."""
+        seconds = beat.due()
+        if self.progress is None:
+            return
+        # Of many short steps the one that is named has often only begun.
+        short = seconds is None and self.pulse is not None and self.pulse.due()
+        if short:
+            seconds = beat.said()
+        if seconds is None:
+            return
+        if self.pulse is not None:
+            self.pulse.spoke()
+        state = f"has run for {seconds:.0f} s{order.last_step}"
+        self.progress(
+            f"{location}: {order.action} {state if seconds >= 1 or not short else 'begins'}"
+        )
+
+    def _too_slow(self, order: Order, location: str) -> Problem:
+        limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
+        message = f"the worker was stopped after {self.timeout:g} seconds{order.last_step}."
+        tail = log_tail(order.log_path, order.secrets)
+        problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
+        return _with_variable(problem, "TIMEOUT")
+
+    def _explained(self, problem: Problem, folder: Path) -> Problem:
+        """``problem``, or that the worker had too little memory or too little room in ``folder``."""
+        output = f"{problem.message}\n{problem.log or ''}"
+        if full := full_disk_problem(folder, problem.location, output):
+            # What the worker says itself has the path.
+            return problem if problem.kind is Kind.SYSTEM_ERROR else replace(full, log=problem.log)
+        if self.memory_limit is None:
+            return _with_address_space(_without_limit(problem))
+        key, size = Key() / "build" / "memory-limit", show_size(self.memory_limit)
+        if not _NO_MEMORY.search(output):
+            # Some EPs only say that they cannot do what they could do with more memory.
+            hint = f"Or the worker had too little memory: {key} is {size}."
+            return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
+        return _with_variable(
+            replace(
+                problem,
+                kind=Kind.OUT_OF_MEMORY,
+                message=f"the worker needs more memory than {key} allows ({size}): {problem.message}",
+                hint="Raise the limit, or remove it.",
+                settings=(Setting(key, f"{-(-2 * self.memory_limit // 10**6)} MB"),),
+            ),
+            "MEMORY_LIMIT",
+        )
+
+    @contextlib.contextmanager
+    def _followed(self, order: Order, location: str) -> Iterator[None]:
+        """While it is entered, a thread forwards the log."""
+        if self.log is None:
+            yield
+            return
+        start, log = time.monotonic(), self.log
+        log(f"{location}: {order.action} ...")
+        ended = threading.Event()
+
+        def forward(line: str) -> None:
+            log(f"{location} | {line}")
+
+        arguments = (order.log_path, ended, forward, order.secrets)
+        thread = threading.Thread(target=follow, args=arguments)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
+
+
+def _with_log(problem: Problem, order: Order) -> Problem:
+    """``problem``, or that the EP does not find its libraries, with the lines of the log that explain it."""
+    errors = log_tail(order.log_path, order.secrets, only_errors=True)
+    if problem.kind in _EP_FAILED and (found := missing(errors)):
+        message = f"the EP cannot load its own libraries, because {found} is missing."
+        return Problem(Kind.UNLOADABLE_LIBRARY, problem.location, message, found.advice, log=errors)
+    whole = log_tail(order.log_path, order.secrets)
+    return replace(problem, log=(errors if problem.kind in _FOUND_BY_WORKERS else whole) or None)
+
+
+def _secrets(request: str) -> tuple[str, ...]:
+    """The values of the environment variables that a request names as secrets."""
+    return tuple(value for name in variables_in(request) if (value := os.environ.get(name)))
+
+
+def _without(secrets: Collection[str], problem: Problem, location: str) -> Problem:
+    """``problem`` without ``secrets``, and at ``location`` if it has none of its own."""
+    return replace(
+        problem,
+        location=hide_values(problem.location, secrets) or location,
+        message=hide_values(problem.message, secrets),
+        hint=hide_values(problem.hint, secrets) if problem.hint else problem.hint,
+    )
+
+
+def _with_variable(problem: Problem, name: str) -> Problem:
+    """``problem``, with the environment variable to change instead of the key if it is set."""
+    variable = PREFIX + name
+    if not os.environ.get(variable):
+        return problem
+    hint = f"Raise {variable}, which wins over the configuration."
+    return replace(problem, hint=hint, settings=())
+
+
+def _without_limit(problem: Problem) -> Problem:
+    """``problem``, or that memory was short. A log may have warnings about that: only a crash's counts."""
+    crashed = problem.kind is Kind.WORKER_CRASHED
+    if not _NO_MEMORY.search(f"{problem.message}\n{problem.log if crashed else ''}"):
+        return problem
+    message = f"the worker ran out of memory: {problem.message}"
+    return replace(
+        problem, kind=Kind.OUT_OF_MEMORY, message=message, hint=_LESS_MEMORY, settings=()
+    )
+
+
+def _with_address_space(problem: Problem) -> Problem:
+    """``problem``, and that the shell of this build limits the address space: EPs do not say so."""
+    if sys.platform == "win32":
+        return problem
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or problem.kind is Kind.SYSTEM_ERROR:
+        return problem
+    hint = (
+        f"Or the worker had too little address space: ulimit -v allows {show_size(limit)}. "
+        "Run the build with ulimit -v unlimited."
+    )
+    return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
+
+
+def _flooded(order: Order, location: str) -> Problem:
+    message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
+    return Problem(
+        Kind.INVALID_REPLY, location, message, log=log_tail(order.log_path, order.secrets)
+    )
+
+
+def _interrupted(location: str) -> BuildError:
+    return BuildError(Problem(Kind.INTERRUPTED, location, "the build was interrupted."))
+
+
+def _ended(code: int, location: str, tail: str, step: str) -> Problem:
+    """The problem of a worker that ended with exit code ``code`` and without a reply, in ``step``."""
+    name = _signal_name(code)
+    if name is not None and name not in _CRASHES:
+        hint = "Something else ended it: build again."
+        if name == "SIGKILL":
+            hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
+        return Problem(
+            Kind.WORKER_KILLED,
+            location,
+            f"the worker was killed with {name}{step}.",
+            hint,
+            log=tail,
+        )
+    hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
+    message = f"the worker {_describe_exit(code)}{step}."
+    return Problem(Kind.WORKER_CRASHED, location, message, hint, log=tail)
+
+
+def _signal_name(code: int) -> str | None:
+    """The name of the signal that ended a process with this exit code, if one did."""
+    if code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"the signal {-code}"
+
+
+def _describe_exit(code: int) -> str:
+    if name := _signal_name(code):
+        return f"crashed with {name}"
+    if crash := _WINDOWS_CRASHES.get(code & 0xFFFFFFFF):
+        return f"crashed with {crash} (0x{code & 0xFFFFFFFF:08X})"
+    return f"ended with exit code {code} and without a reply"

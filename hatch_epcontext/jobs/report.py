@@ -1,0 +1,171 @@
+"""The report of a build: one line for each job, and everything as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import hatch_epcontext
+from hatch_epcontext.errors import Problem
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.jobs.artifact import (
+    GENERATOR,
+    Built,
+    Failure,
+    Preparation,
+    Result,
+    Source,
+    Times,
+    Validation,
+)
+from hatch_epcontext.jobs.coverage import describe_coverage
+from hatch_epcontext.jobs.validation import describe_validation
+from hatch_epcontext.text import pairs, show_size
+from hatch_epcontext.worker.facts import Context, Coverage
+
+_MOST_CHARACTERS = 90
+"""Characters of a failed preparation's message in a summary; the report has all of it."""
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model of a job. ``source_size``: bytes of the source and its external data; ``load``: seconds in
+    which validation opened a session on the compiled model, None where it did not.
+    """
+
+    model: str
+    source_sha256: str
+    source_size: int
+    preparation: Preparation
+    coverage: Coverage | None
+    validation: Validation
+    load: float | None
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """One job. ``size``: bytes of all its ``files``, and ``saved`` those that sharing weights and one
+    context for several chips save; the times are of the build that compiled it.
+    """
+
+    target: str
+    provider: str
+    cached: bool
+    models: tuple[ModelReport, ...]
+    times: Times
+    size: int
+    group: str | None
+    saved: int
+    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str]
+
+    @property
+    def load(self) -> float | None:
+        """Seconds to open sessions on all its models; None if one was not opened."""
+        loads = [model.load for model in self.models if model.load is not None]
+        return sum(loads) if len(loads) == len(self.models) else None
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """A failed job: the names of its ``models``, and its problems."""
+
+    target: str
+    provider: str
+    models: tuple[str, ...]
+    group: str | None
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All jobs of a build."""
+
+    generator: str
+    jobs: tuple[JobReport, ...]
+    failures: tuple[FailureReport, ...] = ()
+
+
+def make_report(result: Result) -> Report:
+    """The report of a build: the manifest's facts, and also times and failures, which it must not have."""
+    by_name = {source.model.name: source for source in result.sources}
+    return Report(
+        f"{GENERATOR} {hatch_epcontext.__version__}",
+        tuple(_job(built, by_name) for built in result.built),
+        tuple(map(_failure, result.failures)),
+    )
+
+
+def _failure(failure: Failure) -> FailureReport:
+    job = failure.job
+    names = tuple(model.name for model in job.models)
+    return FailureReport(
+        job.target.name, job.target.provider.name, names, job.group, failure.problems
+    )
+
+
+def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
+    record = built.artifact.record
+    models = zip(built.job.models, record.preparations, record.contexts, strict=True)
+    return JobReport(
+        target=built.job.target.name,
+        provider=built.job.target.provider.name,
+        cached=built.cached,
+        models=tuple(
+            ModelReport(
+                model.name,
+                sources[model.name].sha256,
+                sources[model.name].size,
+                preparation,
+                context.coverage,
+                built.validations[model.name],
+                built.loads.get(model.name),
+            )
+            for model, preparation, context in models
+        ),
+        times=record.times,
+        size=built.artifact.size,
+        group=built.job.group,
+        saved=built.saved,
+        files=record.files,
+        versions=record.versions,
+    )
+
+
+def summarize(built: Built) -> str:
+    """A finished job in one line."""
+    record = built.artifact.record
+    parts = []
+    for preparation, context in zip(record.preparations, record.contexts, strict=True):
+        name = f"{context.model} " if built.job.group else ""
+        parts.append(name + ", ".join(_summarize_model(built, preparation, context)))
+    parts.append(show_size(built.artifact.size))
+    if built.saved > 0:
+        way = "sharing" if built.job.group else "one context for all chips"
+        parts.append(f"{show_size(built.saved)} saved by {way}")
+    if built.loads:
+        parts.append(f"opens in {sum(built.loads.values()):.3f} s")
+    parts.append("from the cache" if built.cached else f"compiled in {record.times.compile:.1f} s")
+    return f"{built.job.location} ({built.job.target.provider.name}): {', '.join(parts)}"
+
+
+def _summarize_model(built: Built, preparation: Preparation, context: Context) -> Iterator[str]:
+    if preparation.failed:
+        failed = "; ".join(_short(failure) for failure in preparation.failed)
+        yield f"prepared with {preparation.simplifier}, because {failed}"
+    if preparation.precision:
+        yield preparation.precision
+    if preparation.rewrites:
+        yield f"rewritten ({_short('; '.join(preparation.rewrites))})"
+    if preparation.options:
+        options = ", ".join(preparation.options)
+        yield f"compiled with {options}, because without it nodes are left to the CPU"
+    yield describe_coverage(context.coverage)
+    if chip := built.job.target.provider.compiled_for(context.compatibility):
+        yield f"for {pairs(chip)}"
+    yield describe_validation(built.validations[context.model])
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text.rstrip("."), _MOST_CHARACTERS, placeholder=" ...")

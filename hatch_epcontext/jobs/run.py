@@ -1,0 +1,200 @@
+"""Runs a plan: reads all its models, and runs its jobs, several at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.settings import BuildSettings, Config
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.jobs.artifact import Built, Failure, Result
+from hatch_epcontext.jobs.cache.cache import NO_HOME, Cache, default_root
+from hatch_epcontext.jobs.cutting import cut_plan
+from hatch_epcontext.jobs.executors.executor import Executor
+from hatch_epcontext.jobs.executors.local import LocalExecutor
+from hatch_epcontext.jobs.failures import problems_of
+from hatch_epcontext.jobs.job import JobRunner
+from hatch_epcontext.jobs.machine import jobs_at_once
+from hatch_epcontext.jobs.plan import Job, Plan
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.report import summarize
+from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.jobs.sources import read_sources
+from hatch_epcontext.jobs.validation import validation_warnings
+from hatch_epcontext.text import count
+
+
+class IncompleteError(BuildError):
+    """Some jobs failed; ``result`` has all jobs that were run."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(*problems_of(result.failures))
+        self.result = result
+
+
+def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
+    """The cache for ``config``; ``warn`` gets what is wrong with it."""
+    if not config.use_cache:
+        return Cache(None, warn)
+    root, settings = config.cache_dir or default_root(), config.build
+    read_all = config.wheel.verify == "full"
+    if root is None:
+        warn(f"{NO_HOME}; this build does not use one. Set HATCH_EPCONTEXT_CACHE_DIR to a folder.")
+    if settings.cache is None:
+        return Cache(root, warn, read_all=read_all)
+    # Few builds have one.
+    from hatch_epcontext.jobs.cache.remote import Remote
+
+    remote = Remote(
+        settings.cache,
+        warn,
+        can_write=_may_write(settings, warn),
+        trust=settings.cache_keys,
+        key=settings.cache_key,
+        timeout=settings.cache_timeout,
+    )
+    return Cache(root, warn, remote, read_all=read_all)
+
+
+def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:
+    """Whether the build writes to the shared cache: only what others would use."""
+    is_refused = settings.cache_keys is not None and settings.cache_key is None
+    if settings.cache_write and is_refused:
+        warn(
+            f"{PREFIX}CACHE_WRITE is set without {PREFIX}CACHE_KEY, and builds refuse unsigned artifacts; "
+            "this build only reads the shared cache"
+        )
+    return settings.cache_write and not is_refused
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A job that was not run: its fingerprint, and whether the cache has its artifact."""
+
+    job: Job
+    fingerprint: str
+    cached: bool
+
+
+def dry_run(plan: Plan, staging: Path, cache: Cache) -> tuple[DryRun, ...]:
+    """All jobs of the plan without running them; models are read, and nothing is compiled.
+
+    Raises as `build` does.
+    """
+    workers = Workers(plan.config.build.timeout)
+    plan = cut_plan(plan, cache.index(), workers, staging)
+    runner = job_runner(plan, staging, cache, workers)
+    with contextlib.closing(runner.executor):
+        return tuple(DryRun(job, *runner.dry_run(job)) for job in plan.jobs)
+
+
+def job_runner(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> JobRunner:
+    """The runner for the jobs of ``plan``, after a check of the environment and the models, which are cut.
+
+    The caller closes its executor. Raises RequirementError when the environment cannot build the plan, and
+    BuildError when a model is invalid, or when the scheduler of a cluster cannot be reached.
+    """
+    config = plan.config
+    installed = check_environment(plan.local_targets, plan.requirements)
+    index = cache.index()
+    read = read_sources(config, index, workers, staging / "check")
+    sources = {source.model.name: source for source in read}
+    executor: Executor
+    # A build that takes everything from the cache contacts nobody.
+    if config.build.scheduler is not None and not all(j.target.from_cache for j in plan.jobs):
+        from hatch_epcontext.jobs.executors.dask import DaskExecutor
+
+        executor = DaskExecutor.connect(config.build, workers, sources, index)
+    else:
+        largest = max((source.size for source in read), default=0)
+        at_once = jobs_at_once(config.build.jobs, largest)
+        executor = LocalExecutor.make(workers, staging, at_once, installed, plan.jobs)
+    return JobRunner(sources, cache, index, executor, staging, workers.progress or _ignore)
+
+
+def _ignore(line: str) -> None:
+    pass
+
+
+def build(
+    plan: Plan,
+    staging: Path,
+    cache: Cache,
+    log: Callable[[str], None],
+    workers: Workers | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> Result:
+    """Compile and validate every job of the plan, except for those in the cache.
+
+    ``staging`` is a folder of this build, which has the files of the result; ``log`` gets one line for each
+    finished job, in the plan's order, and ``warn`` what a validation leaves open; ``workers`` have the plan's
+    limits by default. Raises RequirementError when the environment cannot build the plan, BuildError when a
+    model cannot be read, and IncompleteError when jobs failed, after all others are finished and stored.
+    """
+    settings = plan.config.build
+    with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
+        plan = cut_plan(plan, cache.index(), started, staging)
+        runner = job_runner(plan, staging, cache, started)
+        with contextlib.closing(runner.executor):
+            built, failures = _run(runner, plan, log, warn or log)
+    result = Result(tuple(runner.sources.values()), tuple(built), tuple(failures))
+    if failures:
+        raise IncompleteError(result)
+    return result
+
+
+def _run(
+    runner: JobRunner,
+    plan: Plan,
+    log: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> tuple[list[Built], list[Failure]]:
+    """Run all jobs; with ``fail-fast`` only up to the first that fails."""
+    fail_fast = plan.config.build.fail_fast
+    built: list[Built] = []
+    failures: list[Failure] = []
+    # Its threads only wait for workers.
+    with ThreadPoolExecutor(runner.executor.at_once) as pool:
+
+        def stop() -> None:
+            # No waiting job starts any more, and the running ones end.
+            pool.shutdown(wait=False, cancel_futures=True)
+            runner.executor.stop()
+            runner.cache.stop()
+
+        def stop_if_failed(future: Future[Built]) -> None:
+            if not future.cancelled() and future.exception() is not None:
+                stop()
+
+        try:
+            running = [(job, pool.submit(runner.run, job)) for job in plan.jobs]
+            for _, future in running if fail_fast else ():
+                future.add_done_callback(stop_if_failed)
+            for job, future in running:
+                try:
+                    finished = future.result()
+                except CancelledError:
+                    continue
+                except BuildError as error:
+                    if fail_fast and all(p.kind is Kind.INTERRUPTED for p in error.problems):
+                        continue
+                    failures.append(Failure(job, error.problems))
+                    log(f"{job.location} ({job.target.provider.name}): FAILED")
+                else:
+                    built.append(finished)
+                    log(summarize(finished))
+                    for name, validation in finished.validations.items():
+                        for warning in validation_warnings(
+                            f"{job.target.name}: {name}", validation
+                        ):
+                            warn(warning)
+        except BaseException:
+            stop()
+            raise
+    if (not_run := len(plan.jobs) - len(built) - len(failures)) > 0:
+        runner.log(f"{count(not_run, 'job')} did not run to the end, because fail-fast is set")
+    return built, failures

@@ -1,0 +1,241 @@
+"""The source models of a build: their facts and their sha256, from the index or from a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import hatch_epcontext
+from hatch_epcontext.config.settings import Config, Model, Target
+from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, merged
+from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
+from hatch_epcontext.jobs.artifact import Source
+from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.plan import source_spec
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.validation import inputs_digest
+from hatch_epcontext.providers import Profile
+from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.text import show_size, suggestion
+from hatch_epcontext.worker.facts import PROTOBUF_LIMIT, ModelFacts, TensorFacts
+
+if TYPE_CHECKING:
+    from hatch_epcontext.worker.requests import CheckRequest
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_REQUESTS = 16
+"""Requests to a shared cache at once."""
+
+_Profiles = tuple[Key, tuple[Profile, ...], bool]
+"""The place of a target's optimization profiles, the profiles, and whether the target fixes shapes."""
+
+
+def read_sources(
+    config: Config, index: Index, workers: Workers, scratch: Path
+) -> tuple[Source, ...]:
+    """All models of ``config``; a worker in ``scratch`` reads those that ``index`` does not know.
+
+    Raises BuildError with all problems of all models.
+    """
+    if problems := list(_too_large(config.models)):
+        # They are not even hashed.
+        raise ModelError(*problems)
+    checks = _Checks.of(config)
+    # Whoever compiled what is now taken from the cache has checked the model for its own targets.
+    key_of = _unchecked_key if config.only_from_cache else checks.key
+    keys = {model.name: key_of(model, index) for model in config.models}
+    known: dict[str, ModelFacts] = {}
+    found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
+    for model, facts in zip(config.models, found, strict=True):
+        if facts is not None and _is_whole(model, facts):
+            known[model.name] = facts
+    unknown = tuple(model for model in config.models if model.name not in known)
+    if unknown:
+        if config.only_from_cache:
+            trouble = index.remote.trouble if index.remote is not None else None
+            raise BuildError(*(_not_known(model, trouble) for model in unknown))
+        reply = workers.call(checks.request(unknown), scratch, location="reading the models")
+        for model in unknown:
+            # Facts of other contents must not be stored as those of what was hashed.
+            index.check(model.path)
+        known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
+    # Others may not have what was read here before.
+    sent = config.models if index.remote is not None and index.remote.can_write else unknown
+    kept = {_unchecked_key(model, index): known[model.name] for model in sent}
+    kept |= {keys[model.name]: known[model.name] for model in unknown}
+    _for_each(index, lambda item: index.store_facts(*item), kept.items())
+    if problems := [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]:
+        # The shapes of one model have the same tolerance.
+        raise ModelError(*merged(problems))
+    return tuple(_source(model, known[model.name], index) for model in config.models)
+
+
+def check_unchanged(sources: Iterable[Source], hint: str) -> None:
+    """Raise ModelError, with ``hint``, if a file of ``sources`` is not any more what was read."""
+    for source in sources:
+        for name, recorded in source.records.items():
+            file = source.model.path.parent / name
+            if not file.is_file() or record_file(file) != recorded:
+                message = "was changed or removed after it had been compiled."
+                raise ModelError(Problem(Kind.MODEL_CHANGED, str(file), message, hint))
+
+
+def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
+    """The outputs in the tolerance of ``model`` that are not among its ``outputs``."""
+    tolerance = model.validate.tolerance
+    if tolerance is None:
+        return
+    names = [output.name for output in outputs]
+    key = model.key / "validate" / "tolerance"
+    given = [(key / "outputs", tolerance.outputs)]
+    given += [(key / "targets" / n / "outputs", t.outputs) for n, t in tolerance.targets.items()]
+    for place, limits in given:
+        for name in limits:
+            if name not in names:
+                message = f"the model has no output {name!r}."
+                yield Problem.at(place / name, Kind.UNKNOWN_INPUT, message, suggestion(name, names))
+
+
+def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results of ``request`` for all items, several at once where a shared cache answers slowly."""
+    if index.remote is None:
+        return list(map(request, items))
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        try:
+            return list(pool.map(request, items))
+        except BaseException:
+            # An interrupted build does not wait for answers.
+            index.remote.stop()
+            raise
+
+
+def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
+    """The model with its hex sha256: of its file, or of its file and all files of its external data."""
+    folder = model.path.parent
+    records = {
+        name: FileRecord((folder / name).stat().st_size, index.sha256(folder / name))
+        for name in (model.path.name, *facts.external_data)
+    }
+    sha256 = records[model.path.name].sha256
+    if facts.external_data:
+        data = {name: records[name].sha256 for name in sorted(facts.external_data)}
+        sha256 = value_sha256({"model": sha256, "data": data})
+    return Source(model, facts, sha256, records)
+
+
+def _is_whole(model: Model, facts: ModelFacts) -> bool:
+    """Whether the external data of ``model`` is there; a worker says what is missing.
+
+    Facts from a shared cache name no files elsewhere, which the wheel would contain.
+    """
+    return all(
+        is_portable(name) and _can_be_read(model.path.parent / name) for name in facts.external_data
+    )
+
+
+def _can_be_read(file: Path) -> bool:
+    return is_regular(file) and too_large(file.stat()) is None
+
+
+def _too_large(models: Iterable[Model]) -> Iterator[Problem]:
+    for model in models:
+        if (size := model.path.stat().st_size) > PROTOBUF_LIMIT:
+            yield Problem.at(
+                model.key,
+                Kind.INVALID_MODEL,
+                f"{model.path.name} has {show_size(size)}, but an ONNX file cannot be larger than 2 GiB.",
+            )
+
+
+def _not_known(model: Model, trouble: str | None) -> Problem:
+    message = "HATCH_EPCONTEXT_FROM_CACHE is all, and the cache does not know this model with these settings."
+    return Problem.at(
+        model.key,
+        Kind.NOT_CACHED,
+        f"{message}\n{trouble}" if trouble else message,
+        "Build it where it can be built, with the same cache.",
+    )
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """What the models are checked against, by their names; see `CheckRequest`."""
+
+    static: dict[str, str] = field(default_factory=dict)
+    left_open: dict[str, str] = field(default_factory=dict)
+    profiles: dict[str, list[_Profiles]] = field(default_factory=dict)
+    contexts: dict[str, list[Target]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(config: Config) -> _Checks:
+        made = _Checks()
+        for model, target in _pairs(config):
+            static_shapes = target.settings.static_shapes
+            if target.provider.static_shapes:
+                names = made.static if static_shapes else made.left_open
+                names[model.name] = target.provider.ep
+            if target.provider.product == "context" and not target.from_cache:
+                made.contexts.setdefault(model.name, []).append(target)
+            if target.profiles:
+                key = target.key / "profiles"
+                its = made.profiles.setdefault(model.name, [])
+                its.append((key, target.profiles, static_shapes))
+        return made
+
+    def request(self, models: tuple[Model, ...]) -> CheckRequest:
+        # Only now: a build that knows its models needs no requests.
+        from hatch_epcontext.worker.requests import CheckRequest, ContextTarget, ModelProfiles
+
+        profiles = (
+            ModelProfiles(model.name, *each)
+            for model in models
+            for each in self.profiles.get(model.name, ())
+        )
+        contexts = (
+            ContextTarget(model.name, each.name, each.provider.name, each.key, each.min_coverage)
+            for model in models
+            for each in self.contexts.get(model.name, ())
+        )
+        specs = tuple(map(source_spec, models))
+        return CheckRequest(specs, self.static, tuple(profiles), self.left_open, tuple(contexts))
+
+    def key(self, model: Model, index: Index) -> str:
+        """What identifies the facts of ``model``: its contents and all that it is checked against."""
+        profiles = [(its, static) for _, its, static in self.profiles.get(model.name, ())]
+        contexts = [
+            (target.provider.name, target.min_coverage)
+            for target in self.contexts.get(model.name, ())
+        ]
+        return value_sha256(
+            {
+                "model": _unchecked_key(model, index),
+                "inputs": inputs_digest(model.validate.inputs, index),
+                "static": [self.static.get(model.name), self.left_open.get(model.name)],
+                "profiles": to_plain(profiles),
+                "contexts": to_plain(contexts),
+            }
+        )
+
+
+def _unchecked_key(model: Model, index: Index) -> str:
+    """What identifies the facts of ``model`` whatever it is checked against."""
+    spec = to_plain(source_spec(model))
+    # Paths differ between machines, and no fact depends on the others.
+    other = ("path", "key", "listed", "inputs", "timeout")
+    return value_sha256(
+        {
+            "version": [hatch_epcontext.__version__, FORMAT],
+            "sha256": index.sha256(model.path),
+            "model": {name: value for name, value in spec.items() if name not in other},
+        }
+    )
+
+
+def _pairs(config: Config) -> Iterator[tuple[Model, Target]]:
+    return ((model, target) for model in config.models for target in model.targets)

@@ -1,0 +1,249 @@
+"""How the models of a job are validated: by running them, or the reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hatch_epcontext.config.settings import (
+    SYNTHETIC,
+    CompileSettings,
+    Model,
+    Target,
+    ValidateSettings,
+)
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
+from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
+from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.providers import Provider
+from hatch_epcontext.worker.facts import AgreementStatus, worst_agreements
+
+if TYPE_CHECKING:
+    from hatch_epcontext.worker.requests import ValidateReply
+
+
+def describe_validation(validation: Validation) -> str:
+    """The validation for a summary."""
+    reason = f" ({validation.reason})" if validation.reason else ""
+    if validation.status is ValidationStatus.NOT_VALIDATED:
+        return "NOT validated (validate = false)"
+    if validation.status is ValidationStatus.STRUCTURE:
+        return f"structure checked, NOT run{reason}"
+    ran = {
+        ValidationStatus.RAN: "ran",
+        ValidationStatus.RAN_ON_CPU: f"ran on the CPU only{reason}",
+        ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled separately, it ran",
+    }[validation.status]
+    if not validation.agreements:
+        return f"{ran}, outputs finite, not compared"
+    on = " on synthetic inputs" if validation.synthetic else ""
+    others = "".join(
+        f"; {each.output!r} is {each.status.value}"
+        for each in validation.agreements
+        if each.status is not AgreementStatus.AGREES
+    )
+    if not validation.compared:
+        return f"{ran}{on}, NOT compared{others}"
+    largest = max(agreement.max_abs for agreement in validation.compared)
+    cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
+    snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
+    return (
+        f"{ran} and agrees with the CPU{on} ({snr}{cosine}largest difference {largest:.2g}){others}"
+    )
+
+
+def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
+    """What the validation of the model ``name`` leaves open, each in one line."""
+    for each in validation.inconclusive:
+        yield (
+            f"{name}: the comparison of the output {each.output!r} proves nothing, because {each.reason}; "
+            "give real inputs (validate.inputs, or --inputs on the command line)"
+        )
+    yield from (f"{name}: {warning}" for warning in validation.warnings)
+
+
+def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
+    """Raise BuildError if the validation of ``model`` is required, and proves nothing."""
+    if not validation.inconclusive or model.validate.mode != "require":
+        return
+    raise BuildError(
+        *(
+            Problem(
+                Kind.INCONCLUSIVE,
+                f"{job.location}: validation",
+                f"the comparison of the output {each.output!r} proves nothing, because {each.reason}, and "
+                'validate is "require".',
+                "Give real inputs:",
+                settings=(Setting(model.key / "validate" / "inputs"),),
+            )
+            for each in validation.inconclusive
+        )
+    )
+
+
+def validation_key(job: Job, model: Model, record: Record, index: Index) -> str:
+    """What identifies the validation of a model: the artifact's files, inputs, tolerance and options."""
+    tolerance = model.tolerance_for(job.target)
+    return value_sha256(
+        {
+            "format": FORMAT,
+            "model": model.name,
+            "files": {name: file.sha256 for name, file in record.files.items()},
+            "inputs": inputs_digest(model.validate.inputs, index),
+            "tolerance": asdict(tolerance) if tolerance else None,
+            "states": dict(model.validate.states),
+            "load_options": job.target.load_options,
+        }
+    )
+
+
+def inputs_digest(inputs: str, index: Index) -> str:
+    """What identifies the dummy inputs of a model: the contents of their files, or their name."""
+    path = Path(inputs)
+    if path.is_file():
+        return index.sha256(path)
+    if path.is_dir():
+        files = input_files(inputs)
+        return value_sha256(
+            {each.relative_to(path).as_posix(): index.sha256(each) for each in files}
+        )
+    return inputs
+
+
+def input_files(inputs: str) -> list[Path]:
+    """The files of the dummy inputs of a model; empty for synthetic ones."""
+    path = Path(inputs)
+    if path.is_file():
+        return [path]
+    return [each for each in sorted(path.rglob("*")) if each.is_file()] if path.is_dir() else []
+
+
+def validation_without_run(job: Job, model: Model, reason: str | None) -> Validation | None:
+    """The validation of a model that must not be run, or cannot be run for ``reason``; else None."""
+    mode = model.validate.mode
+    if mode is False:
+        return Validation(ValidationStatus.NOT_VALIDATED)
+    if mode == "structure":
+        return Validation(ValidationStatus.STRUCTURE, reason='validate = "structure"')
+    if reason is None:
+        return None
+    if mode == "require" and not job.target.from_cache:
+        raise not_run_error(job, model, reason)
+    return Validation(ValidationStatus.STRUCTURE, reason=reason)
+
+
+def reason_not_to_run(job: Job) -> str | None:
+    """Why the job's result cannot be run on this machine, if that is known without asking the EP."""
+    return reason_not_to_run_here(job.target.provider, job.target.settings)
+
+
+def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str | None:
+    """Why what ``provider`` compiled cannot be run on this machine, if that is known without the EP."""
+    if settings.virtual_devices:
+        return f"{provider.ep} compiled for a virtual device"
+    if provider.runs_on(sys.platform, platform.machine()):
+        return None
+    machine = f"({sys.platform}, {platform.machine()})"
+    return f"{provider.ep} cannot run its contexts on this machine {machine}"
+
+
+def validation_from_reply(artifact: Artifact, reply: ValidateReply, inputs: str) -> Validation:
+    """The validation of ``artifact`` by a worker; ``inputs`` are those of `ValidateSettings`."""
+    status = ValidationStatus.RAN
+    if reply.unavailable is not None:
+        optimized = artifact.record.product == "optimized"
+        status = ValidationStatus.RAN_ON_CPU if optimized else ValidationStatus.STRUCTURE
+    return validation_of(status, reply, inputs)
+
+
+def validation_of(status: ValidationStatus, reply: ValidateReply, inputs: str) -> Validation:
+    """The validation with the results in a worker's ``reply``."""
+    return Validation(
+        status,
+        reply.agreements,
+        reply.unavailable,
+        reply.samples,
+        inputs in SYNTHETIC,
+        reply.warnings,
+        reply.large,
+    )
+
+
+def reason_not_to_open(job: Job) -> str | None:
+    """Why no simulator can open the job's result; None unless it needs the EP's own device."""
+    if not job.needs_device:
+        return None
+    shared = job.group is not None and not job.target.provider.loads_shared
+    kind = " for several chips" if job.has_several_chips else ""
+    kind += " that share weights" if shared else ""
+    return f"{job.target.provider.ep} cannot open contexts{kind} on this machine"
+
+
+def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> Validation:
+    """The validation of a context that cannot be opened on this machine; see `Job.needs_device`.
+
+    ``alone``: the validations of the same model compiled without the others, one for each chip.
+    """
+    if not model.validate.mode:
+        return Validation(ValidationStatus.NOT_VALIDATED)
+    reason = reason_not_to_open(job)
+    assert reason is not None, "only such a job is compiled alone"
+    if model.validate.mode == "require":
+        raise not_run_error(job, model, reason)
+    not_run = next((each for each in alone if each.status is not ValidationStatus.RAN), None)
+    if not_run or not alone:
+        return not_run or Validation(ValidationStatus.RAN_ALONE, (), reason)
+    return dataclasses.replace(
+        alone[0],
+        status=ValidationStatus.RAN_ALONE,
+        agreements=worst_agreements(found for each in alone for found in each.agreements),
+        reason=reason,
+        warnings=tuple(dict.fromkeys(text for each in alone for text in each.warnings)),
+        large=tuple(dict.fromkeys(found for each in alone for found in each.large)),
+    )
+
+
+def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
+    """The error for a model that must be run, and cannot be."""
+    validate = model.key / "validate"
+    only_mode = dataclasses.replace(model.validate, mode="auto") == ValidateSettings()
+    return BuildError(
+        Problem(
+            Kind.NOT_RUN,
+            f"{job.location}: validation",
+            f'{reason.rstrip(".")}, and validate is "require".',
+            "Build on another machine, or check only what this one can:",
+            settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
+        )
+    )
+
+
+def with_limits_of_target(error: BuildError, model: Model, target: Target) -> BuildError:
+    """``error`` with the limits that it suggests for ``target`` alone, if the model has other targets.
+
+    So nobody allows all of them what one of them needs.
+    """
+    tolerance = model.validate.tolerance
+    own = tolerance is not None and target.name in tolerance.targets
+    if len(model.targets) < 2 and not own:
+        return error
+    key = model.key / "validate" / "tolerance"
+
+    def narrowed(setting: Setting) -> Setting:
+        if setting.key != key or not isinstance(setting.value, dict):
+            return setting
+        return Setting(key, {"targets": {target.name: setting.value}})
+
+    return type(error)(
+        *(
+            dataclasses.replace(problem, settings=tuple(map(narrowed, problem.settings)))
+            for problem in error.problems
+        )
+    )

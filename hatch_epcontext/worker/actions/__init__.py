@@ -1,0 +1,1 @@
+"""What workers do: one module for each request, with the function ``handle`` that answers it."""

@@ -1,0 +1,213 @@
+"""Check that the source models fit their configuration, before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
+from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.fix import feeds_for, fix_constants, fix_shapes, unknown_name
+from hatch_epcontext.graph.refusals import known_limits as refusals
+from hatch_epcontext.text import listing
+from hatch_epcontext.worker.comparison.states import state_pairs
+from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.facts import ModelFacts, ModelSpec, TensorFacts
+from hatch_epcontext.worker.open_sizes import (
+    how_to_fix,
+    open_dimension_message,
+    place_of_sizes,
+    sizes_to_fix,
+)
+from hatch_epcontext.worker.requests import CheckReply, CheckRequest, ModelProfiles
+from hatch_epcontext.worker.step import step
+
+
+def handle(request: CheckRequest) -> CheckReply:
+    """Return the facts of all models; raises ModelError with all problems of all models."""
+    models = []
+    problems: list[Problem] = []
+    for spec in request.models:
+        try:
+            models.append(_check_model(spec, request))
+        except ModelError as error:
+            problems += error.problems
+    if problems:
+        # The shapes of one model have the same problems.
+        raise ModelError(*merged(problems))
+    return CheckReply(tuple(models))
+
+
+def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
+    path = Path(spec.path)
+    step(f"reading {path.name}")
+    model = reading.read(path, spec.key)
+    data = external.external_data(model, path.parent, spec.key)
+    own_inputs = _inputs(model)
+    fix_constants(model, spec)
+    open_inputs = _inputs(model)
+    if spec.static_shapes:
+        fix_shapes(model, spec)
+    inputs = _inputs(model)
+    outputs_problems = list(_check_outputs(model.graph, spec))
+    problems = [
+        *_check_types(inputs, spec),
+        *check_fixed(inputs, spec, request.static.get(spec.name)),
+        *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
+    ]
+    for given in request.profiles:
+        if given.model == spec.name:
+            problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
+    targets = [each for each in request.contexts if each.model == spec.name]
+    refused = list(refusals.problems(model, spec, targets))
+    # Other outputs do not help where nothing is worth compiling; otherwise what makes them is refused too.
+    hopeless = [each for each in refused if not each.settings]
+    problems += hopeless or outputs_problems or refused
+    if problems:
+        raise ModelError(*problems)
+    state_pairs(model, spec.states, spec.key / "validate" / "states")
+    # Dummy inputs that do not fit are an error before anything is compiled.
+    feeds_for(model, spec)
+    outputs = tuple(map(graph.facts, model.graph.output))
+    # `fix_constants` made them initializers.
+    constants = tuple(
+        TensorFacts(facts.name, facts.dtype, tuple(value.dims))
+        for facts in own_inputs
+        for value in model.graph.initializer
+        if value.name == facts.name and facts.name in spec.constants
+    )
+    return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(model))
+
+
+def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
+    return tuple(map(graph.facts, graph.inputs(model.graph)))
+
+
+def _check_types(inputs: tuple[TensorFacts, ...], spec: ModelSpec) -> Iterator[Problem]:
+    for each in inputs:
+        if each.dtype.endswith("_type") or each.dtype in ("unknown", "undefined"):
+            yield Problem.at(
+                spec.key,
+                Kind.UNSUPPORTED_INPUT,
+                f"the input {each.name!r} is not a tensor: {each.dtype}.",
+            )
+
+
+def _check_outputs(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+    """The outputs that are no tensors, each with the tensors that it is made of."""
+    tensors: list[str] = []
+    others: list[str] = []
+    for value in main.output:
+        if graph.facts(value).dtype.endswith("_type"):
+            others.append(value.name)
+            tensors += _tensors_of(main, value.name)
+        else:
+            tensors.append(value.name)
+    if not others:
+        return
+    kept = list(dict.fromkeys(tensors))
+    names = listing(map(repr, others))
+    what = "is no tensor" if len(others) == 1 else "are no tensors"
+    yield Problem.at(
+        spec.key,
+        Kind.UNSUPPORTED_OUTPUT,
+        f"the output {names} {what}, but a sequence, a map or an optional value, which no EP compiles.",
+        "Keep these tensors as the outputs instead." if kept else "Change the model there.",
+        *([Setting(spec.key / "cut", {"outputs": kept})] if kept else []),
+    )
+
+
+def _tensors_of(main: onnx.GraphProto, output: str) -> list[str]:
+    """The tensors of which nodes make sequences, maps and optional values, up to ``output``."""
+    made_by = {name: node for node in main.node for name in node.output}
+    # Which values are no tensors, the operators say: files have types of few values.
+    node = made_by.get(output)
+    if node is None or graph.operator(node) not in _MAKERS:
+        return []
+    names = node.input if node.op_type == "SequenceConstruct" else node.input[:1]
+    if node.op_type == "SequenceInsert":
+        names = node.input[:2]
+    result: list[str] = []
+    for name in names:
+        maker = made_by.get(name)
+        inner = maker is not None and graph.operator(maker) in _MAKERS
+        result += _tensors_of(main, name) if inner else [name]
+    return result
+
+
+_MAKERS = frozenset(
+    {
+        "Optional",
+        "SequenceConstruct",
+        "SequenceEmpty",
+        "SequenceErase",
+        "SequenceInsert",
+        "SplitToSequence",
+        "ai.onnx.ml.ZipMap",
+    }
+)
+"""The operators whose outputs are no tensors."""
+
+
+def check_fixed(
+    inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
+) -> Iterator[Problem]:
+    """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
+    for each in inputs if ep else ():
+        if each.is_fixed:
+            continue
+        assert ep is not None
+        yield Problem.at(
+            place_of_sizes(each, spec),
+            Kind.OPEN_DIMENSION,
+            open_dimension_message(each, ep),
+            how_to_fix(each),
+            *sizes_to_fix(each, spec),
+        )
+
+
+def _check_left_open(
+    inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
+) -> Iterator[Problem]:
+    """The inputs for ``ep``, which takes only fixed shapes, although its target leaves them open."""
+    for each, fixed in zip(inputs, sized(inputs, spec), strict=True) if ep else ():
+        if each.is_fixed:
+            continue
+        assert ep is not None
+        yield Problem.at(
+            spec.key,
+            Kind.OPEN_DIMENSION,
+            f"{open_dimension_message(each, ep)} It is left open because static-shapes is false.",
+            "Remove static-shapes = false."
+            if fixed.is_fixed
+            else f"Remove static-shapes = false, too. {how_to_fix(fixed)}",
+            *([] if fixed.is_fixed else sizes_to_fix(fixed, spec)),
+        )
+
+
+def _check_profiles(given: ModelProfiles, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:
+    by_name = {facts.name: facts for facts in inputs}
+    open_inputs = {facts.name for facts in inputs if not facts.is_fixed}
+    for index, profile in enumerate(given.profiles):
+        key = given.key / index
+        for name in profile.keys() - by_name.keys():
+            yield unknown_name(key / name, name, "input", list(by_name))
+        for name in sorted(open_inputs - profile.keys()):
+            yield Problem.at(
+                key,
+                Kind.INVALID_PROFILE,
+                f"the profile has no shapes for the input {name!r}, which has open dimensions "
+                f"({by_name[name].shape_text}).",
+                "A profile needs shapes for all inputs with open dimensions.",
+            )
+        for name in profile.keys() & by_name.keys():
+            for bound, shape in profile[name].items():
+                if not by_name[name].takes(tuple(shape)):
+                    yield Problem.at(
+                        key / name,
+                        Kind.INVALID_PROFILE,
+                        f"{bound} is {list(shape)}, but the input has the shape "
+                        f"{by_name[name].shape_text}.",
+                    )

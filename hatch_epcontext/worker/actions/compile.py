@@ -1,0 +1,71 @@
+"""Compile a job's prepared models into an artifact, and read it back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.files import link_or_copy
+from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.loader import PREPARED
+from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.facts import Context, ModelSpec
+from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.readback import read_context, read_optimized
+from hatch_epcontext.worker.reasons import nothing_compiled, with_reasons
+from hatch_epcontext.worker.requests import CompileReply, CompileRequest
+from hatch_epcontext.worker.session import provider_of
+from hatch_epcontext.worker.sharing import compile_group
+from hatch_epcontext.worker.step import step
+
+
+def handle(request: CompileRequest) -> CompileReply:
+    """Compile the request's models into its folder, and read back the result.
+
+    Raises BuildError when the EP's result is not what the request asks for: no node is compiled, a
+    context is of another EP or for another chip, or a sidecar is missing.
+    """
+    step(f"compiling for {provider_of(request.target).ep}")
+    start = time.monotonic()
+    if len(request.models) > 1:
+        contexts = compile_group(request)
+    else:
+        contexts = tuple(
+            _compile(request, spec, Path(path))
+            for spec, path in zip(request.models, request.prepared, strict=True)
+        )
+    product = provider_of(request.target).product
+    if request.target.settings.recompile:
+        _add_prepared(request)
+    return CompileReply(product, contexts, time.monotonic() - start)
+
+
+def _add_prepared(request: CompileRequest) -> None:
+    """Put the prepared models, with their external data, into the artifact."""
+    for spec, path in zip(request.models, map(Path, request.prepared), strict=True):
+        model = onnx.load(path, load_external_data=False)
+        folder = Path(request.folder) / PREPARED
+        for name in external_data(model, path.parent, spec.key):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(path.parent / name, folder / name)
+        folder.mkdir(exist_ok=True)
+        link_or_copy(path, folder / f"{spec.name}.onnx")
+
+
+def _compile(request: CompileRequest, spec: ModelSpec, prepared: Path) -> Context:
+    target, provider = request.target, provider_of(request.target)
+    result = Path(request.folder) / provider.result_file(spec.name)
+    if provider.product == "context":
+        try:
+            compile_context(prepared, result, target, key=spec.key)
+        except BuildError as error:
+            if all(each.kind is Kind.NOTHING_COMPILED for each in error.problems):
+                raise nothing_compiled(error, prepared, target) from error
+            raise
+        context = read_context(spec, prepared, result, target)
+        return with_reasons(context, prepared, result, target)
+    optimize(prepared, result, target.settings.optimization, target)
+    return read_optimized(spec.name, result)

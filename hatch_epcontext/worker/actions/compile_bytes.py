@@ -1,0 +1,52 @@
+"""Compile a model from memory to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.graph import graph, reading
+from hatch_epcontext.worker.compiler import compile_buffers, explained, lower_ir_version
+from hatch_epcontext.worker.open_sizes import open_dimension_message
+from hatch_epcontext.worker.requests import CompileBytesReply, CompileBytesRequest
+from hatch_epcontext.worker.session import provider_of
+
+
+def handle(request: CompileBytesRequest) -> CompileBytesReply:
+    """Write the context model of the request's model, with the compiled blob inside, to its ``result``.
+
+    Nothing is written beside the model. Raises ModelError when it is not a source model, or has open
+    dimensions and the EP compiles only fixed shapes; BuildError when the EP is unavailable or compiles
+    nothing.
+    """
+    path, provider = Path(request.model), provider_of(request.target)
+    source = _read(path)
+    if provider.static_shapes and (problems := list(_open_dimensions(source, provider.ep))):
+        raise ModelError(*problems)
+    data = {location: Path(file).read_bytes() for location, file in request.data.items()}
+    with explained(provider, lambda: source.graph):
+        compiled = compile_buffers(path.read_bytes(), data, request.target)
+    result = Path(request.result)
+    result.write_bytes(compiled)
+    lower_ir_version(result, path)
+    return CompileBytesReply(len(compiled))
+
+
+def _read(path: Path) -> onnx.ModelProto:
+    try:
+        return reading.read(path, Key())
+    except ModelError as error:
+        # The model has no place in a configuration.
+        problems = (replace(problem, location="", key=None) for problem in error.problems)
+        raise ModelError(*problems) from None
+
+
+def _open_dimensions(source: onnx.ModelProto, ep: str) -> Iterator[Problem]:
+    for tensor in map(graph.facts, graph.inputs(source.graph)):
+        if not tensor.is_fixed:
+            message = open_dimension_message(tensor, ep)
+            yield Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes.")

@@ -1,0 +1,123 @@
+"""Cut a source model: write the part that its configuration keeps, as a model with its own data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.cutting import Part, extract, part_between
+from hatch_epcontext.graph.fix import fix_inputs
+from hatch_epcontext.worker.facts import PROTOBUF_LIMIT, ModelSpec, TensorFacts
+from hatch_epcontext.worker.requests import CutForm, CutReply, CutRequest
+from hatch_epcontext.worker.session import cpu_options, set_model_path
+from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.value_types import types_of_runtime
+
+_Values = dict[str, onnx.ValueInfoProto]
+
+
+def handle(request: CutRequest) -> CutReply:
+    """Write the request's part of the model into its folder; the source is only read.
+
+    Raises ModelError when the model cannot be cut there, or when it cannot be known what the tensors are.
+    """
+    first = request.forms[0]
+    source = Path(first.path)
+    step(f"cutting {source.name}")
+    model = reading.read(source, first.key)
+    data = external.external_data(model, source.parent, first.key)
+    key = first.key / "cut"
+    part = part_between(model.graph, request.cut, first.constants, key)
+    names = (*part.inputs, *part.outputs)
+    values = _values(model, source, names)
+    if unknown := [name for name in names if not _is_typed(values.get(name))]:
+        message = f"the type of {unknown[0]!r} is not known before the model runs."
+        hint = "Cut at another tensor, or save the model with the types of all its tensors."
+        raise ModelError(Problem.at(key, Kind.INVALID_CUT, message, hint))
+    forms = tuple(_form(spec, model, source, part, values) for spec in request.forms)
+    extract(model, part, values)
+    return CutReply(_save(model, source, Path(request.folder)), data, forms)
+
+
+def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Values:
+    """Return what is known of the tensors ``names``: by onnx, or else by ONNX Runtime."""
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    values = {each.name: each for each in (*inferred.value_info, *inferred.output, *inferred.input)}
+    if missing := [name for name in names if not _is_known(values.get(name))]:
+        session_options = cpu_options()
+        set_model_path(source, session_options)
+        for name, type_ in types_of_runtime(model, missing, session_options).items():
+            values[name] = onnx.ValueInfoProto(name=name, type=type_)
+    return values
+
+
+def _is_typed(value: onnx.ValueInfoProto | None) -> bool:
+    """Whether the type is known: of a tensor the dtype and the rank."""
+    if value is None or value.type.WhichOneof("value") != "tensor_type":
+        return value is not None and value.type.WhichOneof("value") is not None
+    tensor = value.type.tensor_type
+    return tensor.elem_type != onnx.TensorProto.UNDEFINED and tensor.HasField("shape")
+
+
+def _is_known(value: onnx.ValueInfoProto | None) -> bool:
+    """Whether the type is known, and each size has a number or a name."""
+    return value is not None and _is_typed(value) and None not in graph.facts(value).shape
+
+
+def _form(
+    spec: ModelSpec, model: onnx.ModelProto, source: Path, part: Part, values: _Values
+) -> CutForm:
+    """Return what ``spec`` fixes in the cut model.
+
+    Names that neither the model nor the part has stay, so that the check of the cut model reports them.
+    """
+    inputs = {each.name: graph.facts(each) for each in graph.inputs(model.graph)}
+    ends = {name: graph.facts(values[name]) for name in part.inputs}
+    of_model, of_part = _named_sizes(inputs.values()), _named_sizes(ends.values())
+    shapes = {n: s for n, s in spec.shapes.items() if n in ends or n not in inputs}
+    constants = tuple(n for n in spec.constants if n in ends or n not in inputs)
+    inner = [
+        n for n, each in ends.items() if n not in inputs and n not in shapes and not each.is_fixed
+    ]
+    if inner:
+        own = dataclasses.replace(
+            spec,
+            dims={name: size for name, size in spec.dims.items() if name in of_model},
+            shapes={name: shape for name, shape in spec.shapes.items() if name in inputs},
+            constants={name: each for name, each in spec.constants.items() if name in inputs},
+            static_shapes=True,
+        )
+        fixed = onnx.ModelProto()
+        fixed.CopyFrom(model)
+        fix_inputs(fixed, own)
+        found = {name: graph.facts(each) for name, each in _values(fixed, source, inner).items()}
+        shapes |= {name: _sizes(found[name]) for name in inner if found[name].is_fixed}
+    dims = {n: size for n, size in spec.dims.items() if n in of_part or n not in of_model}
+    return CutForm(dims, shapes, constants)
+
+
+def _named_sizes(tensors: Iterable[TensorFacts]) -> set[str]:
+    return {size for each in tensors for size in each.shape if isinstance(size, str)}
+
+
+def _sizes(tensor: TensorFacts) -> tuple[int, ...]:
+    return tuple(size for size in tensor.shape if isinstance(size, int))
+
+
+def _save(model: onnx.ModelProto, source: Path, folder: Path) -> tuple[str, ...]:
+    """Write the cut ``model``; with data in a file of its own if the source has some or it is too large."""
+    outside = any(graph.is_external(tensor) for tensor in graph.tensors(model.graph))
+    onnx.external_data_helper.load_external_data_for_model(model, str(source.parent))
+    path = folder / source.name
+    if not outside and model.ByteSize() <= PROTOBUF_LIMIT:
+        onnx.save(model, path)
+        return (path.name,)
+    data = path.with_name(f"{path.name}.data")
+    onnx.save(model, path, save_as_external_data=True, location=data.name)
+    # Small tensors stay in the model.
+    return (path.name, data.name) if data.exists() else (path.name,)

@@ -1,0 +1,58 @@
+"""Read the facts of any ONNX file; needs onnx, but not ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.files import is_regular, record_file, too_large
+from hatch_epcontext.graph import external, graph
+from hatch_epcontext.graph.reading import load
+from hatch_epcontext.worker.requests import ContextFacts, InspectReply, InspectRequest
+
+
+def handle(request: InspectRequest) -> InspectReply:
+    """Return the facts of the request's file; raises ModelError when it is not an ONNX model."""
+    path = Path(request.path)
+    model = load(path, "")
+    nodes = graph.compute_nodes(model.graph)
+    contexts = [node for node in nodes if node.op_type == graph.CONTEXT_OP]
+    operators = Counter(graph.operator(n) for n in nodes if n.op_type != graph.CONTEXT_OP)
+    if data := external.names(model):
+        external.refuse_too_large(model, path.parent)
+    inside = tuple(name for name in data if external.stays_inside(path.parent, name))
+    return InspectReply(
+        inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
+        outputs=tuple(map(graph.facts, model.graph.output)),
+        opsets={opset.domain or "ai.onnx": opset.version for opset in model.opset_import},
+        operators=dict(operators.most_common()),
+        contexts=tuple(_context(node, path.parent) for node in contexts),
+        external_data=inside,
+        outside=tuple(name for name in data if name not in inside),
+        compatibility=graph.compatibility(model),
+    )
+
+
+def _context(node: onnx.NodeProto, folder: Path) -> ContextFacts:
+    main, embedded = graph.is_main(node), graph.is_embedded(node)
+    sidecar = None if embedded or not main else graph.text(node, "ep_cache_context") or None
+    record = None
+    if sidecar and external.stays_inside(folder, sidecar) and is_regular(folder / sidecar):
+        if reason := too_large((folder / sidecar).stat()):
+            message = f"the sidecar {sidecar!r} {reason}."
+            raise ModelError(Problem(Kind.EXTERNAL_DATA, "", message))
+        record = record_file(folder / sidecar)
+    size = len(graph.blob(node, "ep_cache_context")) if embedded and main else 0
+    return ContextFacts(
+        node=node.name,
+        source=graph.text(node, "source"),
+        partition=graph.text(node, "partition_name"),
+        ep_sdk_version=graph.text(node, "ep_sdk_version"),
+        main=main,
+        sidecar=sidecar,
+        size=record.size if record else size,
+        sha256=record.sha256 if record else None,
+    )

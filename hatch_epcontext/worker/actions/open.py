@@ -1,0 +1,54 @@
+"""Open one model once, and run its first inference, in a process that has done nothing else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from hatch_epcontext.worker.requests import OpenReply, OpenRequest
+from hatch_epcontext.worker.session import context_options, open_session, options, set_model_path
+
+
+def handle(request: OpenRequest) -> OpenReply:
+    """Open the request's model on its target, and run it once on dummy inputs.
+
+    The time does not include registering the EP's library, nor reading the file of a buffer.
+    """
+    path = Path(request.path)
+    session_options = (
+        options(request.target, request.target.settings.provider_options)
+        if request.product is None
+        else context_options(request.target, request.product)
+    )
+    contents = None
+    if request.buffer:
+        set_model_path(path, session_options)
+        contents = path.read_bytes()
+    start = time.perf_counter()
+    session = open_session(path if contents is None else contents, session_options)
+    load = time.perf_counter() - start
+    memory = _peak_memory()
+
+    # Imported only now, because they use memory of their own.
+    from hatch_epcontext.worker.dummy.inputs import dummy_inputs
+    from hatch_epcontext.worker.tensors import run
+
+    feeds = dummy_inputs(request.inputs, request.model, request.ranges)
+    start = time.perf_counter()
+    run(session, feeds)
+    return OpenReply(load, time.perf_counter() - start, memory)
+
+
+def _peak_memory() -> int | None:
+    """Return the peak of this process's memory in bytes; None where the system does not report it."""
+    if sys.platform == "linux":
+        # Not `ru_maxrss`: in a child it starts with the peak of the parent.
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None

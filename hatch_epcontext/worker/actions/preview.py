@@ -1,0 +1,71 @@
+"""What an EP cannot compile of a model, from the file alone; needs onnx, but not ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+from hatch_epcontext.errors import Kind, Problem, Setting
+from hatch_epcontext.graph import graph, reading
+from hatch_epcontext.graph.fix import fix_inputs
+from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.refusals import known_limits as refusals
+from hatch_epcontext.graph.refusals.conditions import advice
+from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, PROVIDERS, Limits
+from hatch_epcontext.worker.actions.check import check_fixed
+from hatch_epcontext.worker.facts import NodeFacts
+from hatch_epcontext.worker.requests import PreviewReply, PreviewRequest
+
+
+def _likely(flow: Flow, model: onnx.ModelProto, request: PreviewRequest) -> Iterator[Problem]:
+    """What keeps EPs from compiling all of a model, unless preparation finds a way."""
+    spec = request.model
+    if found := advice(model.graph, spec.key):
+        hint, settings = found
+        message = "a condition depends on an input, and few EPs compile branches."
+        yield Problem.at(spec.key, Kind.LOW_COVERAGE, message, hint, *settings)
+    lacks = PROVIDERS[request.target.provider].lacks
+    # Some EPs take parts of it; where nothing is known of an EP, none is expected.
+    refused = DYNAMIC_QUANTIZATION & lacks if lacks else DYNAMIC_QUANTIZATION
+    dynamic = any(graph.operator(node) in refused for node in flow.nodes)
+    if dynamic and not request.dequantized:
+        yield Problem.at(
+            spec.key,
+            Kind.LOW_COVERAGE,
+            "the model quantizes its activations while it runs, which NPUs do not take.",
+            "Undo that.",
+            Setting(spec.key / "dequantize", True),
+        )
+
+
+def handle(request: PreviewRequest) -> PreviewReply:
+    """Return what the package knows; raises ModelError when the model does not fit its configuration."""
+    spec = request.model
+    model = reading.read(Path(spec.path), spec.key)
+    fix_inputs(model, spec)
+    provider = PROVIDERS[request.target.provider]
+    limits = provider.limits or Limits(frozenset(), kinds=frozenset())
+    findings = refusals.find(model, limits)
+    refused = {id(each.node): each.reason for each in findings.refused}
+    lacks = provider.lacks - (DYNAMIC_QUANTIZATION if request.dequantized else set())
+    for node in findings.flow.nodes:
+        if graph.operator(node) in lacks:
+            refused.setdefault(id(node), "the EP does not have this operator")
+    inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
+    fixed_for = provider.ep if provider.static_shapes else None
+    problems = [
+        *check_fixed(inputs, spec, fixed_for),
+        *refusals.problems(model, spec, [request.target]),
+        *(_likely(findings.flow, model, request) if provider.product == "context" else ()),
+    ]
+    return PreviewReply(
+        len(findings.flow.nodes),
+        tuple(
+            NodeFacts(node.name, graph.operator(node), refused[id(node)])
+            for node in findings.flow.nodes
+            if id(node) in refused
+        ),
+        tuple(problems),
+    )

@@ -1,0 +1,171 @@
+"""Rewrite a prepared model where an EP refuses it, and compare the result with the source."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+
+from hatch_epcontext.errors import EpcontextError
+from hatch_epcontext.files import link_or_copy
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.graph.rewrites import REWRITES, rewrite
+from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
+from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    for_other_numbers,
+    read_reference,
+    run_model,
+)
+from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
+from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.step import step
+
+
+def handle(request: RewriteRequest) -> RewriteReply:
+    """Write the request's model, rewritten, into its folder.
+
+    A rewrite after which the model cannot be run, or gives other results than the source, is dropped.
+    Raises ModelError when the source model cannot be run on the CPU.
+    """
+    step("rewriting what the EP refuses")
+    work = Work.begin(request)
+    wanted = work.wanted()
+    if not wanted:
+        return RewriteReply(None)
+    try:
+        return work.write(wanted)
+    except Exception as error:
+        if len(wanted) == 1:
+            return RewriteReply(None, dropped=(dropped(wanted[0].name, error),))
+    return _without_faults(work, wanted)
+
+
+def _without_faults(work: Work, wanted: tuple[Rewrite, ...]) -> RewriteReply:
+    """The result of those of ``wanted`` that change nothing, each after those before it."""
+    best = RewriteReply(None)
+    kept: tuple[Rewrite, ...] = ()
+    notes: list[str] = []
+    for each in wanted:
+        try:
+            best = work.write((*kept, each))
+        except Exception as error:
+            notes.append(dropped(each.name, error))
+        else:
+            kept = (*kept, each)
+    return replace(best, dropped=tuple(notes))
+
+
+def dropped(name: str, error: Exception) -> str:
+    """Why the change ``name`` was dropped; ONNX Runtime raises many things, for graphs it cannot open."""
+    message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
+    return f"{name}: {message}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared."""
+
+    request: RewriteRequest
+    refused: frozenset[str]
+    expected: Reference | None
+
+    @staticmethod
+    def begin(request: RewriteRequest) -> Work:
+        model = onnx.load(request.prepared, load_external_data=False)
+        refused = request.refused
+        if refused is None:
+            refused = tuple(map(graph.operator, graph.nodes(model.graph)))
+        expected = None
+        if request.compare:
+            expected = (
+                reference(request.model, model)
+                if request.reference is None
+                else read_reference(request.reference)
+            )
+        return Work(request, frozenset(refused), expected)
+
+    def read(self) -> onnx.ModelProto:
+        return onnx.load(self.request.prepared, load_external_data=False)
+
+    def wanted(self) -> tuple[Rewrite, ...]:
+        """The rewrites that do something."""
+        # Only a comparison shows that both branches give what they should.
+        all_ = REWRITES if self.request.compare else tuple(r for r in REWRITES if r is not BRANCHES)
+        names = rewrite(self.read(), self.refused, all_)
+        return tuple(each for each in all_ if each.name in names)
+
+    def write(self, rewrites: tuple[Rewrite, ...]) -> RewriteReply:
+        """Write the model after ``rewrites``; raises an exception if it is not what it was."""
+        request = self.request
+        folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=request.folder))
+        model = self.read()
+        names = rewrite(model, self.refused, rewrites)
+        result, session = self.write_model(model, Path(request.prepared).parent, folder)
+        self.compare(session)
+        if self.expected is not None and (conditions := removed(self.read(), model)):
+            self._compare_branches(model, conditions, self.expected, folder)
+        model = onnx.load(result, load_external_data=False)
+        nodes = len(graph.compute_nodes(model.graph))
+        return RewriteReply(str(result), nodes, graph.control_flow(model.graph), names)
+
+    def write_model(
+        self, model: onnx.ModelProto, source: Path, folder: Path
+    ) -> tuple[Path, ort.InferenceSession]:
+        """Write ``model``, whose external data is in ``source``, into ``folder``, simplified if it may be.
+
+        Returns its path, and a session that runs it.
+        """
+        name = self.request.model.name
+        written = self._save(model, folder / f"{name}.rewritten.onnx", source)
+        if not self.request.simplify:
+            return written, open_session(written, cpu_options())
+        result = folder / "simplified" / f"{name}.onnx"
+        result.parent.mkdir()
+        return result, optimize(written, result, "basic")
+
+    def compare(self, session: ort.InferenceSession) -> None:
+        """Raise BuildError if ``session`` gives other results than the source, where that is compared."""
+        if self.expected is None:
+            return
+        spec, what = self.request.model, "the rewritten model on the CPU"
+        tolerance, expected = self.request.tolerance, self.expected
+        if tolerance is not None:
+            expected = for_other_numbers(expected)
+        check_runs(session, expected, tolerance or SIMPLIFIED, spec, what, "the source model's")
+
+    def _compare_branches(
+        self, model: onnx.ModelProto, conditions: tuple[str, ...], expected: Reference, folder: Path
+    ) -> None:
+        """Compare ``model`` with the prepared one where ``conditions`` are true, and where they are not."""
+        spec, source = self.request.model, Path(self.request.prepared).parent
+        before, after = (
+            open_session(
+                self._save(with_inputs(each, conditions), folder / f"{name}.onnx", source),
+                cpu_options(),
+            )
+            for name, each in (("branches-before", self.read()), ("branches-after", model))
+        )
+        for fed in assignments(before, conditions):
+            for each in expected.runs:
+                feeds = {**each.feeds[0], **fed}
+                wanted = run_model(before, feeds, spec, "a branch of the model on the CPU")
+                outputs = run_model(after, feeds, spec, "the rewritten branch on the CPU")
+                check_outputs(outputs, wanted, SIMPLIFIED, spec, "the branch's")
+
+    def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
+        """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""
+        for name in external_data(model, source, self.request.model.key):
+            (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
+            if not (path.parent / name).exists():
+                link_or_copy(source / name, path.parent / name)
+        onnx.save(model, path)
+        return path

@@ -1,0 +1,189 @@
+"""Open an artifact, moved away from where it was compiled, run it, and compare it with the CPU EP."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import onnxruntime as ort
+
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.graph import reading
+from hatch_epcontext.graph.fix import feeds_for, fix_inputs
+from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    for_other_numbers,
+    read_reference,
+    run_model,
+)
+from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
+from hatch_epcontext.worker.libraries import UnavailableError
+from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
+from hatch_epcontext.worker.session import (
+    context_options,
+    cpu_options,
+    open_session,
+    provider_of,
+    set_model_path,
+)
+from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.tensors import Arrays, refuse_not_finite
+
+
+def handle(request: ValidateRequest) -> ValidateReply:
+    """Validate the request's context: open it from disk and from memory, run it, and compare.
+
+    Raises BuildError when it cannot be opened without compiling, fails, has NaN or Inf where the CPU
+    EP has none, or leaves the tolerance; ModelError when the dummy inputs do not fit.
+    """
+    spec = request.model
+    expected = _reference(request)
+    step("opening the compiled model")
+    # The sessions of a group that are opened first must outlive the later ones.
+    _others = [
+        open_session(Path(request.folder) / other.model_file, _options(request))
+        for other in request.sharing
+        if other != request.context
+    ]
+    unavailable = _unavailable(request)
+    make_options = cpu_options if unavailable else partial(_options, request)
+    # Opened and not run: the session from disk runs the same, and simulators are slow.
+    from_memory = _open_from_memory(request, make_options())
+    session_options = make_options()
+    start = time.perf_counter()
+    session = open_session(_file(request), session_options)
+    load = time.perf_counter() - start
+    if unavailable is None:
+        _check_assignment(request, from_memory, "memory")
+        _check_assignment(request, session, "disk")
+    if not isinstance(expected, Reference):
+        outputs = run_model(session, expected, spec, "the compiled model")
+        refuse_not_finite(outputs, {})
+        return ValidateReply((), unavailable, load)
+    assert request.tolerance is not None, "there is a reference to compare with"
+    _check_outputs(request, expected)
+    if request.target.settings.changes_precision:
+        expected = for_other_numbers(expected)
+    first = run_model(session, expected.feeds, spec, "the compiled model")
+    if recorded := expected_outputs(request.context.outputs, spec):
+        check_outputs(first, recorded, request.tolerance, spec, "the recorded output")
+    checked = check_runs(
+        session, expected, request.tolerance, spec, "the compiled model", "the CPU's", first=first
+    )
+    halves = provider_of(request.target).computes_in_float16(request.target.settings.device)
+    large = expected.facts.large if halves else ()
+    return ValidateReply(
+        checked.agreements, unavailable, load, checked.samples, checked.warnings, large
+    )
+
+
+def _reference(request: ValidateRequest) -> Reference | Arrays:
+    """What to compare with; only inputs where nothing is compared."""
+    spec = request.model
+    if request.tolerance is not None and request.reference is not None:
+        found = read_reference(request.reference)
+        _check_inputs(request, found.feeds)
+        return found
+    if not request.has_source:
+        own = request.context.inputs
+        given = {each.name: constant(spec, each) for each in own if each.name in spec.constants}
+        return {**dummy_inputs(own, spec), **given}
+    source = reading.read(Path(spec.path), spec.key)
+    fix_inputs(source, spec)
+    feeds = feeds_for(source, spec)
+    _check_inputs(request, feeds)
+    return feeds if request.tolerance is None else reference(spec, source)
+
+
+def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
+    spec = request.model
+    if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
+        inputs = "the inputs" if len(more) > 1 else "the input"
+        raise ModelError(
+            Problem.at(
+                spec.key,
+                Kind.VALUE_MISMATCH,
+                f"the source model has {inputs} {', '.join(map(repr, more))}, and the compiled model "
+                "does not.",
+                "Give the values to which they were frozen.",
+                Setting(spec.key / "constants"),
+            )
+        )
+
+
+def _check_outputs(request: ValidateRequest, expected: Reference) -> None:
+    """Raise ModelError where the compiled model has other outputs: they would not be compared."""
+    own = {tensor.name for tensor in request.context.outputs}
+    wanted = expected.runs[0].outputs[0].keys()
+    for names, one, other in (
+        (wanted - own, "source", "compiled"),
+        (own - wanted, "compiled", "source"),
+    ):
+        if names:
+            outputs = "the outputs" if len(names) > 1 else "the output"
+            raise ModelError(
+                Problem.at(
+                    request.model.key,
+                    Kind.VALUE_MISMATCH,
+                    f"the {one} model has {outputs} {', '.join(map(repr, sorted(names)))}, and the {other} "
+                    "model does not.",
+                    "Compare with the model that it was compiled from.",
+                )
+            )
+
+
+def _unavailable(request: ValidateRequest) -> str | None:
+    """Return the reason why an optimized graph cannot run on its EP; None if it can.
+
+    The graph is plain ONNX, so the CPU EP can run it instead. A context always needs its own EP,
+    which compiled it and so must be available.
+    """
+    if request.product != "optimized":
+        return None
+    try:
+        _options(request)
+    except UnavailableError as error:
+        return error.problems[0].message.splitlines()[0].rstrip(".")
+    return None
+
+
+def _options(request: ValidateRequest) -> ort.SessionOptions:
+    result = context_options(request.target, request.product, sharing=bool(request.sharing))
+    result.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    return result
+
+
+def _file(request: ValidateRequest) -> Path:
+    return Path(request.folder) / request.context.model_file
+
+
+def _open_from_memory(
+    request: ValidateRequest, session_options: ort.SessionOptions
+) -> ort.InferenceSession:
+    path = _file(request)
+    set_model_path(path, session_options)
+    return open_session(path.read_bytes(), session_options)
+
+
+def _check_assignment(
+    request: ValidateRequest, session: ort.InferenceSession, loaded_from: str
+) -> None:
+    provider = provider_of(request.target)
+    # Older releases of ONNX Runtime do not report which EP got which node.
+    assignment = getattr(session, "get_provider_graph_assignment_info", None)
+    if assignment is None:
+        return
+    assigned = {subgraph.ep_name for subgraph in assignment()}
+    # An optimized graph may have no nodes left.
+    if provider.ep not in assigned and (assigned or request.product == "context"):
+        raise BuildError(
+            Problem(
+                Kind.WRONG_ASSIGNMENT,
+                "",
+                f"the {request.product} graph was loaded from {loaded_from}, but ONNX Runtime assigned "
+                f"no node of it to {provider.ep}.",
+            )
+        )

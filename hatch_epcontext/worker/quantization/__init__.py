@@ -1,0 +1,1 @@
+"""Quantizing models, and the inputs to calibrate them with."""

@@ -1,0 +1,84 @@
+"""Quantize a model of floats, with ONNX Runtime's tools and their preset for QNN.
+
+Few builds need it, and importing these tools takes long: import it only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnxruntime import quantization
+from onnxruntime.quantization.execution_providers import qnn
+
+from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.graph import graph
+from hatch_epcontext.text import count
+from hatch_epcontext.worker.facts import ModelSpec, Precision
+from hatch_epcontext.worker.quantization.calibration import samples
+from hatch_epcontext.worker.step import step
+
+_TYPES = {
+    "uint8": quantization.QuantType.QUInt8,
+    "int8": quantization.QuantType.QInt8,
+    "uint16": quantization.QuantType.QUInt16,
+    "int16": quantization.QuantType.QInt16,
+}
+
+_QUANTIZED = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeLSTM"})
+"""Operators that only a quantized model has."""
+
+
+def write_quantized(source: Path, result: Path, spec: ModelSpec, precision: Precision) -> str:
+    """Write the model at ``source``, quantized for the calibration data of ``precision``, to ``result``.
+
+    Returns what was done in words. Raises ModelError when the data does not fit the model, or the model
+    cannot be quantized.
+    """
+    step("quantizing the model")
+    how = precision.quantize
+    assert how is not None, "only then it is called"
+    key = spec.key / "quantize"
+    model = onnx.load(source, load_external_data=False)
+    if any(node.op_type in _QUANTIZED for node in graph.nodes(model.graph)):
+        message = "the model is quantized already."
+        hint = "Remove quantize: static quantization is compiled as it is, and dequantize undoes another one."
+        raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
+    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    data = _Reader(samples(Path(precision.calibration), inputs, key / "inputs"))
+    fused = result.with_name("fused.onnx")
+    try:
+        # It writes only what it has changed.
+        changed = qnn.qnn_preprocess_model(source, fused)
+        config = qnn.get_qnn_qdq_config(
+            fused if changed else source,
+            data,
+            activation_type=_TYPES[how.activation],
+            weight_type=_TYPES[how.weight],
+            per_channel=how.per_channel,
+        )
+        quantization.quantize(fused if changed else source, result, config)
+    except ModelError:
+        raise
+    except Exception as error:
+        message = f"ONNX Runtime cannot quantize the model: {type(error).__name__}: {error}."
+        hint = "Remove quantize, or cut away the part that cannot be quantized."
+        raise ModelError(Problem.at(key, Kind.INVALID_MODEL, message, hint)) from error
+    return (
+        f"quantized to {how.activation} with weights of {how.weight} ({count(data.read, 'sample')})"
+    )
+
+
+class _Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+    """Hands samples to ONNX Runtime's quantizer; ``read`` is their number."""
+
+    def __init__(self, found: Iterator[dict[str, Any]]) -> None:
+        self._found = found
+        self.read = 0
+
+    def get_next(self) -> dict[str, Any] | None:
+        sample = next(self._found, None)
+        self.read += sample is not None
+        return sample

@@ -1,0 +1,201 @@
+"""Why an EP leaves nodes to the CPU: what its log says of them, and what decides their shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import onnx
+
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.refusals.conditions import Decided, decided
+from hatch_epcontext.providers import Provider
+from hatch_epcontext.worker.facts import Context, NodeFacts, TargetSpec, TensorFacts
+from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
+from hatch_epcontext.worker.step import step
+
+_VERBOSE = 0
+"""ONNX Runtime's log severity for everything: EPs log there what they refuse."""
+
+_MOST_TENSORS = 4
+"""Tensors of a node whose types and shapes a reason names."""
+
+_MOST_REASONS = 4
+"""Reasons in one message."""
+
+_COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
+"""ONNX Runtime then asks the EP which nodes it takes, and compiles none."""
+
+
+def with_reasons(context: Context, prepared: Path, result: Path, target: TargetSpec) -> Context:
+    """``context`` of the model ``result``, compiled from ``prepared``, with reasons for uncovered nodes."""
+    coverage = context.coverage
+    if coverage is None or not coverage.uncovered:
+        return context
+    source = onnx.load(prepared, load_external_data=False).graph
+    made = onnx.load(result, load_external_data=False).graph
+    logged, provider = ask(prepared, target), provider_of(target)
+    uncovered = explained(coverage.uncovered, logged, source, made, provider)
+    return replace(context, coverage=replace(coverage, uncovered=uncovered))
+
+
+def explained(
+    nodes: Collection[NodeFacts],
+    logged: Mapping[str, str],
+    source: onnx.GraphProto,
+    optimized: onnx.GraphProto,
+    provider: Provider,
+) -> tuple[NodeFacts, ...]:
+    """``nodes`` with the reasons that the EP has ``logged``, and with the inputs that decide about them.
+
+    ``source`` is the graph that the EP got; ``optimized`` has the types of the values of ``nodes``.
+    """
+    deciders = _deciders(source, {node.name for node in nodes if node.name})
+    vague = {name for name, reason in logged.items() if not reason}
+    guessed = {name: _guess(*its, provider) for name, its in _tensors(optimized, vague).items()}
+    reasons = {name: reason or guessed.get(name) for name, reason in logged.items()}
+    return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
+
+
+def nothing_compiled(error: BuildError, prepared: Path, target: TargetSpec) -> BuildError:
+    """``error``, that nothing of ``prepared`` was compiled, with the EP's reasons."""
+    logged = ask(prepared, target)
+    if not logged:
+        return error
+    main = onnx.load(prepared, load_external_data=False).graph
+    nodes = [
+        NodeFacts(node.name, graph.operator(node)) for node in main.node if node.name in logged
+    ]
+    operators: dict[str | None, Counter[str]] = {}
+    for node in explained(nodes, logged, main, main, provider_of(target)):
+        operators.setdefault(node.reason, Counter())[node.op] += 1
+    parts = [
+        f"{_numbered(ops)} ({reason or 'no reason is known'})" for reason, ops in operators.items()
+    ]
+    more = f" and {len(parts) - _MOST_REASONS} more" if len(parts) > _MOST_REASONS else ""
+    refused = f"It refused {', '.join(parts[:_MOST_REASONS])}{more}."
+    # With reasons for its nodes the chip, which the hint is about, is not the reason.
+    return BuildError(
+        *(
+            replace(
+                each,
+                message=f"{each.message} {refused}",
+                hint=each.hint if each.settings else "Change the model at these nodes.",
+            )
+            for each in error.problems
+        )
+    )
+
+
+def _numbered(operators: Counter[str]) -> str:
+    """How many of each operator there are: ``"2 Loop, Shape"``."""
+    return ", ".join(op if number == 1 else f"{number} {op}" for op, number in operators.items())
+
+
+def ask(prepared: Path, target: TargetSpec) -> Mapping[str, str]:
+    """Ask the EP why it refuses nodes of ``prepared``; returns the reasons by the names of the nodes.
+
+    A reason is empty where the EP has none. Nothing is compiled.
+    """
+    provider = provider_of(target)
+    if provider.reasons is None:
+        return {}
+    step(f"asking {provider.ep} why it refuses nodes")
+    settings = target.settings
+    session_options = options(target, settings.provider_options, _COMPUTE_NOTHING)
+    session_options.graph_optimization_level = LEVELS[settings.optimization]
+    session_options.log_severity_level = _VERBOSE
+    with _output() as file:
+        # It always fails where there is something to compile.
+        with contextlib.suppress(Exception):
+            open_session(prepared, session_options)
+        file.seek(0)
+        return provider.reasons(file.read().decode("utf-8", "replace"))
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[IO[bytes]]:
+    """Write what this process prints into a file that is read afterwards, and not into the log."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = [os.dup(each) for each in (1, 2)]
+        try:
+            for each in (1, 2):
+                os.dup2(file.fileno(), each)
+            yield file
+        finally:
+            for each, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, each)
+                os.close(copy)
+
+
+def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[str, Decided]]:
+    """The nodes of ``main`` called ``names`` that need a value which only settings decide.
+
+    By their names, each with that value and with what decides it.
+    """
+    flow = Flow(main)
+    found: dict[str, tuple[str, Decided]] = {}
+    for node in flow.nodes:
+        for name in node.input if node.name in names else ():
+            if (by := decided(flow, name)) is not None:
+                found.setdefault(node.name, (name, by))
+    return found
+
+
+def _with_reason(
+    node: NodeFacts, reasons: Mapping[str, str | None], decider: tuple[str, Decided] | None
+) -> NodeFacts:
+    reason = node.reason if node.dynamic else reasons.get(node.name, node.reason)
+    if decider is None:
+        return replace(node, reason=reason)
+    what, by = decider
+    freeze: dict[str, Any] = {
+        name: values[0] if values else None for name, values in by.inputs.items()
+    }
+    decides = f"the input {by} decides {what!r}"
+    return replace(node, reason=f"{reason}; {decides}" if reason else decides, freeze=freeze)
+
+
+def _tensors(
+    main: onnx.GraphProto, names: Container[str]
+) -> dict[str, tuple[list[TensorFacts], list[TensorFacts]]]:
+    """The inputs and outputs of the nodes of ``main`` called ``names``, as far as they are known."""
+    values = {
+        value.name: graph.facts(value) for value in (*main.input, *main.value_info, *main.output)
+    }
+    return {
+        node.name: (
+            [values[name] for name in node.input if name in values],
+            [values[name] for name in node.output if name in values],
+        )
+        for node in main.node
+        if node.name in names
+    }
+
+
+def _guess(
+    inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts], provider: Provider
+) -> str:
+    """Why an EP that gives no reason may refuse a node with these inputs and outputs."""
+    tensors = (*inputs, *outputs)
+    rank = max((len(each.shape) for each in tensors), default=0)
+    if provider.max_rank is not None and rank > provider.max_rank:
+        return f"it has a tensor of rank {rank}, and the EP takes at most {provider.max_rank}"
+    if lacking := sorted({each.dtype for each in tensors} & provider.lacks_dtypes):
+        return f"the EP does not take {' or '.join(lacking)}"
+    taken, made = (
+        ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MOST_TENSORS]) or "?"
+        for some in (inputs, outputs)
+    )
+    return f"the EP refuses it with {taken} -> {made}"

@@ -1,0 +1,634 @@
+"""The process border: one request in, one reply out, both JSON files.
+
+What they carry is in `facts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, get_args
+
+from hatch_epcontext.config.settings import Cut
+from hatch_epcontext.errors import Key, Problem
+from hatch_epcontext.providers import Product, Profile, Tolerance
+from hatch_epcontext.text import count
+from hatch_epcontext.worker.facts import (
+    Agreement,
+    Context,
+    Magnitude,
+    ModelFacts,
+    ModelSpec,
+    NodeFacts,
+    Precision,
+    Range,
+    Simplifier,
+    TargetSpec,
+    TensorFacts,
+)
+
+ReplyT = TypeVar("ReplyT")
+
+REQUESTS: dict[str, type[Request[Any]]] = {}
+"""The requests by their action."""
+
+
+class Request(Generic[ReplyT]):
+    """A request that a worker answers with a `ReplyT`.
+
+    A subclass names its action, which is also the module of `hatch_epcontext.worker` whose
+    ``handle`` answers it.
+    """
+
+    action: ClassVar[str]
+    reply_type: ClassVar[type[Any]]
+
+    def __init_subclass__(cls, action: str) -> None:
+        super().__init_subclass__()
+        (base,) = (each for each in vars(cls)["__orig_bases__"] if get_args(each))
+        cls.action, (cls.reply_type,) = action, get_args(base)
+        REQUESTS[action] = cls
+
+    def misfit(self, reply: ReplyT) -> str | None:
+        """Why ``reply``, which has the right type, cannot be the answer to this request; None if it can."""
+        return None
+
+
+@dataclass(frozen=True)
+class CheckReply:
+    models: tuple[ModelFacts, ...]
+
+
+@dataclass(frozen=True)
+class CutForm:
+    """What the configuration of one form of a model fixes in the cut model.
+
+    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
+    """
+
+    dims: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutReply:
+    """``files``: the cut model and its external data, by name in the folder; ``data``: the files of the
+    external data of the whole model, by name in its own; ``forms``: one for each model of the request.
+    """
+
+    files: tuple[str, ...]
+    data: tuple[str, ...]
+    forms: tuple[CutForm, ...]
+
+
+@dataclass(frozen=True)
+class CutRequest(Request[CutReply], action="cut"):
+    """Write the part ``cut`` of a model into ``folder``, which exists and is empty.
+
+    ``forms``: the model in all its forms, which differ only in what their configuration fixes.
+    """
+
+    forms: tuple[ModelSpec, ...]
+    cut: Cut
+    folder: str
+
+    def misfit(self, reply: CutReply) -> str | None:
+        if len(reply.forms) != len(self.forms):
+            return "it is about other forms of the model"
+        return _misfit_files(self.folder, (str(Path(self.folder, name)) for name in reply.files))
+
+
+@dataclass(frozen=True)
+class ModelProfiles:
+    """Optimization profiles for ``model``; ``key`` is their place in the configuration.
+
+    ``static_shapes``: whether the target that has them fixes dims and shapes.
+    """
+
+    model: str
+    key: Key
+    profiles: tuple[Profile, ...]
+    static_shapes: bool = True
+
+
+@dataclass(frozen=True)
+class ContextTarget:
+    """A target that compiles ``model`` into contexts, by its name, its ``provider`` and its place.
+
+    ``min_coverage``: the part of the nodes that must be inside contexts, from 0 to 1.
+    """
+
+    model: str
+    target: str
+    provider: str
+    key: Key
+    min_coverage: float
+
+
+@dataclass(frozen=True)
+class CheckRequest(Request[CheckReply], action="check"):
+    """Read the models, and check that they fit their configuration.
+
+    ``static``: the names of models whose shapes must be fixed, each with the EP that needs it; ``left_open``:
+    those that get such an EP, although their target leaves shapes open. ``profiles``: the optimization
+    profiles that must fit the models' inputs. ``contexts``: the targets whose EP must be able to compile
+    the models.
+    """
+
+    models: tuple[ModelSpec, ...]
+    static: Mapping[str, str]
+    profiles: tuple[ModelProfiles, ...] = ()
+    left_open: Mapping[str, str] = field(default_factory=dict)
+    contexts: tuple[ContextTarget, ...] = ()
+
+    def misfit(self, reply: CheckReply) -> str | None:
+        if len(reply.models) == len(self.models):
+            return None
+        return f"it is about {count(len(reply.models), 'model')} instead of {len(self.models)}"
+
+
+@dataclass(frozen=True)
+class PrepareReply:
+    """The absolute path of the prepared model, its nodes, and those of the source with its shapes.
+
+    ``control_flow``: operators of the prepared model that choose or repeat other graphs.
+    ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the
+    outputs of the source model on the CPU, if they were compared and fit into a file. ``precision``: how its
+    numbers were changed, in words.
+    """
+
+    path: str
+    nodes_before: int
+    nodes: int
+    control_flow: tuple[str, ...]
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    reference: str | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class PrepareRequest(Request[PrepareReply], action="prepare"):
+    """Fix and simplify a model into ``folder``, which exists and is empty.
+
+    With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
+    ``reference``, if an earlier `PrepareReply` has it. ``precision``: how its numbers are changed.
+    Without ``fuse`` nothing is folded into the weights of convolutions.
+    """
+
+    model: ModelSpec
+    simplifier: Simplifier
+    folder: str
+    compare: bool
+    reference: str | None = None
+    precision: Precision | None = None
+    fuse: bool = True
+
+    def misfit(self, reply: PrepareReply) -> str | None:
+        return _misfit_files(self.folder, filter(None, (reply.path, reply.reference)))
+
+
+@dataclass(frozen=True)
+class RewriteReply:
+    """The absolute path of the rewritten model, and its nodes; the path is None if nothing was rewritten.
+
+    ``rewrites``: the names of the rewrites in it. ``dropped``: those that would have changed its results,
+    each with the reason.
+    """
+
+    path: str | None
+    nodes: int = 0
+    control_flow: tuple[str, ...] = ()
+    rewrites: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RewriteRequest(Request[RewriteReply], action="rewrite"):
+    """Rewrite the file ``prepared``, which was made of ``model``, where an EP refuses it.
+
+    ``refused``: the operators that the EP refuses; None for all. The result is simplified with
+    ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
+    ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
+    the source if its numbers were changed.
+    """
+
+    model: ModelSpec
+    prepared: str
+    refused: tuple[str, ...] | None
+    folder: str
+    simplify: bool
+    compare: bool
+    reference: str | None = None
+    tolerance: Tolerance | None = None
+
+    def misfit(self, reply: RewriteReply) -> str | None:
+        return _misfit_files(self.folder, filter(None, (reply.path,)))
+
+
+@dataclass(frozen=True)
+class UnrollRequest(Request[RewriteReply], action="unroll"):
+    """Unroll the loops and layers of known length that ``rewrite`` names, up to ``limit`` nodes."""
+
+    rewrite: RewriteRequest
+    limit: int
+
+    def misfit(self, reply: RewriteReply) -> str | None:
+        return self.rewrite.misfit(reply)
+
+
+@dataclass(frozen=True)
+class CompileReply:
+    product: Product
+    contexts: tuple[Context, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CompileRequest(Request[CompileReply], action="compile"):
+    """Compile a job's prepared models into ``folder``, which exists and is empty.
+
+    Several models are compiled in order, in one process, and share one sidecar.
+    """
+
+    models: tuple[ModelSpec, ...]
+    prepared: tuple[str, ...]
+    target: TargetSpec
+    folder: str
+
+    def misfit(self, reply: CompileReply) -> str | None:
+        found = [context.model for context in reply.contexts]
+        if found != [model.name for model in self.models]:
+            return "it is about other models"
+        files = (str(Path(self.folder, context.model_file)) for context in reply.contexts)
+        return _misfit_files(self.folder, files)
+
+
+@dataclass(frozen=True)
+class CompileBytesReply:
+    """The size of the context model in bytes."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class CompileBytesRequest(Request[CompileBytesReply], action="compile_bytes"):
+    """Compile the ONNX file ``model`` from memory to memory, and write the context model to ``result``.
+
+    ``data``: the files of its external data, by the location that the model has for each.
+    """
+
+    model: str
+    data: Mapping[str, str]
+    target: TargetSpec
+    result: str
+
+
+@dataclass(frozen=True)
+class ValidateReply:
+    """``agreements`` is empty where nothing was compared; ``load``: seconds to open the context's file,
+    when the EP's libraries are loaded already.
+
+    ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
+    where the target's EP ran the artifact. ``samples``: the names of the inputs that were compared;
+    ``warnings``: disagreements for inputs so large that the app may never have them; ``large``: values inside
+    the model that come near the limit of the type in which the EP computes.
+    """
+
+    agreements: tuple[Agreement, ...]
+    unavailable: str | None = None
+    load: float | None = None
+    samples: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    large: tuple[Magnitude, ...] = ()
+
+
+@dataclass(frozen=True)
+class ValidateRequest(Request[ValidateReply], action="validate"):
+    """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy inputs, and
+    compare with the CPU EP on the source model unless ``tolerance`` is None.
+
+    ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
+    ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
+    ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
+    """
+
+    model: ModelSpec
+    target: TargetSpec
+    product: Product
+    context: Context
+    folder: str
+    tolerance: Tolerance | None
+    sharing: tuple[Context, ...] = ()
+    has_source: bool = True
+    reference: str | None = None
+
+
+@dataclass(frozen=True)
+class OpenReply:
+    """Seconds to open the model and for the first inference, and the peak of memory after opening in
+    bytes; None where the system does not report it.
+    """
+
+    load: float
+    first: float
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class OpenRequest(Request[OpenReply], action="open"):
+    """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
+
+    ``product`` is None for a prepared source model. ``inputs`` are the model's, ``model`` describes
+    the dummy inputs, which are within ``ranges``.
+    """
+
+    path: str
+    target: TargetSpec
+    product: Product | None
+    buffer: bool
+    model: ModelSpec
+    inputs: tuple[TensorFacts, ...]
+    ranges: Mapping[str, Range]
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """One EPContext node as it is written.
+
+    ``sidecar`` is None where the blob is inside the model, or in another node. ``size`` is that of
+    the sidecar or the embedded blob; ``sha256`` is the sidecar's, and None where the file is missing.
+    """
+
+    node: str
+    source: str
+    partition: str
+    ep_sdk_version: str
+    main: bool
+    sidecar: str | None
+    size: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class InspectReply:
+    """Facts of an ONNX file. ``operators``: how many of each there are, without contexts;
+    ``external_data``: its files, and ``outside`` those outside of its folder; ``compatibility``:
+    the compatibility string by EP.
+    """
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    opsets: Mapping[str, int]
+    operators: Mapping[str, int]
+    contexts: tuple[ContextFacts, ...]
+    external_data: tuple[str, ...]
+    outside: tuple[str, ...]
+    compatibility: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class InspectRequest(Request[InspectReply], action="inspect"):
+    """Read the ONNX file at ``path``, compiled or not."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class OpenSize:
+    """An open dimension of an input. ``size`` is None where that is for the user to choose; ``note`` says
+    where it comes from, or what to ask.
+    """
+
+    input: str
+    axis: int
+    size: int | None
+    note: str
+
+
+@dataclass(frozen=True)
+class SuggestedConstant:
+    """An input that can be a constant; ``needed``: whether it chooses between graphs inside the model."""
+
+    input: str
+    value: int | None
+    note: str
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class SuggestReply:
+    """All open dimensions of a model, and the inputs that can be constants."""
+
+    sizes: tuple[OpenSize, ...] = ()
+    constants: tuple[SuggestedConstant, ...] = ()
+
+
+@dataclass(frozen=True)
+class SuggestRequest(Request[SuggestReply], action="suggest"):
+    """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU."""
+
+    path: str
+    run: bool
+
+
+@dataclass(frozen=True)
+class PreviewReply:
+    """What is known of a model and a target before anything is compiled.
+
+    ``nodes``: the number of nodes that depend on the values of inputs; ``refused``: those of them that the
+    EP leaves to the CPU, as far as the package knows. ``problems``: why a build would refuse the model, and
+    what to set.
+    """
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class PreviewRequest(Request[PreviewReply], action="preview"):
+    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone.
+
+    ``dequantized``: whether a build undoes dynamic quantization.
+    """
+
+    model: ModelSpec
+    target: ContextTarget
+    dequantized: bool = False
+
+
+@dataclass(frozen=True)
+class AskReply:
+    """The number of ``nodes`` of the optimized graph, and those that the EP itself refuses."""
+
+    nodes: int
+    refused: tuple[NodeFacts, ...]
+
+
+@dataclass(frozen=True)
+class AskRequest(Request[AskReply], action="ask"):
+    """Ask the EP of ``target`` which nodes of ``model`` it refuses, and compile nothing.
+
+    ``folder`` exists and is empty.
+    """
+
+    model: ModelSpec
+    target: TargetSpec
+    folder: str
+
+
+@dataclass(frozen=True)
+class DevicesReply:
+    """The ``devices`` of an EP on this machine in words, and the ``reason`` why there are none, or why it
+    cannot compile although there are some.
+    """
+
+    devices: tuple[str, ...]
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class DevicesRequest(Request[DevicesReply], action="devices"):
+    """Load the library of a provider, by its name, and list its devices."""
+
+    provider: str
+
+
+@dataclass(frozen=True)
+class EpDevice:
+    """A device that an EP offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``vendor``: of the hardware;
+    ``ep_metadata`` is what the EP says of itself and of it, and ``metadata`` what ONNX Runtime says of it.
+    """
+
+    ep: str
+    ep_vendor: str
+    kind: str
+    vendor: str
+    vendor_id: int
+    device_id: int
+    ep_metadata: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LibraryReply:
+    """The ``devices`` of all EPs of a library that was registered as ``name``.
+
+    ``module``: the package whose ``get_library_path()`` leads to it, empty if there is none; ``main``: the EP
+    that this package names first. ``reasons``: what the EPs say of the hardware that they do not take.
+    """
+
+    module: str
+    name: str
+    main: str | None
+    devices: tuple[EpDevice, ...]
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LibraryRequest(Request[LibraryReply], action="library"):
+    """Register a library that nothing is known of, and list what it offers.
+
+    ``path`` is its path, and ``module`` a package that may contain it; without a path the package does.
+    ``name``: the name to register it as, if the user gave one; ``default_name`` if its package has none.
+    """
+
+    path: str
+    module: str
+    name: str | None
+    default_name: str
+    virtual: bool = False
+
+
+TRIALS: Mapping[str, str] = {
+    "gemm": "two dense layers",
+    "conv": "convolutions, pooling and a residual sum",
+    "lstm": "a recurrent layer",
+    "attention": "a transformer layer: self-attention, normalization, GELU",
+    "qdq": "a convolution that is quantized with QuantizeLinear and DequantizeLinear",
+    "dynamic": "a convolution whose batch size stays open",
+}
+"""The graphs that an unknown EP is tried with, by name, and what each is."""
+
+
+@dataclass(frozen=True)
+class TrialGraph:
+    """One of `TRIALS`. ``dims``: sizes for dummy inputs where it leaves dimensions open."""
+
+    name: str
+    path: str
+    dims: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TrialsReply:
+    graphs: tuple[TrialGraph, ...]
+
+
+@dataclass(frozen=True)
+class TrialsRequest(Request[TrialsReply], action="trials"):
+    """Write those of `TRIALS` called ``names`` into ``folder``, which exists and is empty."""
+
+    names: tuple[str, ...]
+    folder: str
+
+    def misfit(self, reply: TrialsReply) -> str | None:
+        if tuple(each.name for each in reply.graphs) != self.names:
+            return "it is about other graphs"
+        return _misfit_files(self.folder, (each.path for each in reply.graphs))
+
+
+@dataclass(frozen=True)
+class AssignedNode:
+    """A node that ONNX Runtime assigned to ``ep``; ``op`` is its operator."""
+
+    name: str
+    op: str
+    ep: str
+
+
+@dataclass(frozen=True)
+class AssignReply:
+    """Which EP got which node, empty where ONNX Runtime does not say it, and how near the outputs are.
+
+    ``problems``: why it does not run, or why its outputs are wrong.
+    """
+
+    nodes: tuple[AssignedNode, ...]
+    agreements: tuple[Agreement, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class AssignRequest(Request[AssignReply], action="assign"):
+    """Open the file ``prepared``, which was made of ``model``, on ``target`` without a context, and run it.
+
+    It is compared with the outputs of the source on the CPU in the file ``reference``, if there is one.
+    """
+
+    model: ModelSpec
+    prepared: str
+    target: TargetSpec
+    reference: str | None
+    tolerance: Tolerance | None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The answer instead of a reply; a problem with an empty location is about the request."""
+
+    problems: tuple[Problem, ...]
+
+
+def _misfit_files(folder: str, paths: Iterable[str]) -> str | None:
+    """Why the files ``paths`` cannot be those that a worker wrote into ``folder``; None if they can."""
+    for path in paths:
+        try:
+            inside = Path(path).resolve(strict=True).is_relative_to(Path(folder).resolve())
+        except (OSError, ValueError):
+            inside = False
+        if not inside:
+            return f"it names {path[:200]!r}, which is no file in the folder of the step"
+    return None

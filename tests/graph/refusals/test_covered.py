@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx import helper
+
+from hatch_epcontext.config.settings import Cut
+from hatch_epcontext.graph.refusals.covered import largest_covered
+from tests.models import interrupted, model, value, weights
+
+
+def chain(*operators: str) -> onnx.ModelProto:
+    """``x`` through operators, whose results are called after them and their place: ``Relu0``."""
+    nodes, current = [], "x"
+    for index, operator in enumerate(operators):
+        nodes.append(helper.make_node(operator, [current], [f"{operator}{index}"]))
+        current = f"{operator}{index}"
+    return model(nodes, [value("x", [2])], [value(current, [2])])
+
+
+def largest(source: onnx.ModelProto, *uncovered: int, **more: object) -> Cut | None:
+    left = [source.graph.node[index] for index in uncovered]
+    return largest_covered(source.graph, left, source.graph, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("uncovered", "expected"),
+    [
+        ((4,), Cut(outputs=("Relu3",))),
+        ((0,), Cut(inputs=("Relu0",))),
+        ((1, 4), Cut(inputs=("Relu1",), outputs=("Relu3",))),
+        ((1,), Cut(inputs=("Relu1",))),
+        ((0, 1, 2, 3, 4), None),
+    ],
+)
+def test_the_longest_part_of_a_chain(uncovered: tuple[int, ...], expected: Cut | None) -> None:
+    assert largest(chain(*["Relu"] * 5), *uncovered) == expected
+
+
+def test_a_part_is_not_left_and_entered_again() -> None:
+    # Hardmax takes `b`, and what it makes is added to `b`: "sum" is not in one part with "relu".
+    assert largest(interrupted(), 2) == Cut(outputs=("b",))
+
+
+def test_a_part_begins_where_shapes_are_fixed() -> None:
+    made = chain(*["Relu"] * 6)
+    assert largest(made, 1) == Cut(inputs=("Relu1",))
+    assert largest(made, 1, open_values={"Relu1"}) == Cut(inputs=("Relu2",))
+
+
+def test_it_ends_at_tensors_that_the_source_has() -> None:
+    prepared, source = chain(*["Relu"] * 6), chain(*["Relu"] * 6)
+    source.graph.node[3].output[0] = source.graph.node[4].input[0] = "other"
+    found = largest_covered(prepared.graph, [prepared.graph.node[4]], source.graph)
+    assert found == Cut(outputs=("Relu2",))
+
+
+def test_more_of_the_source_can_depend_on_its_inputs() -> None:
+    # Preparation has computed the sum of the weights and the shape that `x` has.
+    source = model(
+        [
+            helper.make_node("Hardmax", ["x"], ["a"]),
+            helper.make_node("Relu", ["a"], ["b"]),
+            helper.make_node("Relu", ["b"], ["c"]),
+            helper.make_node("Shape", ["x"], ["shape"]),
+            helper.make_node("Reshape", ["c", "shape"], ["y"]),
+        ],
+        [value("x", [2, 2])],
+        [value("y", [2, 2])],
+        [weights("w", 2, 2)],
+    )
+    prepared = chain("Hardmax", "Relu", "Relu", "Relu")
+    for node, names in zip(prepared.graph.node, "xabcy", strict=False):
+        node.input[0] = names
+    for node, names in zip(prepared.graph.node, "abcy", strict=True):
+        node.output[0] = names
+    prepared.graph.output[0].name = "y"
+    assert largest_covered(prepared.graph, [prepared.graph.node[0]], source.graph) is None

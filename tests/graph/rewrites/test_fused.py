@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.graph.rewrites.fused import FUNCTIONS, FUSED
+from tests.conftest import newer_runtime
+from tests.graph.rewrites.equal import made, operators, rewritten, untouched
+
+FLOAT = TensorProto.FLOAT
+RNG = np.random.default_rng(3)
+
+
+def ours(operator: str, inputs: list[str], *outputs: str, **attributes: Any) -> onnx.NodeProto:
+    names = list(outputs or ("y",))
+    return helper.make_node(operator, inputs, names, domain="com.microsoft", **attributes)
+
+
+def array(*shape: int) -> Any:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+ACTIVATIONS: dict[str, list[float]] = {
+    "Relu": [],
+    "Sigmoid": [],
+    "Tanh": [],
+    "LeakyRelu": [0.3],
+    "Clip": [-0.5, 1.5],
+    "HardSigmoid": [0.3, 0.4],
+}
+
+
+@pytest.mark.parametrize("added", [False, pytest.param(True, marks=newer_runtime)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_fused_convolution_is_taken_apart(activation: str, added: bool) -> None:
+    node = ours(
+        "FusedConv",
+        ["x", "w", "b", *(["z"] if added else [])],
+        kernel_shape=[3, 3],
+        pads=[1, 1, 1, 1],
+        strides=[2, 1],
+        activation=activation,
+        activation_params=ACTIVATIONS[activation] or None,
+    )
+    inputs = {"x": (FLOAT, [1, 2, 6, 6])}
+    model = made(
+        [node],
+        {**inputs, **({"z": (FLOAT, [1, 4, 3, 6])} if added else {})},
+        {"y": (FLOAT, [1, 4, 3, 6])},
+        {"w": array(4, 2, 3, 3), "b": array(4)},
+    )
+    expected = ["Conv", *(["Add"] if added else []), activation]
+    assert operators(rewritten(model, FUSED)) == expected
+
+
+def test_an_unknown_activation_stays() -> None:
+    node = ours("FusedConv", ["x", "w"], activation="Swish")
+    inputs = {"x": (FLOAT, [1, 2, 6, 6])}
+    model = made([node], inputs, {"y": (FLOAT, [1, 4, 4, 4])}, {"w": array(4, 2, 3, 3)})
+    assert untouched(model, FUSED)
+
+
+@pytest.mark.parametrize(("activation", "alpha"), [("Relu", None), ("LeakyRelu", 0.2)])
+def test_a_fused_gemm_is_taken_apart(activation: str, alpha: float | None) -> None:
+    node = ours(
+        "FusedGemm",
+        ["x", "w", "b"],
+        alpha=0.5,
+        beta=2.0,
+        transB=1,
+        activation=activation,
+        activation_alpha=alpha,
+    )
+    inputs = {"x": (FLOAT, [3, 4])}
+    model = made([node], inputs, {"y": (FLOAT, [3, 5])}, {"w": array(5, 4), "b": array(5)})
+    assert operators(rewritten(model, FUSED)) == ["Gemm", activation]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "a", "b"),
+    [
+        ({"alpha": 0.5}, [2, 3, 4], [2, 4, 5]),
+        ({"transA": 1}, [2, 4, 3], [2, 4, 5]),
+        ({"transB": 1}, [2, 3, 4], [2, 5, 4]),
+        ({"transA": 1, "transB": 1, "alpha": 3.0}, [2, 4, 3], [2, 5, 4]),
+        ({"transBatchA": 1}, [3, 2, 4], [2, 4, 5]),
+        ({"transBatchA": 1, "transA": 1, "transBatchB": 1}, [4, 2, 3], [4, 2, 5]),
+    ],
+)
+def test_a_fused_product_is_taken_apart(attributes: Any, a: list[int], b: list[int]) -> None:
+    node = ours("FusedMatMul", ["a", "b"], **attributes)
+    inputs = {"a": (FLOAT, a), "b": (FLOAT, b)}
+    model = made([node], inputs, {"y": (FLOAT, [2, 3, 5])})
+    assert {"Transpose", "MatMul", "Mul"} >= set(operators(rewritten(model, FUSED)))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ours("QuickGelu", ["x"], alpha=1.5),
+        ours("QuickGelu", ["x"]),
+        ours("Gelu", ["x"]),
+        ours("BiasGelu", ["x", "v"]),
+        ours("FastGelu", ["x"]),
+        ours("FastGelu", ["x", "v"]),
+        ours("SkipLayerNormalization", ["x", "s", "v", "u"], epsilon=1e-3),
+        ours("SkipLayerNormalization", ["x", "s", "v", "u", "v"], "y", "", "", "sum"),
+        ours("SkipSimplifiedLayerNormalization", ["x", "s", "v"], "y", "", "", "sum"),
+        helper.make_node("SimplifiedLayerNormalization", ["x", "v"], ["y"], axis=-1),
+    ],
+    ids=lambda node: node.op_type,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_onnx_runtime_fuses_is_taken_apart(node: onnx.NodeProto) -> None:
+    shape = [2, 3, 8]
+    after = rewritten(
+        made(
+            [node],
+            {"x": (FLOAT, shape), "s": (FLOAT, shape)},
+            {name: (FLOAT, shape) for name in node.output if name},
+            {"v": array(8), "u": array(8)},
+        ),
+        FUSED,
+    )
+    assert node.op_type not in {each.op_type for each in after.graph.node}
+
+
+def test_values_behind_a_fused_operator_have_known_shapes() -> None:
+    nodes = [
+        ours("QuickGelu", ["x"], "g"),
+        ours("FusedMatMul", ["g", "w"], "m", transA=1),
+        ours("Gelu", ["m"], "y"),
+    ]
+    model = made(nodes, {"x": (FLOAT, [2, 4, 3])}, {"y": (FLOAT, [2, 3, 5])}, {"w": array(4, 5)})
+    assert not any("com.microsoft" in each for each in operators(rewritten(model, FUSED)))
+
+
+@pytest.mark.parametrize(("opset", "approximate"), [(20, "none"), (20, "tanh")])
+def test_a_gelu_is_taken_apart(opset: int, approximate: str) -> None:
+    nodes = [helper.make_node("Gelu", ["x"], ["y"], approximate=approximate)]
+    model = made(nodes, {"x": (FLOAT, [2, 8])}, {"y": (FLOAT, [2, 8])}, opset=opset)
+    assert "Gelu" not in operators(rewritten(model, FUNCTIONS))
+
+
+@pytest.mark.parametrize("axis", [-1, 1, 0])
+@pytest.mark.parametrize("opset", [17, 18])
+def test_a_layer_normalization_is_taken_apart(opset: int, axis: int) -> None:
+    shape = [2, 3, 4]
+    node = helper.make_node(
+        "LayerNormalization",
+        ["x", "scale", "bias"],
+        ["y", "mean", "inverse"],
+        axis=axis,
+        epsilon=0.1,
+    )
+    kept = [size if index < axis % 3 else 1 for index, size in enumerate(shape)]
+    model = made(
+        [node],
+        {"x": (FLOAT, shape)},
+        {"y": (FLOAT, shape), "mean": (FLOAT, kept), "inverse": (FLOAT, kept)},
+        {"scale": array(*shape[axis % 3 :]), "bias": array(*shape[axis % 3 :])},
+        opset=opset,
+    )
+    assert "LayerNormalization" not in operators(rewritten(model, FUNCTIONS))

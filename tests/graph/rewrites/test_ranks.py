@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.rewrites.base import Values
+from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
+from tests.graph.rewrites.equal import made, operators, rewritten, untouched
+
+FLOAT = TensorProto.FLOAT
+
+
+def permuted(sizes: list[int], perm: list[int]) -> onnx.ModelProto:
+    """Values that are reshaped, transposed, and reshaped again."""
+    count = math.prod(sizes)
+    return made(
+        [
+            helper.make_node("Reshape", ["x", "many"], ["a"]),
+            helper.make_node("Transpose", ["a"], ["b"], perm=perm),
+            helper.make_node("Reshape", ["b", "few"], ["y"]),
+        ],
+        {"x": (FLOAT, [count])},
+        {"y": (FLOAT, [1, count])},
+        {"many": np.array(sizes), "few": np.array([1, count])},
+    )
+
+
+def largest_rank(model: onnx.ModelProto) -> int:
+    values = Values(model)
+    return max(len(values.shape(name) or ()) for node in model.graph.node for name in node.output)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "perm", "transposes"),
+    [
+        # Windows of 7 x 7, and a pixel shuffle.
+        ([1, 4, 7, 4, 7, 8], [0, 1, 3, 2, 4, 5], 1),
+        ([2, 4, 7, 4, 7, 8], [0, 1, 3, 2, 4, 5], 1),
+        ([1, 3, 2, 2, 4, 5], [0, 1, 4, 2, 5, 3], 2),
+        ([2, 3, 2, 3, 2, 3], [5, 4, 2, 0, 3, 1], 4),
+        ([1, 1, 6, 1, 1], [4, 3, 2, 1, 0], 0),
+        ([2, 3, 2, 3, 2], [0, 1, 2, 3, 4], 0),
+    ],
+)
+def test_many_dimensions_become_few(sizes: list[int], perm: list[int], transposes: int) -> None:
+    after = rewritten(permuted(sizes, perm), FEW_DIMENSIONS)
+    # What an EP refuses again is split.
+    if largest_rank(after) > 4:
+        after = rewritten(after, FEW_DIMENSIONS)
+    assert largest_rank(after) <= 4
+    assert operators(after).count("Transpose") == transposes
+
+
+@pytest.mark.parametrize("sizes", [[2, 3, 2, 1, 3], [1, 2, 3, 3, 2]])
+def test_permutations_of_any_order(sizes: list[int]) -> None:
+    for perm in itertools.islice(itertools.permutations(range(5)), 1, 120, 17):
+        after = rewritten(permuted(sizes, list(perm)), FEW_DIMENSIONS)
+        assert largest_rank(after) <= 5
+
+
+def test_a_chain_without_a_transpose_is_one_reshape() -> None:
+    model = made(
+        [
+            helper.make_node("Unsqueeze", ["x", "axes"], ["a"]),
+            helper.make_node("Squeeze", ["a", "axis"], ["y"]),
+        ],
+        {"x": (FLOAT, [2, 3, 4])},
+        {"y": (FLOAT, [2, 1, 3, 4])},
+        {"axes": np.array([0, 2]), "axis": np.array([0])},
+    )
+    assert untouched(model, FEW_DIMENSIONS) is False
+    (node,) = rewritten(model, FEW_DIMENSIONS).graph.node
+    assert graph.operator(node) == "Reshape"
+
+
+def test_few_dimensions_stay() -> None:
+    assert untouched(permuted([2, 3, 4, 5], [3, 1, 0, 2]), FEW_DIMENSIONS)

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.config.settings import Cut
+from hatch_epcontext.errors import Key, ModelError
+from hatch_epcontext.graph import graph
+from hatch_epcontext.worker.actions.cut import handle
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import CutReply, CutRequest
+from hatch_epcontext.worker.session import cpu_options, open_session
+from tests.models import (
+    initializer_among_the_inputs,
+    model,
+    network,
+    save,
+    save_with_data,
+    value,
+    weights,
+)
+
+KEY = Key(("models", 0))
+
+
+def branching() -> onnx.ModelProto:
+    """``x`` -> ``a``; ``a`` and ``s`` -> ``b``, whose sign chooses ``y``; ``s`` -> ``z``; all n x 4."""
+
+    def branch(name: str, factor: str) -> onnx.GraphProto:
+        node = helper.make_node("Mul", ["b", factor], [name])
+        return helper.make_graph([node], name, [], [value(name, None)])
+
+    return model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["a"], "product"),
+            helper.make_node("Add", ["a", "s"], ["b"], "sum"),
+            helper.make_node("ReduceSum", ["b"], ["total"], "total", keepdims=0),
+            helper.make_node("Greater", ["total", "zero"], ["positive"], "sign"),
+            helper.make_node(
+                "If", ["positive"], ["y"], "choice",
+                then_branch=branch("then", "two"), else_branch=branch("else", "three"),
+            ),
+            helper.make_node("Relu", ["s"], ["z"], "other"),
+        ],
+        [value("x", ["n", 4]), value("s", ["n", 4])],
+        [value("y", ["n", 4]), value("z", ["n", 4])],
+        [
+            weights("w", 4, 4),
+            *(
+                numpy_helper.from_array(np.array(number, np.float32), name)
+                for name, number in (("zero", 0), ("two", 2), ("three", 3))
+            ),
+        ],
+    )  # fmt: skip
+
+
+def cut(
+    path: Path,
+    folder: Path,
+    inputs: tuple[str, ...] = (),
+    outputs: tuple[str, ...] = (),
+    **fixed: Any,
+) -> CutReply:
+    folder.mkdir()
+    spec = ModelSpec("a", str(path), KEY, **fixed)
+    return handle(CutRequest((spec,), Cut(inputs, outputs), str(folder)))
+
+
+def run(path: Path, feeds: dict[str, Any]) -> dict[str, Any]:
+    session = open_session(path, cpu_options())
+    names = [each.name for each in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+def test_the_parts_of_a_model_are_together_the_model(tmp_path: Path) -> None:
+    source = save(branching(), tmp_path / "a.onnx")
+    before = source.read_bytes()
+    head = cut(source, tmp_path / "head", outputs=("b",))
+    tail = cut(source, tmp_path / "tail", inputs=("b",), outputs=("y",))
+    assert (head.files, tail.files) == (("a.onnx",), ("a.onnx",))
+    rng = np.random.default_rng(1)
+    for sign in (1, -1):
+        feeds = {name: sign * rng.random((2, 4), np.float32) for name in ("x", "s")}
+        between = run(tmp_path / "head" / "a.onnx", feeds)
+        assert list(between) == ["b"]
+        whole, rest = run(source, feeds), run(tmp_path / "tail" / "a.onnx", between)
+        np.testing.assert_array_equal(rest["y"], whole["y"])
+    stored = onnx.load(tmp_path / "tail" / "a.onnx").graph.initializer
+    assert {each.name for each in stored} == {"zero", "two", "three"}
+    assert source.read_bytes() == before
+
+
+def test_inputs_that_no_output_needs_are_left_out(tmp_path: Path) -> None:
+    cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", outputs=("a",))
+    made = onnx.load(tmp_path / "cut" / "a.onnx")
+    assert [each.name for each in made.graph.input] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "message"),
+    [
+        (("bb",), (), "has no tensor 'bb'"),
+        ((), ("yy",), "has no tensor 'yy'"),
+        # It exists only inside a node.
+        ((), ("then",), "has no tensor 'then'"),
+        (("w",), ("y",), "'w' is an input or a stored tensor"),
+        ((), ("x",), "'x' is an input or a stored tensor"),
+        (("a",), ("b",), "'b' also needs the input 's'"),
+        (("b",), (), "'z' also needs the input 's'"),
+        (("a", "s"), ("z",), "no output depends on 'a'"),
+        (("b", "z"), ("y",), "no output depends on 'z'"),
+    ],
+)
+def test_a_cut_that_is_no_model_is_an_error(
+    tmp_path: Path, inputs: tuple[str, ...], outputs: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ModelError) as raised:
+        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", inputs, outputs)
+    assert message in str(raised.value)
+    assert "models[0].cut." in str(raised.value)
+
+
+def test_inputs_that_no_output_needs_are_not_proposed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as raised:
+        cut(save(branching(), tmp_path / "a.onnx"), tmp_path / "cut", ("b",), ("a",))
+    (setting,) = (each for problem in raised.value.problems for each in problem.settings)
+    assert setting.value == ["x"]
+
+
+def test_an_output_that_depends_on_no_input_is_an_error(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Relu", ["w"], ["fixed"]),
+            helper.make_node("Add", ["x", "fixed"], ["y"]),
+        ],
+        [value("x", [2, 2])],
+        [value("y", [2, 2])],
+        [weights("w", 2, 2)],
+    )
+    with pytest.raises(ModelError, match="'fixed' does not depend on any input"):
+        cut(save(made, tmp_path / "a.onnx"), tmp_path / "cut", outputs=("fixed",))
+
+
+def test_an_input_with_a_constant_need_not_be_named(tmp_path: Path) -> None:
+    source = save(branching(), tmp_path / "a.onnx")
+    constants = {"s": [[1.0] * 4]}
+    reply = cut(source, tmp_path / "cut", ("a",), ("b",), constants=constants)
+    assert reply.forms[0].constants == ("s",)
+    made = onnx.load(tmp_path / "cut" / "a.onnx")
+    assert [each.name for each in made.graph.input] == ["a", "s"]
+
+
+def test_where_it_begins_it_has_the_shape_that_the_whole_model_gives_it(tmp_path: Path) -> None:
+    source = save(network(None), tmp_path / "a.onnx")
+    (form,) = cut(source, tmp_path / "1", ("c",), shapes={"x": (3, 1, 8, 8)}).forms
+    assert form.shapes == {"c": (3, 4, 8, 8)}
+    # The cut model itself stays open, for targets that leave shapes open.
+    facts = graph.facts(onnx.load(tmp_path / "1" / "a.onnx").graph.input[0])
+    assert (facts.name, facts.dtype, facts.is_fixed) == ("c", "float32", False)
+    (form,) = cut(source, tmp_path / "2", ("c",), shapes={"c": (5, 4, 8, 8)}).forms
+    assert form.shapes == {"c": (5, 4, 8, 8)}
+
+
+def test_dims_stay_only_where_the_cut_model_has_them(tmp_path: Path) -> None:
+    source = save(network(), tmp_path / "a.onnx")
+    (form,) = cut(source, tmp_path / "1", outputs=("c",), dims={"batch": 2, "typo": 1}).forms
+    # The check of the cut model reports what no model has.
+    assert form.dims == {"batch": 2, "typo": 1}
+    (form,) = cut(source, tmp_path / "2", inputs=("c",), dims={"batch": 2}).forms
+    assert form.shapes == {"c": (2, 4, 8, 8)}
+
+
+def test_only_the_data_that_is_needed_goes_along(tmp_path: Path) -> None:
+    source = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    head = cut(source, tmp_path / "head", outputs=("r",))
+    # Its weights are few, and so in its own file.
+    assert (head.files, head.data) == (("a.onnx",), ("network.data",))
+    x = np.ones((1, 1, 8, 8), np.float32)
+    between = run(tmp_path / "head" / "a.onnx", {"x": x})
+    tail = cut(source, tmp_path / "tail", inputs=("r",))
+    assert tail.files == ("a.onnx", "a.onnx.data")
+    made = run(tmp_path / "tail" / "a.onnx", between)
+    np.testing.assert_array_equal(made["y"], run(source, {"x": x})["y"])
+    assert (tmp_path / "tail" / "a.onnx.data").stat().st_size == 256 * 10 * 4
+
+
+def test_operators_that_onnx_does_not_know_have_a_type_too(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("FusedMatMul", ["x", "w"], ["a"], domain="com.microsoft"),
+            helper.make_node("Relu", ["a"], ["y"]),
+        ],
+        [value("x", ["n", 4])],
+        [value("y", ["n", 4])],
+        [weights("w", 4, 4)],
+        domain="com.microsoft",
+    )
+    cut(save(made, tmp_path / "a.onnx"), tmp_path / "cut", inputs=("a",))
+    facts = graph.facts(onnx.load(tmp_path / "cut" / "a.onnx").graph.input[0])
+    assert (facts.dtype, facts.shape) == ("float32", ("n", 4))
+
+
+def test_initializers_among_the_inputs_stay_there(tmp_path: Path) -> None:
+    made = initializer_among_the_inputs()
+    made.graph.node.append(helper.make_node("Relu", ["y"], ["z"]))
+    made.graph.output.append(value("z", [1, 2], TensorProto.FLOAT))
+    cut(save(made, tmp_path / "a.onnx"), tmp_path / "cut", outputs=("y",))
+    result = run(tmp_path / "cut" / "a.onnx", {"x": np.ones((1, 2), np.float32)})
+    assert result["y"].shape == (1, 2)

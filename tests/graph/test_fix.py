@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.config.settings import Listed
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.graph.fix import feeds_for, fix_inputs
+from hatch_epcontext.worker.facts import ModelSpec
+from tests.models import model, value
+
+MODEL = Key(("models", 0))
+
+
+def two_inputs() -> onnx.ModelProto:
+    """``y = x * scale``, with a shared dimension and a an input of one number."""
+    return model(
+        [
+            helper.make_node("Mul", ["x", "scale"], ["m"]),
+            helper.make_node("Add", ["m", "z"], ["y"]),
+        ],
+        [value("x", ["n", 4]), value("z", ["n", None]), value("scale", [1])],
+        [value("y", ["n", 4])],
+    )
+
+
+def spec(**settings: Any) -> ModelSpec:
+    return ModelSpec("a", "a.onnx", MODEL, **settings)
+
+
+def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:
+    return {
+        each.name: [dim.dim_value or dim.dim_param for dim in each.type.tensor_type.shape.dim]
+        for each in (*made.graph.input, *made.graph.output)
+    }
+
+
+def problem(made: onnx.ModelProto, **settings: Any) -> Problem:
+    with pytest.raises(ModelError) as raised:
+        fix_inputs(made, spec(**settings))
+    (found,) = raised.value.problems
+    return found
+
+
+def test_dims_are_fixed_in_all_tensors() -> None:
+    made = two_inputs()
+    fix_inputs(made, spec(dims={"n": 3}))
+    assert shapes(made) == {"x": [3, 4], "z": [3, ""], "scale": [1], "y": [3, 4]}
+
+
+def test_a_whole_shape_fixes_its_dims_in_all_tensors() -> None:
+    made = two_inputs()
+    fix_inputs(made, spec(shapes={"z": (2, 4)}))
+    assert shapes(made) == {"x": [2, 4], "z": [2, 4], "scale": [1], "y": [2, 4]}
+
+
+def test_open_shapes_are_checked_and_stay_open() -> None:
+    made = two_inputs()
+    sizes: dict[str, Any] = {"dims": {"n": 3}, "shapes": {"z": (3, 4)}}
+    fix_inputs(made, spec(**sizes, constants={"scale": 2}, static_shapes=False))
+    assert shapes(made) == {"x": ["n", 4], "z": ["n", ""], "y": ["n", 4]}
+    feeds = feeds_for(made, spec(**sizes, static_shapes=False))
+    assert {name: array.shape for name, array in feeds.items()} == {"x": (3, 4), "z": (3, 4)}
+    found = problem(two_inputs(), shapes={"x": (1, 5)}, static_shapes=False)
+    assert "the shape [1, 5] does not fit the input" in found.message
+
+
+def test_a_whole_shape_sizes_its_dims_in_all_dummy_inputs() -> None:
+    made = two_inputs()
+    sizes = spec(shapes={"z": (2, 4)}, static_shapes=False)
+    fix_inputs(made, sizes)
+    feeds = feeds_for(made, sizes)
+    assert {name: array.shape for name, array in feeds.items()} == {
+        "x": (2, 4),
+        "z": (2, 4),
+        "scale": (1,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("listed", "settings", "location"),
+    [
+        (Listed("shapes", 1), {"shapes": {"x": (1,)}}, "models[0].shapes[1].x"),
+        (Listed("shapes", 1), {"dims": {"m": 1}}, "models[0].dims.m"),
+        (Listed("dims", 2), {"dims": {"m": 1}}, "models[0].dims[2].m"),
+    ],
+)
+def test_sizes_in_a_list_are_reported_with_their_place(
+    listed: Listed, settings: dict[str, Any], location: str
+) -> None:
+    found = problem(two_inputs(), listed=listed, **settings)
+    assert found.location == f"tool.epcontext.{location}"
+
+
+def test_constants_become_initializers_of_the_inputs_dtype() -> None:
+    made = two_inputs()
+    fix_inputs(made, spec(constants={"scale": 2}))
+    assert [each.name for each in made.graph.input] == ["x", "z"]
+    (stored,) = made.graph.initializer
+    array = numpy_helper.to_array(stored)
+    assert array.dtype == np.float32
+    assert array.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "location", "kind", "message"),
+    [
+        ({"dims": {"m": 1}}, "models[0].dims.m", Kind.UNKNOWN_INPUT, "has no open dimension 'm'"),
+        ({"shapes": {"w": (1,)}}, "models[0].shapes.w", Kind.UNKNOWN_INPUT, "has no input 'w'"),
+        (
+            {"shapes": {"x": (1,)}},
+            "models[0].shapes.x",
+            Kind.VALUE_MISMATCH,
+            "the shape [1] does not fit the input, which has the shape n x 4",
+        ),
+        (
+            {"shapes": {"x": (1, 5)}},
+            "models[0].shapes.x",
+            Kind.VALUE_MISMATCH,
+            "the shape [1, 5] does not fit the input, which has the shape n x 4",
+        ),
+        (
+            {"shapes": {"x": (1, 4), "z": (2, 4)}},
+            "models[0].shapes.z",
+            Kind.VALUE_MISMATCH,
+            "'n' is 2 in this shape, but 1 elsewhere",
+        ),
+        (
+            {"dims": {"n": 2}, "shapes": {"x": (1, 4)}},
+            "models[0].shapes.x",
+            Kind.VALUE_MISMATCH,
+            "'n' is 1 in this shape",
+        ),
+        ({"constants": {"w": 1}}, "models[0].constants.w", Kind.UNKNOWN_INPUT, "has no input 'w'"),
+        (
+            {"constants": {"scale": "x"}},
+            "models[0].constants.scale",
+            Kind.VALUE_MISMATCH,
+            "does not fit the input",
+        ),
+        (
+            {"constants": {"scale": [1, 2]}},
+            "models[0].constants.scale",
+            Kind.VALUE_MISMATCH,
+            "has the shape [2]",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_an_error(
+    settings: dict[str, Any], location: str, kind: Kind, message: str
+) -> None:
+    found = problem(two_inputs(), **settings)
+    assert found.location == f"tool.epcontext.{location}"
+    assert found.kind is kind
+    assert message in found.message
+
+
+def test_a_number_that_is_too_large_for_the_dtype_is_an_error() -> None:
+    made = model(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [value("x", [1], TensorProto.INT8)],
+        [value("y", [1], TensorProto.INT8)],
+    )
+    found = problem(made, constants={"x": 1000})
+    assert "does not fit the input, which has the dtype int8" in found.message

@@ -1,0 +1,102 @@
+"""Models that are made to harm end in one sentence, which names the tensor, the node or the file."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, ModelError
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.tools.inspect import verify_model
+from hatch_epcontext.worker.actions import check, inspect, prepare
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import (
+    CheckRequest,
+    InspectReply,
+    InspectRequest,
+    PrepareRequest,
+)
+from tests.hostile import CONTEXTS, HOSTILE, HOSTILE_TO_RUN, endless
+from tests.models import save
+
+KEY = Key(("models", 0))
+RUNNING = "running the source model on the CPU"
+
+
+def message(error: EpcontextError) -> str:
+    """The message of the only problem."""
+    (problem,) = error.problems
+    assert "\n" not in problem.message.strip()
+    return problem.message
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_model_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    make, words = HOSTILE[name]
+    make(tmp_path)
+    spec = ModelSpec("a", str(tmp_path / "a.onnx"), KEY)
+    with pytest.raises(ModelError) as raised:
+        check.handle(CheckRequest((spec,), {}))
+    assert words in message(raised.value)
+    # Inspecting shows what can be shown, and refuses the rest with an error of the same kind.
+    with contextlib.suppress(ModelError):
+        assert isinstance(inspect.handle(InspectRequest(spec.path)), InspectReply)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_hostile_context_model_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    make, words = CONTEXTS[name]
+    make(tmp_path)
+    path = tmp_path / "a.onnx"
+    with pytest.raises(EpcontextError) as raised:
+        verify_model(path, inspect.handle(InspectRequest(str(path))))
+    assert words in message(raised.value)
+
+
+def test_a_model_that_only_a_session_refuses_leaves_no_traceback(tmp_path: Path) -> None:
+    with Workers(60) as workers:
+        for index, (make, words) in enumerate(HOSTILE_TO_RUN.values()):
+            folder = tmp_path / str(index)
+            (folder / "out").mkdir(parents=True)
+            make(folder)
+            spec = ModelSpec("a", str(folder / "a.onnx"), KEY)
+            request = PrepareRequest(spec, "onnxruntime", str(folder / "out"), True)
+            with pytest.raises(ModelError) as raised:
+                workers.call(request, folder / "prepare", location="a")
+            assert words in raised.value.problems[0].message
+            log = (folder / "prepare" / "worker.log").read_text(encoding="utf-8")
+            assert "Traceback" not in log
+
+
+def endless_request(folder: Path, seconds: float) -> PrepareRequest:
+    """A request to prepare a model with a loop that does not end, with a limit for running it."""
+    spec = ModelSpec("a", str(save(endless(), folder / "a.onnx")), KEY, timeout=seconds)
+    (folder / "out").mkdir()
+    return PrepareRequest(spec, "onnxruntime", str(folder / "out"), True)
+
+
+def test_a_loop_that_does_not_end_is_stopped(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as raised:
+        prepare.handle(endless_request(tmp_path, 0.3))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.RUN_TIMEOUT
+    assert f"{RUNNING} was stopped after 0.3 seconds" in problem.message
+    assert "opening it took" in problem.message
+    assert [str(each) for each in problem.settings] == [
+        "tool.epcontext.models[0].validate.timeout = 0.6"
+    ]
+
+
+def test_the_message_about_a_stopped_worker_has_what_it_did(tmp_path: Path) -> None:
+    request = endless_request(tmp_path, 600)
+    with pytest.raises(BuildError) as raised:
+        Workers(2).call(request, tmp_path / "prepare", location="a")
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.WORKER_TIMEOUT
+    # A slow machine may not even have begun.
+    step = tmp_path / "prepare" / "step"
+    done = step.read_text(encoding="utf-8") if step.exists() else ""
+    assert done in ("", "reading the model", "opening the source model on the CPU", RUNNING)
+    assert not done or f"after 2 seconds while {done} (for " in problem.message

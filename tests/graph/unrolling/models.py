@@ -1,0 +1,181 @@
+"""Models with loops, and what runs and compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.unrolling import UNROLLED, unroll
+from hatch_epcontext.graph.unrolling.builder import TooManyNodesError
+from hatch_epcontext.worker.tensors import Array
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+STEPS, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5
+
+
+def parsed(text: str, opset: int = 17) -> onnx.ModelProto:
+    """A checked model of a graph in ONNX's own notation."""
+    model: onnx.ModelProto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : {opset}]>\n{text}'
+    )
+    onnx.checker.check_model(model)
+    return model
+
+
+def recurrent(
+    op: str,
+    direction: str = "forward",
+    *,
+    steps: int = STEPS,
+    inputs: Sequence[str] = ("B",),
+    outputs: Sequence[str] = ("Y", "Y_h", "Y_c"),
+    lengths: Sequence[int] = (),
+    opset: int = 17,
+    elem_type: int = TensorProto.FLOAT,
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """One LSTM, GRU or RNN on ``x`` (steps x batch x features, or batch first with ``layout=1``).
+
+    ``inputs``: which of "B", "h", "c" and "P" it has; the states are inputs of the model.
+    """
+    rng = np.random.default_rng(0)
+    directions = 2 if direction == "bidirectional" else 1
+    dtype = helper.tensor_dtype_to_np_dtype(elem_type)
+    swapped = attributes.get("layout", 0) == 1
+
+    def state(*sizes: int) -> list[int]:
+        first, *others = sizes
+        return [others[0], first, *others[1:]] if swapped else list(sizes)
+
+    states = state(directions, BATCH, HIDDEN)
+    gates = GATES[op] * HIDDEN
+    shapes = {
+        "W": (directions, gates, FEATURES),
+        "R": (directions, gates, HIDDEN),
+        "B": (directions, 2 * gates),
+        "P": (directions, 3 * HIDDEN),
+    }
+    stored = [
+        numpy_helper.from_array((rng.standard_normal(shape) * 0.4).astype(dtype), name)
+        for name, shape in shapes.items()
+        if name in (*inputs, "W", "R")
+    ]
+    if lengths:
+        stored.append(numpy_helper.from_array(np.asarray(lengths, np.int32), "lengths"))
+    order = ["x", "W", "R", "B", "lengths", "h", "c", "P"]
+    present = {"x", "W", "R", *inputs, *(["lengths"] if lengths else [])}
+    names = [name if name in present else "" for name in order]
+    fed = {"x": state(steps, BATCH, FEATURES)} | {
+        name: states for name in ("h", "c") if name in inputs
+    }
+    every = {"Y": [steps, directions, BATCH, HIDDEN], "Y_h": states, "Y_c": states}
+    if swapped:
+        every["Y"] = [BATCH, steps, directions, HIDDEN]
+    if op != "LSTM":
+        del every["Y_c"]
+    node = helper.make_node(
+        op,
+        _without_end(names),
+        _without_end([name if name in outputs else "" for name in every]),
+        "layer",
+        direction=direction,
+        hidden_size=HIDDEN,
+        **attributes,
+    )
+    main = helper.make_graph(
+        [node],
+        "graph",
+        [helper.make_tensor_value_info(name, elem_type, shape) for name, shape in fed.items()],
+        [
+            helper.make_tensor_value_info(name, elem_type, shape)
+            for name, shape in every.items()
+            if name in outputs
+        ],
+        stored,
+    )
+    model = helper.make_model(main, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    onnx.checker.check_model(model)
+    return model
+
+
+def _without_end(names: list[str]) -> list[str]:
+    while not names[-1]:
+        names = names[:-1]
+    return names
+
+
+def unrolled(model: onnx.ModelProto, limit: int = 5000) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """A checked copy of ``model`` in which everything is unrolled that can be, and what was."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    done = unroll(result, UNROLLED, limit)
+    onnx.checker.check_model(result, full_check=True)
+    return result, done
+
+
+def run(model: onnx.ModelProto, *feeds: Mapping[str, Array]) -> list[list[Array]]:
+    """The outputs of ``model`` on the CPU for each of ``feeds``."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return [list(session.run(None, dict(each))) for each in feeds]
+
+
+def feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:
+    """Random inputs of ``model``; integers from 0 to 3."""
+    rng = np.random.default_rng(seed)
+    result: dict[str, Array] = {}
+    for value in graph.inputs(model.graph):
+        given = graph.facts(value)
+        shape = [size for size in given.shape if isinstance(size, int)]
+        values = rng.standard_normal(shape)
+        result[value.name] = (
+            values if given.dtype.startswith("float") else rng.integers(0, 4, shape)
+        ).astype(given.dtype)
+    return result
+
+
+def assert_equal(
+    model: onnx.ModelProto, *done: str, limit: int = 5000, atol: float = 1e-6
+) -> onnx.ModelProto:
+    """Unroll ``model``, which is described as ``done``, and check that it computes what it did."""
+    result, said = unrolled(model, limit)
+    assert said == done
+    assert not {node.op_type for node in graph.nodes(result.graph)} & UNROLLED
+    given = [feeds(model, seed) for seed in (1, 2)]
+    for expected, found in zip(run(model, *given), run(result, *given), strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert_close(other, one, atol)
+    return result
+
+
+def assert_close(found: Any, expected: Any, atol: float = 1e-6) -> None:
+    """Check that two arrays are the same, but for the order of additions."""
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
+
+
+def assert_unchanged(model: onnx.ModelProto) -> None:
+    """Check that nothing of ``model`` is unrolled."""
+    result, said = unrolled(model)
+    assert said == ()
+    assert result == model
+
+
+def assert_too_large(model: onnx.ModelProto, limit: int) -> None:
+    """Check that ``model`` is not unrolled, because it would get more than ``limit`` nodes."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    with pytest.raises(TooManyNodesError):
+        unroll(result, UNROLLED, limit)
+    assert result == model

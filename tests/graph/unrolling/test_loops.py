@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import pytest
+
+from hatch_epcontext.graph import graph
+from tests.graph.unrolling.models import (
+    assert_equal,
+    assert_too_large,
+    assert_unchanged,
+    parsed,
+    unrolled,
+)
+
+COUNTING = """
+main (float[2] x) => (float[2] y, float[n, 2] rows)
+<int64 trips = {4}, bool true = {1}>
+{
+    y, rows = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
+        => (bool go_out, float[2] next, float[2] row) {
+        go_out = Identity (go)
+        number = Cast <to = 1> (i)
+        next = Add (state, number)
+        row = Mul (next, x)
+    }>
+}
+"""
+"""A fixed number of trips: the state is carried, rows are collected, and ``x`` is an outer value."""
+
+
+def test_a_loop_computes_the_same() -> None:
+    result = assert_equal(parsed(COUNTING), "Loop unrolled 4 times")
+    assert [node.op_type for node in result.graph.node].count("Mul") == 4
+
+
+@pytest.mark.parametrize("opset", [11, 13, 21])
+def test_other_opsets_have_other_forms_of_nodes(opset: int) -> None:
+    assert_equal(parsed(COUNTING, opset), "Loop unrolled 4 times")
+
+
+@pytest.mark.parametrize(
+    ("trips", "condition", "times"),
+    [
+        ("trips", "", "3 times"),
+        ("", "true", "2 times"),
+        ("trips", "true", "2 times"),
+        ("few", "true", "1 time"),
+        ("trips", "false", "0 times"),
+        ("zero", "true", "0 times"),
+    ],
+)
+def test_the_number_and_the_condition_decide(trips: str, condition: str, times: str) -> None:
+    # As TensorFlow writes a while loop: the condition is computed from a counter of its own.
+    end = "Identity (go)" if condition == "" else "Less (counter_out, two)"
+    model = parsed(
+        f"""
+        main (float[2] x) => (float[2] y)
+        <int64 trips = {{3}}, int64 few = {{1}}, int64 zero = {{0}}, bool true = {{1}}, bool false = {{0}},
+         int64 start = {{0}}, int64 one = {{1}}, int64 two = {{2}}>
+        {{
+            last, y = Loop ({trips or '""'}, {condition or '""'}, start, x) <body = body
+                (int64 i, bool go, int64 counter, float[2] state)
+                => (bool go_out, int64 counter_out, float[2] next) {{
+                counter_out = Add (counter, one)
+                go_out = {end}
+                next = Exp (state)
+            }}>
+        }}
+        """.replace('""', "")
+    )
+    assert_equal(model, f"Loop unrolled {times}")
+
+
+def test_a_condition_can_be_of_rank_1() -> None:
+    model = parsed(
+        """
+        main (float[2] x) => (float[2] y)
+        <int64[1] trips = {2}, bool[1] true = {1}>
+        {
+            y = Loop (trips, true, x) <body = body (int64[1] i, bool[1] go, float[2] state)
+                => (bool[1] go, float[2] next) {
+                number = Cast <to = 1> (i)
+                next = Add (state, number)
+            }>
+        }
+        """
+    )
+    assert_equal(model, "Loop unrolled 2 times")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """
+        main (int64 trips, float[2] x) => (float[2] y)
+        <bool true = {1}>
+        {
+            y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
+                => (bool go, float[2] next) { next = Exp (state) }>
+        }
+        """,
+        """
+        main (float[2] x) => (float[2] y)
+        <int64 trips = {9}, bool true = {1}, float limit = {3.0}>
+        {
+            y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
+                => (bool go_out, float[2] next) {
+                next = Exp (state)
+                sum = ReduceSum <keepdims = 0> (next)
+                go_out = Less (sum, limit)
+            }>
+        }
+        """,
+        """
+        main (float[2] x) => (float[2] y)
+        <bool true = {1}, float half = {0.5}>
+        {
+            y = Loop (, true, x) <body = body (int64 i, bool go, float[2] state)
+                => (bool[1] go_out, float[2] next) {
+                next = Exp (state)
+                chance = RandomUniform <shape = [1], seed = 1.0> ()
+                go_out = Less (chance, half)
+            }>
+        }
+        """,
+        """
+        main (float[2] x) => (float[2] y, float[n, 2] rows)
+        <int64 trips = {0}, bool true = {1}>
+        {
+            y, rows = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
+                => (bool go, float[2] next, float[2] row) { next = Exp (state) row = Exp (state) }>
+        }
+        """,
+    ],
+    ids=["number fed", "condition on data", "condition on chance", "no rows"],
+)
+def test_a_loop_of_unknown_length_stays(text: str) -> None:
+    assert_unchanged(parsed(text))
+
+
+def test_loops_in_loops_are_unrolled_with_constants_and_branches_of_their_own() -> None:
+    model = parsed(
+        """
+        main (float[2] x) => (float[n, 2] y)
+        <int64 two = {2}, int64 three = {3}, bool true = {1}, float zero = {0.0}>
+        {
+            unused, y = Loop (three, true, x) <body = outer (int64 i, bool go, float[2] state)
+                => (bool go, float[2] end, float[2] end_too)
+                <float[2] weight = {0.5, -2.0}> {
+                end = Loop (two, true, state) <body = inner (int64 j, bool on, float[2] inner_state)
+                    => (bool on, float[2] inner_next) {
+                    product = Mul (inner_state, weight)
+                    sum = ReduceSum <keepdims = 0> (product)
+                    positive = Less (zero, sum)
+                    inner_next = If (positive) <
+                        then_branch = then_ () => (float[2] a) { b = Add (product, state) a = Exp (b) },
+                        else_branch = else_ () => (float[2] a) { b = Sub (product, x) a = Abs (b) }
+                    >
+                }>
+                end_too = Neg (end)
+            }>
+        }
+        """
+    )
+    result = assert_equal(model, "Loop unrolled 2 times", "Loop unrolled 3 times")
+    # The weight is stored once, and not for each trip.
+    weights = [each for each in result.graph.initializer if list(each.dims) == [2]]
+    assert len(weights) == 1
+
+
+def test_what_is_the_same_in_all_trips_is_computed_once_unless_it_is_random() -> None:
+    model = parsed(
+        """
+        main (float[2] x) => (float[2] y)
+        <int64 trips = {3}, bool true = {1}>
+        {
+            y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
+                => (bool go, float[2] next) {
+                same = Exp (x)
+                chance = RandomUniform <shape = [2]> ()
+                sum = Add (state, same)
+                next = Add (sum, chance)
+            }>
+        }
+        """
+    )
+    result, done = unrolled(model)
+    assert done == ("Loop unrolled 3 times",)
+    operators = [node.op_type for node in result.graph.node]
+    assert (operators.count("Exp"), operators.count("RandomUniform")) == (1, 3)
+
+
+def test_names_stay_unique() -> None:
+    model = parsed(
+        """
+        main (float[2] x) => (float[2] y, float[2] z)
+        <int64 trips = {2}, bool true = {1}>
+        {
+            taken = Exp (x)
+            first = Loop (trips, true, taken) <body = one (int64 i, bool go, float[2] s)
+                => (bool go, float[2] t) { u = Exp (s) t = Neg (u) }>
+            y = Loop (trips, true, first) <body = two (int64 i, bool go, float[2] s)
+                => (bool go, float[2] t) { u = Abs (s) t = Neg (u) }>
+            z = Add (taken, y)
+        }
+        """
+    )
+    # Names that unrolled nodes would get.
+    model.graph.node[0].output[0] = "t/0"
+    model.graph.node[1].input[2] = model.graph.node[3].input[0] = "t/0"
+    result = assert_equal(model, "Loop unrolled 2 times")
+    outputs = [name for node in result.graph.node for name in node.output]
+    assert len(outputs) == len(set(outputs))
+    names = [node.name for node in result.graph.node if node.name]
+    assert len(names) == len(set(names))
+
+
+def test_nothing_is_unrolled_beyond_the_limit() -> None:
+    model = parsed(COUNTING)
+    nodes = len(assert_equal(model, "Loop unrolled 4 times").graph.node)
+    assert_equal(model, "Loop unrolled 4 times", limit=nodes)
+    assert_too_large(model, nodes - 1)
+    assert_too_large(model, 0)
+
+
+def test_an_endless_loop_is_beyond_any_limit() -> None:
+    model = parsed(
+        """
+        main (float[2] x) => (float[2] y)
+        <bool true = {1}>
+        {
+            y = Loop (, true, x) <body = body (int64 i, bool go, float[2] state)
+                => (bool go, float[2] next) { next = Exp (state) }>
+        }
+        """
+    )
+    assert_too_large(model, 50)
+
+
+def test_a_body_without_nodes_does_not_run_for_ever() -> None:
+    model = parsed(
+        """
+        main (float[2] x) => (float[2] y)
+        <int64 trips = {9223372036854775807}, bool true = {1}>
+        {
+            y = Loop (trips, true, x) <body = body (int64 i, bool go, float[2] state)
+                => (bool go, float[2] state) {}>
+        }
+        """
+    )
+    assert_too_large(model, 50)
+
+
+SCAN = """
+main (float[2] start, float[3, 2] a, float[2, 3] b) => (float[2] end, float[%s] c, float[%s] d)
+{
+    end, c, d = Scan <num_scan_inputs = 2, scan_input_axes = [0, %d], scan_input_directions = [%d, 1],
+        scan_output_axes = [%d, 0], scan_output_directions = [0, %d],
+        body = body (float[2] state, float[2] one, float[2] other)
+            => (float[2] next, float[2] e, float[2] f) {
+            sum = Add (state, one)
+            next = Mul (sum, other)
+            e = Neg (next)
+            f = Exp (one)
+        }> (start, a, b)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "backward", "out_axis", "prepended"),
+    [(1, 0, 0, 0), (1, 1, 1, 1), (-1, 0, -1, 1)],
+)
+def test_a_scan_computes_the_same(axis: int, backward: int, out_axis: int, prepended: int) -> None:
+    shape = "3, 2" if out_axis == 0 else "2, 3"
+    text = SCAN % (shape, "3, 2", axis, backward, out_axis, prepended)
+    assert_equal(parsed(text), "Scan unrolled 3 times")
+
+
+def test_a_scan_without_states_or_of_one_step_computes_the_same() -> None:
+    model = parsed(
+        """
+        main (float[1, 2] x) => (float[1, 2] y)
+        {
+            y = Scan <num_scan_inputs = 1, body = body (float[2] row) => (float[2] out) {
+                out = Exp (row)
+            }> (x)
+        }
+        """
+    )
+    assert_equal(model, "Scan unrolled 1 time")
+
+
+def test_a_scan_of_unknown_length_stays() -> None:
+    model = parsed(
+        """
+        main (float[n, 2] x) => (float[n, 2] y)
+        {
+            y = Scan <num_scan_inputs = 1, body = body (float[2] row) => (float[2] out) {
+                out = Exp (row)
+            }> (x)
+        }
+        """
+    )
+    assert_unchanged(model)
+
+
+def test_a_loop_that_stays_keeps_its_unrolled_inside() -> None:
+    model = parsed(
+        """
+        main (int64 trips, float[2] x) => (float[2] y)
+        <int64 two = {2}, bool true = {1}>
+        {
+            y = Loop (trips, true, x) <body = outer (int64 i, bool go, float[2] state)
+                => (bool go, float[2] end) {
+                end = Loop (two, true, state) <body = inner (int64 j, bool on, float[2] s)
+                    => (bool on, float[2] t) { t = Neg (s) }>
+            }>
+        }
+        """
+    )
+    result, done = unrolled(model)
+    assert done == ("Loop unrolled 2 times",)
+    assert [node.op_type for node in graph.nodes(result.graph)].count("Loop") == 1

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+
+from hatch_epcontext.graph.unrolling import unroll
+from tests.conftest import newer_runtime
+from tests.graph.unrolling.models import (
+    BATCH,
+    STEPS,
+    assert_close,
+    assert_equal,
+    assert_unchanged,
+    feeds,
+    recurrent,
+    run,
+    unrolled,
+)
+
+FUNCTIONS = {"LSTM": 3, "GRU": 2, "RNN": 1}
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without bias": {"inputs": ()},
+    "states": {"inputs": ("B", "h")},
+    "clip": {"clip": 0.3},
+    "whole lengths": {"lengths": [STEPS] * BATCH},
+    "shorter sequences": {"lengths": [1, STEPS], "inputs": ("B", "h")},
+    "last only": {"outputs": ("Y_h",)},
+    "sequence only": {"outputs": ("Y",)},
+}
+LSTM_FORMS: dict[str, dict[str, Any]] = {
+    "both states": {"inputs": ("B", "h", "c")},
+    "peepholes": {"inputs": ("B", "h", "c", "P")},
+    "clipped peepholes": {"inputs": ("B", "P"), "clip": 0.2},
+    "coupled": {"input_forget": 1},
+    "cell only": {"outputs": ("Y_c",)},
+}
+GRU_FORMS: dict[str, dict[str, Any]] = {
+    "late": {"linear_before_reset": 1, "inputs": ("B", "h")},
+    "late without bias": {"linear_before_reset": 1, "inputs": ()},
+}
+CASES = [
+    pytest.param(op, form, id=f"{op}-{name}")
+    for op, own in (("LSTM", LSTM_FORMS), ("GRU", GRU_FORMS), ("RNN", {}))
+    for name, form in {**FORMS, **own}.items()
+]
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "Relu": {},
+    "Tanh": {},
+    "Sigmoid": {},
+    "Softsign": {},
+    "Softplus": {},
+    "LeakyRelu": {},
+    "Elu": {},
+    "HardSigmoid": {},
+    "ThresholdedRelu": {"activation_alpha": [0.1, 0.2, 0.3]},
+    "ScaledTanh": {"activation_alpha": [0.5, 0.6, 0.7], "activation_beta": [1.1, 1.2, 1.3]},
+    "Affine": {"activation_alpha": [0.5, 0.6, 0.7], "activation_beta": [0.1, 0.2, 0.3]},
+}
+
+
+@pytest.mark.parametrize(("op", "form"), CASES)
+def test_a_layer_of_both_directions_computes_the_same(op: str, form: dict[str, Any]) -> None:
+    assert_equal(recurrent(op, "bidirectional", **form), f"{op} unrolled 3 times")
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_layer_of_one_direction_computes_the_same(op: str, direction: str) -> None:
+    inputs = ("B", "h", "c") if op == "LSTM" else ("B", "h")
+    assert_equal(recurrent(op, direction, inputs=inputs), f"{op} unrolled 3 times")
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_one_step_computes_the_same(op: str) -> None:
+    assert_equal(recurrent(op, "bidirectional", steps=1), f"{op} unrolled 1 time")
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("opset", [9, 11, 13, 22])
+def test_other_opsets_have_other_forms_of_nodes(op: str, opset: int) -> None:
+    assert_equal(recurrent(op, opset=opset, clip=0.5), f"{op} unrolled 3 times")
+
+
+def test_doubles_stay_doubles() -> None:
+    # ONNX Runtime's CPU has no layers of doubles: the result is compared with that of floats.
+    single = recurrent("GRU", inputs=("B",), clip=0.5)
+    double, _ = unrolled(recurrent("GRU", inputs=("B",), clip=0.5, elem_type=TensorProto.DOUBLE))
+    given = feeds(single)
+    (expected,) = run(single, given)
+    (found,) = run(double, {name: values.astype(np.float64) for name, values in given.items()})
+    assert {values.dtype for values in found} == {np.dtype(np.float64)}
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("function", PARAMETERS)
+def test_any_function_computes_the_same(function: str) -> None:
+    # Names are without case, as ONNX Runtime reads them.
+    model = recurrent("LSTM", activations=[function.upper()] * 3, **PARAMETERS[function])
+    assert_equal(model, "LSTM unrolled 3 times", atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["GRU", pytest.param("RNN", marks=newer_runtime)])
+def test_other_layers_take_functions_too(op: str) -> None:
+    model = recurrent(op, activations=["HardSigmoid", "Relu"][: FUNCTIONS[op]])
+    assert_equal(model, f"{op} unrolled 3 times")
+
+
+def test_a_layer_of_one_direction_may_name_functions_for_two() -> None:
+    # That is the default of RNN.
+    model = recurrent("RNN", activations=["Relu", "Tanh"])
+    assert_equal(model, "RNN unrolled 3 times")
+
+
+def test_parameters_belong_to_the_functions_that_take_them_in_order() -> None:
+    model = recurrent(
+        "LSTM",
+        "bidirectional",
+        activations=["HardSigmoid", "ScaledTanh", "LeakyRelu", "Sigmoid", "Affine", "HardSigmoid"],
+        activation_alpha=[0.3, 0.5, 0.2, 0.6],
+        activation_beta=[0.4, 0.8, 0.1],
+    )
+    assert_equal(model, "LSTM unrolled 3 times", atol=1e-5)
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_batches_first_are_steps_first_with_other_axes(op: str) -> None:
+    # ONNX Runtime's CPU has only steps first, which is what the result is compared with.
+    inputs = ("B", "h", "c") if op == "LSTM" else ("B", "h")
+    steps_first = recurrent(op, "bidirectional", inputs=inputs)
+    result, _ = unrolled(recurrent(op, "bidirectional", inputs=inputs, layout=1))
+    given = feeds(steps_first)
+    swapped = {name: values.swapaxes(0, 1) for name, values in given.items()}
+    ((expected, *states),) = run(steps_first, given)
+    ((found, *last),) = run(result, swapped)
+    assert_close(found, expected.transpose(2, 0, 1, 3))
+    for one, other in zip(last, states, strict=True):
+        assert_close(one, other.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        # Runtimes give these different parameters.
+        recurrent("RNN", activations=["Affine"]),
+        recurrent("GRU", activations=["Sigmoid", "Strange"]),
+        recurrent("GRU", activations=["Sigmoid"]),
+    ],
+    ids=["no parameters", "unknown function", "too few functions"],
+)
+def test_a_layer_that_is_not_understood_stays(model: onnx.ModelProto) -> None:
+    assert_unchanged(model)
+
+
+def test_a_layer_of_unknown_length_stays() -> None:
+    model = recurrent("LSTM", outputs=("Y_h",))
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
+    assert_unchanged(model)
+
+
+def test_only_what_is_refused_is_unrolled() -> None:
+    model = recurrent("LSTM")
+    assert unroll(model, frozenset({"GRU", "Loop"}), 5000) == ()
+    assert [node.op_type for node in model.graph.node] == ["LSTM"]
+
+
+def test_no_function_follows_a_sum_at_once() -> None:
+    # QNN's HTP joins them into one that is far less exact.
+    for op in FUNCTIONS:
+        inputs = ("B", "P") if op == "LSTM" else ("B",)
+        result, _ = unrolled(recurrent(op, "bidirectional", inputs=inputs))
+        makers = {name: node.op_type for node in result.graph.node for name in node.output}
+        before = {
+            makers[node.input[0]]
+            for node in result.graph.node
+            if node.op_type in ("Sigmoid", "Tanh")
+        }
+        assert before <= {"Clip", "Split"}

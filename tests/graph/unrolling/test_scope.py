@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.graph.unrolling.scope import Scope, Tensor
+from tests.models import value
+
+
+@pytest.mark.parametrize(
+    ("attribute", "dtype", "shape"),
+    [
+        ({"value": numpy_helper.from_array(np.array([[1, 2]], np.int32))}, "int32", (1, 2)),
+        ({"value_int": 3}, "int64", ()),
+        ({"value_ints": [3, 4]}, "int64", (2,)),
+        ({"value_float": 0.5}, "float32", ()),
+        ({"value_floats": [0.5, 1.5, 2.5]}, "float32", (3,)),
+    ],
+)
+def test_every_numeric_form_of_a_constant_is_read(
+    attribute: dict[str, Any], dtype: str, shape: tuple[int, ...]
+) -> None:
+    node = helper.make_node("Constant", [], ["c"], **attribute)
+    scope = Scope().inside(helper.make_graph([node], "g", [], []))
+    found = scope.constant("c")
+    assert found is not None
+    assert (found.dtype.name, found.shape) == (dtype, shape)
+    (given,) = attribute.values()
+    expected = (
+        numpy_helper.to_array(given) if isinstance(given, TensorProto) else np.array(given, dtype)
+    )
+    assert np.array_equal(found, expected)
+    type_ = helper.np_dtype_to_tensor_dtype(found.dtype)
+    assert scope.type_of("c") == Tensor(type_, shape)
+
+
+def test_other_nodes_and_texts_have_no_known_value() -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["text"], value_string="a"),
+        helper.make_node("Neg", ["x"], ["y"]),
+    ]
+    scope = Scope().inside(helper.make_graph(nodes, "g", [value("x", ["batch", 2])], []))
+    assert scope.constant("text") is scope.constant("y") is None
+    assert scope.type_of("x") == Tensor(TensorProto.FLOAT, (-1, 2))
+    assert scope.type_of("y") is None
+
+
+def test_values_of_an_inner_graph_hide_those_of_the_outer_one() -> None:
+    outer = helper.make_graph(
+        [helper.make_node("Constant", [], ["c"], value_int=1)], "outer", [], []
+    )
+    inner = helper.make_graph([helper.make_node("Neg", ["x"], ["c"])], "inner", [], [])
+    scope = Scope().inside(outer)
+    assert scope.constant("c") == 1
+    assert scope.inside(inner).constant("c") is None
+    assert scope.inside(helper.make_graph([], "empty", [], [])).constant("c") == 1

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.errors import Kind, ModelError
+from hatch_epcontext.files import file_sha256
+from hatch_epcontext.jobs.cache import index as index_module
+from hatch_epcontext.jobs.cache.index import Index, Mounts
+
+LONG_AGO = 10**9
+
+
+@dataclass(frozen=True)
+class Facts:
+    inputs: tuple[str, ...]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read whole."""
+    names: list[str] = []
+
+    def reading(path: Path) -> str:
+        names.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(index_module, "file_sha256", reading)
+    return names
+
+
+def settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock be a minute later than it is, on a file system that is trusted, as not all are."""
+    monkeypatch.setattr(Mounts, "have_true_status", lambda *_: True)
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 60 * 10**9)
+
+
+def test_a_settled_file_is_read_once(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    first = Index(tmp_path / "index").sha256(file)
+    assert first == Index(tmp_path / "index").sha256(file) == file_sha256(file)
+    assert read == ["a.onnx"]
+
+
+def test_a_file_that_has_just_been_written_is_read_by_each_build(
+    tmp_path: Path, read: list[str]
+) -> None:
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    # An old time of change does not hide that it is new.
+    os.utime(file, (LONG_AGO, LONG_AGO))
+    index = Index(tmp_path / "index")
+    index.sha256(file)
+    index.sha256(file)
+    assert read == ["a.onnx"]
+    Index(tmp_path / "index").sha256(file)
+    assert read == ["a.onnx"] * 2
+
+
+def test_everything_is_read_if_that_is_asked_for(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    Index(tmp_path / "index").sha256(file)
+    Index(tmp_path / "index", read_all=True).sha256(file)
+    Index(tmp_path / "index", read_all=True).check(file)
+    assert read == ["a.onnx"] * 3
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mount a file system in a folder, in place of what was mounted there; the user must be root."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root mounts file systems")
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    mounted: list[Path] = []
+
+    def unmount() -> None:
+        while mounted:
+            subprocess.run(["umount", mounted.pop()], check=True)
+
+    def make(*arguments: str | Path, at: Path = folder, beside: bool = False) -> Path:
+        if not beside:
+            unmount()
+        at.mkdir(exist_ok=True)
+        done = subprocess.run(["mount", *arguments, at], capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this system does not mount it: {done.stderr.decode().strip()}")
+        mounted.append(at)
+        return at
+
+    yield make
+    unmount()
+
+
+def squashfs(folder: Path, content: bytes) -> Path:
+    """An image with the file ``a.onnx``, whose status is always the same."""
+    if shutil.which("mksquashfs") is None:
+        pytest.skip("mksquashfs is not installed")
+    image = folder / f"{content.decode()}.squashfs"
+    source = folder / content.decode()
+    source.mkdir()
+    (source / "a.onnx").write_bytes(content)
+    command = ("mksquashfs", source, image, "-all-time", "1000000000", "-quiet", "-no-progress")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return image
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_images_that_are_mounted_in_turn_are_read(
+    tmp_path: Path, mount: Callable[..., Path], layered: bool
+) -> None:
+    images = [squashfs(tmp_path, content) for content in (b"old", b"new")]
+    seen = []
+    for image in images:
+        folder = mount("-o", "loop,ro", image)
+        if layered:
+            for name in ("upper", "work"):
+                (tmp_path / name).mkdir(exist_ok=True)
+            layers = f"lowerdir={folder},upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+            folder = mount(
+                "-t", "overlay", "overlay", "-o", layers, at=tmp_path / "merged", beside=True
+            )
+        status = (folder / "a.onnx").stat()
+        seen.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        found = Index(tmp_path / "index").sha256(folder / "a.onnx")
+        assert found == file_sha256(folder / "a.onnx")
+    # That is why it is read.
+    assert seen[0] == seen[1]
+
+
+def test_a_status_counts_where_it_changes_with_the_content(
+    tmp_path: Path, mount: Callable[..., Path]
+) -> None:
+    folder = mount("-t", "tmpfs", "tmpfs")
+    file = folder / "a file.onnx"
+    file.write_bytes(b"model")
+    (tmp_path / "link.onnx").symlink_to(file)
+    (tmp_path / "single.onnx").touch()
+    subprocess.run(["mount", "--bind", file, tmp_path / "single.onnx"], check=True)
+    try:
+        paths = (file, tmp_path / "link.onnx", tmp_path / "single.onnx")
+        assert all(Mounts().have_true_status(path) for path in paths)
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        assert not any(Mounts().have_true_status(path) for path in paths)
+    finally:
+        subprocess.run(["umount", tmp_path / "single.onnx"], check=True)
+    assert not Mounts().have_true_status(Path("/proc/self/maps"))
+    assert not Mounts().have_true_status(tmp_path / "missing")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no status there has the time of a change")
+@pytest.mark.parametrize("size", [5, 6])
+def test_a_changed_file_is_read_again_by_the_next_build(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index(tmp_path / "index")
+    first = index.sha256(file)
+    before = file.stat()
+    file.write_bytes(b"x" * size)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert Index(tmp_path / "index").sha256(file) == file_sha256(file) != first
+    assert len(read) == 2
+    for look in (index.sha256, index.check):
+        with pytest.raises(ModelError) as raised:
+            look(file)
+        assert [(each.kind, each.location) for each in raised.value.problems] == [
+            (Kind.MODEL_CHANGED, str(file))
+        ]
+
+
+def test_a_build_fails_if_a_file_is_removed_or_put_back(tmp_path: Path) -> None:
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index()
+    index.sha256(file)
+    os.utime(file, (LONG_AGO, LONG_AGO))
+    with pytest.raises(ModelError, match="changed during the build"):
+        index.check(file)
+    file.unlink()
+    with pytest.raises(ModelError, match="changed during the build"):
+        index.check(file)
+
+
+def test_a_file_that_has_just_been_written_is_read_again_in_the_end(
+    tmp_path: Path, read: list[str]
+) -> None:
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index()
+    index.sha256(file)
+    index.check(file)
+    assert read == ["a.onnx"] * 2
+
+
+def test_another_link_or_mode_is_no_change(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    index = Index()
+    index.sha256(file)
+    os.link(file, tmp_path / "b.onnx")
+    file.chmod(0o600)
+    index.check(file)
+    index.check(file)
+    assert len(read) <= 2
+
+
+def test_facts_are_stored_by_their_key(tmp_path: Path) -> None:
+    index, key = Index(tmp_path / "index"), "ab" * 32
+    assert index.facts(key, Facts) is None
+    index.store_facts(key, Facts(("x", "y")))
+    assert Index(tmp_path / "index").facts(key, Facts) == Facts(("x", "y"))
+    (tmp_path / "index" / key).write_text("[]", encoding="utf-8")
+    assert index.facts(key, Facts) is None
+
+
+def test_an_index_that_cannot_be_written_is_no_error(tmp_path: Path, read: list[str]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "a.onnx").write_bytes(b"model")
+    for index in (Index(), Index(tmp_path / "file" / "index")):
+        index.store_facts("ab" * 32, Facts(()))
+        assert index.facts("ab" * 32, Facts) is None
+        assert index.sha256(tmp_path / "a.onnx") == file_sha256(tmp_path / "a.onnx")
+    assert read == ["a.onnx"] * 2

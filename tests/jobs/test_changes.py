@@ -1,0 +1,122 @@
+"""Models that change while they are built: by a worker, at the moment that the test needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cache.cache_store import Store
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.run import job_runner
+from tests.altered_workers import workers_with
+from tests.models import network, save
+
+TOML = """
+provider = "cpu"
+models = [{ path = "models/a.onnx", validate = { inputs = "models/a.npz" } }]
+"""
+
+CHANGES = {
+    "replaced": ("a.onnx", "os.replace(path + '.new', path)"),
+    "edited": ("a.onnx", "open(path, 'r+b').write(open(path + '.new', 'rb').read())"),
+    "put back": ("a.onnx", "kept = open(path, 'rb').read(); open(path, 'wb').write(kept)"),
+    "removed": ("a.onnx", "os.remove(path)"),
+    "data": ("a.data", "open(path, 'r+b').write(b'other')"),
+    "inputs": ("a.npz", "open(path, 'ab').write(b'more')"),
+}
+"""The file that changes, and how, as the source of a worker."""
+
+
+@pytest.fixture
+def models(project: Path) -> Path:
+    folder = project / "models"
+    made = network(1)
+    onnx.save(
+        made, folder / "a.onnx", save_as_external_data=True, location="a.data", size_threshold=0
+    )
+    made = network(1)
+    made.producer_name = "x" * len(made.producer_name)
+    save(made, folder / "a.onnx.new")
+    np.savez(folder / "a.npz", x=np.ones((1, 1, 8, 8), np.float32))
+    for each in folder.iterdir():
+        os.utime(each, (10**9, 10**9))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def change(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with what workers do around their steps: action, before or after, path and source."""
+    return tmp_path_factory.mktemp("site") / "change"
+
+
+@pytest.fixture(scope="module")
+def workers(change: Path) -> Iterator[Workers]:
+    source = f"""
+        import importlib, os, pathlib
+        def patch(action):
+            module = importlib.import_module(f"hatch_epcontext.worker.actions.{{action}}")
+            real = module.handle
+            def handle(request):
+                now, when, path, source = pathlib.Path({str(change)!r}).read_text().split("|")
+                if (now, when) == (action, "before"): exec(source)
+                reply = real(request)
+                if (now, when) == (action, "after"): exec(source)
+                return reply
+            module.handle = handle
+        for action in ("check", "prepare", "compile", "validate"): patch(action)
+        """
+    with workers_with(change.parent, source) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("action", "when", "how"),
+    [
+        ("check", "before", "replaced"),
+        ("check", "after", "edited"),
+        ("prepare", "before", "replaced"),
+        ("prepare", "before", "data"),
+        ("prepare", "after", "put back"),
+        ("compile", "after", "removed"),
+        ("validate", "before", "inputs"),
+    ],
+)
+def test_nothing_of_a_changed_model_is_stored(
+    project: Path,
+    models: Path,
+    workers: Workers,
+    change: Path,
+    tmp_path: Path,
+    action: str,
+    when: str,
+    how: str,
+) -> None:
+    name, source = CHANGES[how]
+    change.write_text(f"{action}|{when}|{models / name}|{source}", encoding="utf-8")
+    cache = tmp_path / "cache"
+    planned = plan(load(project, parse(TOML), {}, {}))
+
+    def run() -> None:
+        runner = job_runner(planned, tmp_path / "staging", Cache(cache, pytest.fail), workers)
+        runner.run(planned.jobs[0])
+
+    with pytest.raises(BuildError) as raised:
+        run()
+    assert [(each.kind, each.location) for each in raised.value.problems] == [
+        (Kind.MODEL_CHANGED, str(models / name))
+    ]
+    # What was compiled before the inputs changed is right.
+    assert len(Store(cache).entries()) == (action == "validate")
+    assert not list(cache.rglob("validation-*.json"))
+    facts = [file for file in cache.rglob("index/*") if file.stat().st_size > 64]
+    assert bool(facts) == (action != "check")

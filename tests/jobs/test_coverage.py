@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.settings import Cut
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.jobs.coverage import check_coverage
+from hatch_epcontext.worker.facts import Coverage, NodeFacts
+from tests.results import configured
+
+
+def failure(coverage: Coverage, project: Path, toml: str = "") -> str:
+    text = f'provider = "cpu"\nmodels = ["models/a.onnx"]\n{toml}'
+    (model,) = configured(project, text).models
+    with pytest.raises(BuildError) as raised:
+        check_coverage(coverage, model.targets[0], model, "a -> cpu")
+    return str(raised.value)
+
+
+def test_enough_coverage_is_no_error(project: Path) -> None:
+    (model,) = configured(
+        project, 'provider = "cpu"\nmodels = ["models/a.onnx"]\nmin-coverage = 0.5'
+    ).models
+    (target,) = model.targets
+    check_coverage(Coverage(4, 2, 1, (NodeFacts("a", "Op"),) * 2), target, model, "a -> cpu")
+    check_coverage(None, target, model, "a -> cpu")
+
+
+def test_uncovered_operators_are_named(project: Path) -> None:
+    text = failure(Coverage(3, 2, 1, (NodeFacts("rnn", "GRU"),)), project)
+    assert (
+        "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%. Left to the CPU: GRU rnn."
+        in text
+    )
+    assert "does not have these operators" in text
+
+
+def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -> None:
+    uncovered = (NodeFacts("", "NonZero", "the shape of its output 'y' depends on the data", True),)
+    text = failure(Coverage(2, 1, 1, uncovered), project)
+    assert "NonZero (the shape of its output 'y' depends on the data)" in text
+    assert "cut the model before them" in text
+
+
+def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
+    toml = 'models = [{ path = "models/a.onnx", cut = { outputs = ["y"] } }]'
+    (model,) = configured(project, f'provider = "cpu"\n{toml}').models
+    coverage = Coverage(3, 2, 1, (NodeFacts("n", "Op"),), Cut(inputs=("hidden",)))
+    with pytest.raises(BuildError) as raised:
+        check_coverage(coverage, model.targets[0], model, "a -> cpu")
+    settings = raised.value.problems[0].settings
+    # The model is cut already, and its part ends where the model does.
+    assert settings[0].value == {"inputs": ["hidden"], "outputs": ["y"]}
+    assert "Or keep the largest part that is covered" in str(raised.value)
+
+
+def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) -> None:
+    uncovered = tuple(NodeFacts(name, "LSTM", "no clip") for name in ("a", "b"))
+    text = failure(Coverage(3, 1, 1, uncovered), project)
+    assert "LSTM a, LSTM b (no clip)." in text
+    assert "does not have these operators" not in text
+
+
+def test_inputs_that_decide_are_to_be_frozen(project: Path) -> None:
+    known = NodeFacts("a", "If", "a reason", freeze={"sr": 16000})
+    text = failure(Coverage(3, 2, 1, (known,)), project)
+    assert "Freeze what decides them ('sr')." in text
+    assert "constants = { sr = 16000 }" in text
+    unknown = NodeFacts("b", "GRU", "a reason", freeze={"lengths": None})
+    text = failure(Coverage(3, 1, 1, (known, unknown)), project)
+    assert "('sr' and 'lengths')" in text
+    assert "16000" not in text
+    assert "Change constants.lengths in the model's table" in text
+
+
+def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
+    uncovered = (NodeFacts("conv", "ConvInteger"),)
+    text = failure(Coverage(2, 1, 1, uncovered), project)
+    assert "The model is dynamically quantized" in text
+    assert "dequantize = true" in text
+    text = failure(Coverage(2, 1, 1, uncovered), project, "dequantize = true\n")
+    assert "dynamically quantized" not in text
+
+
+def test_of_many_nodes_the_first_are_named(project: Path) -> None:
+    uncovered = tuple(NodeFacts(f"n{index}", "Op") for index in range(25))
+    text = failure(Coverage(25, 0, 1, uncovered), project)
+    assert "Op n9 and 15 more." in text
+    assert "n10" not in text

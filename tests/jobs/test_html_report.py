@@ -1,0 +1,155 @@
+"""The HTML report as text; the integration tests open it in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from enum import Enum
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.jobs import html_report
+from hatch_epcontext.jobs.artifact import Artifact, Validation, ValidationStatus
+from hatch_epcontext.jobs.report import FailureReport, Report, make_report
+from hatch_epcontext.text import printable
+from hatch_epcontext.worker.facts import Agreement, Coverage, NodeFacts
+from tests.results import configured, resulting
+
+
+@pytest.fixture
+def made(project: Path, artifact: Artifact) -> Report:
+    """A job with one uncovered node, and a failed one."""
+    whole = make_report(resulting(configured(project), artifact))
+    (job,) = whole.jobs
+    (model,) = job.models
+    model = dataclasses.replace(
+        model,
+        coverage=Coverage(
+            3, 2, 1, (NodeFacts("where", "NonZero", "its shape depends on the data"),)
+        ),
+        validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.00125, 0.9995),)),
+    )
+    problem = Problem(
+        Kind.WORKER_CRASHED,
+        "b -> npu",
+        "it <crashed> & burned.",
+        "Do this.",
+        log="first line\nlast line",
+    )
+    failure = FailureReport("npu", "qnn", ("b",), None, (problem,))
+    jobs = (dataclasses.replace(job, models=(model,)),)
+    return dataclasses.replace(whole, jobs=jobs, failures=(failure,))
+
+
+def text_of(html: str) -> str:
+    body = html[html.index("<body>") :]
+    return " ".join(re.sub(r"<[^>]+>", " ", body).split())
+
+
+def test_it_shows_finished_and_failed_jobs(made: Report) -> None:
+    html = html_report.render(made, "my-app 1.0")
+    text = text_of(html)
+    assert "my-app 1.0 Models compiled by hatch-epcontext" in text
+    assert "ran and agrees 2/3 nodes in 1 context" in text
+    assert "NonZero where its shape depends on the data" in text
+    assert "0.00125 0.999500" in text
+    assert "compile 0.500 s open 0.200 s" in text
+    assert "opened in 0.200 s" in text
+    assert "it &lt;crashed&gt; &amp; burned. Do this." in text
+    assert "first line\nlast line</pre>" in html
+
+
+def test_it_is_one_file_that_fetches_nothing(made: Report) -> None:
+    html = html_report.render(made, "my-app 1.0")
+    assert not re.search(r"<(script|link|img)|url\(|@import|https?:", html)
+
+
+def test_it_is_the_same_for_the_same_report(made: Report) -> None:
+    assert html_report.render(made, "a") == html_report.render(made, "a")
+
+
+def test_each_link_leads_somewhere(made: Report) -> None:
+    html = html_report.render(made, "a")
+    links = re.findall(r'href="#([^"]+)"', html)
+    assert sorted(links) == ["job-a-cpu", "job-b-npu"]
+    assert all(f'id="{link}"' in html for link in links)
+
+
+def test_a_build_of_nothing_has_a_page_too() -> None:
+    assert "0 built" in text_of(html_report.render(Report("hatch-epcontext", ()), "a"))
+
+
+@pytest.mark.parametrize("status", ValidationStatus)
+def test_only_compared_outputs_agree(made: Report, status: ValidationStatus) -> None:
+    (job,) = made.jobs
+    models = (dataclasses.replace(job.models[0], validation=Validation(status)),)
+    text = text_of(html_report.render(Report("g", (dataclasses.replace(job, models=models),)), "a"))
+    assert "agrees" not in text
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and its text, as a browser finds them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attrs}
+        self.text += "".join(value or "" for _, value in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "</script><script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "' onmouseover='alert(1)",
+        "</style><style>body { display: none }</style>",
+        "]]><!--",
+        "&lt;b&gt;&#60;script&#62;",
+        "\x1b]0;owned\x07\u202e\ud800\0",
+        "[red]",
+    ],
+)
+def test_names_are_text_whatever_they_contain(made: Report, name: str) -> None:
+    hostile, plain = (
+        Elements(html_report.render(with_text(made, text), text)) for text in (name, "plain")
+    )
+    assert hostile.tags == plain.tags
+    assert hostile.attributes == plain.attributes
+    assert printable(name) in hostile.text
+    assert not set("\x1b\x07\u202e\ud800\0") & set(hostile.text)
+
+
+def with_text(value: Any, text: str) -> Any:
+    """``value`` with ``text`` in the place of every text in it."""
+    if isinstance(value, Enum):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{n: with_text(v, text) for n, v in given.items()})
+    if isinstance(value, tuple):
+        return tuple(with_text(each, text) for each in value)
+    if isinstance(value, dict):
+        return dict.fromkeys([text], *(with_text(each, text) for each in list(value.values())[:1]))
+    return text if isinstance(value, str) else value
+
+
+def test_it_is_written_to_the_given_path(made: Report, tmp_path: Path) -> None:
+    html_report.write(made, "a", tmp_path / "reports" / "r.html")
+    text = (tmp_path / "reports" / "r.html").read_text(encoding="utf-8")
+    assert text == html_report.render(made, "a")
+    assert text.startswith("<!DOCTYPE html>")

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError
+from hatch_epcontext.jobs.plan import (
+    Form,
+    model_spec_for,
+    model_spec_to_run,
+    plan,
+    source_spec,
+    target_spec,
+)
+from tests.projects import GROUP
+
+BOTH = """
+models = ["models/a.onnx", { path = "models/b.onnx", targets = ["npu"] }]
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+
+newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
+
+
+def config(project: Path, toml: str = BOTH, **environ: str) -> Config:
+    variables = {f"HATCH_EPCONTEXT_{name}": value for name, value in environ.items()}
+    return load(project, parse(toml), {}, variables)
+
+
+@newer_python
+def test_each_model_and_target_is_a_job_in_order(project: Path) -> None:
+    planned = plan(config(project))
+    assert [job.location for job in planned.jobs] == ["a -> npu", "a -> cpu", "b -> npu"]
+    assert [job.folder for job in planned.jobs] == ["a/npu", "a/cpu", "b/npu"]
+
+
+def test_inputs_with_profiles_get_the_shape_to_optimize_for(project: Path) -> None:
+    toml = """
+provider = "tensorrt"
+profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
+models = [{ path = "models/a.onnx", shapes = { y = [4] } }]
+"""
+    (model,) = config(project, toml).models
+    assert model_spec_to_run(model, model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
+
+
+def test_a_request_carries_the_settings_of_the_target(project: Path) -> None:
+    target = config(project).models[0].targets[0]
+    spec = target_spec(target)
+    assert spec.settings == target.settings
+    assert (spec.settings.provider, spec.load_options) == ("qnn", target.load_options)
+
+
+@newer_python
+def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: Path) -> None:
+    planned = plan(config(project, GROUP))
+    assert [job.location for job in planned.jobs] == [
+        "both (a + b) -> npu",
+        "a -> cpu",
+        "b -> cpu",
+    ]
+    together = planned.jobs[0]
+    assert (together.folder, together.group) == ("both/npu", "both")
+    assert [job.location for job in together.alone] == ["a -> npu", "b -> npu"]
+    assert together.needs_device
+    assert planned.jobs[1].group is None
+    assert (planned.jobs[1].alone, planned.jobs[1].needs_device) == ((), False)
+
+
+def test_without_an_ep_that_can_share_there_is_no_group(project: Path) -> None:
+    planned = plan(config(project, GROUP, TARGETS="cpu"))
+    assert [job.location for job in planned.jobs] == ["a -> cpu", "b -> cpu"]
+
+
+@newer_python
+def test_a_shared_sidecar_cannot_be_embedded(project: Path) -> None:
+    toml = GROUP.replace('provider = "qnn"', 'provider = "qnn"\nembed = true')
+    with pytest.raises(ConfigError, match="embed = true puts it inside each") as raised:
+        plan(config(project, toml))
+    assert [problem.location for problem in raised.value.problems] == [
+        "tool.epcontext.models[0].share-weights",
+        "tool.epcontext.models[1].share-weights",
+    ]
+    plan(config(project, toml.replace("true", '"auto"')))
+
+
+@newer_python
+def test_members_of_a_group_have_the_same_settings(project: Path) -> None:
+    toml = GROUP.replace("[targets.npu]", "provider-options = { vtcm_mb = 8 }\n[targets.npu]")
+    with pytest.raises(
+        ConfigError, match="this model has other settings for the target npu than a"
+    ):
+        plan(config(project, toml))
+
+
+SHAPES = """
+models = [{ name = "det", path = "models/a.onnx", shapes = [{ x = [1] }, { x = [2] }] }]
+[targets.npu]
+provider = "qnn"
+[targets.cpu]
+provider = "cpu"
+"""
+
+
+@newer_python
+def test_each_shape_is_a_job_of_its_own(project: Path) -> None:
+    planned = plan(config(project, SHAPES))
+    assert [job.location for job in planned.jobs] == ["det.1 -> npu", "det.2 -> npu", "det -> cpu"]
+    assert [job.folder for job in planned.jobs] == ["det.1/npu", "det.2/npu", "det/cpu"]
+
+
+@newer_python
+def test_the_shapes_of_one_model_can_share_weights(project: Path) -> None:
+    toml = SHAPES.replace("shapes", 'share-weights = "both", shapes')
+    planned = plan(config(project, toml))
+    assert [job.location for job in planned.jobs] == ["both (det.1 + det.2) -> npu", "det -> cpu"]
+    with pytest.raises(ConfigError, match="embed = true") as raised:
+        plan(config(project, toml.replace("shapes", "embed = true, shapes")))
+    assert len(raised.value.problems) == 1
+
+
+@newer_python
+def test_a_request_says_whether_shapes_are_fixed(project: Path) -> None:
+    one, _, plain = config(project, SHAPES).models
+    assert model_spec_for(one, one.targets[0]).static_shapes
+    assert not model_spec_for(plain, plain.targets[0]).static_shapes
+    assert (source_spec(one).static_shapes, source_spec(plain).static_shapes) == (True, False)
+
+
+@newer_python
+def test_the_facts_of_a_model_are_those_of_its_fixed_form_if_it_has_one(project: Path) -> None:
+    both, only_npu = config(project).models
+    assert source_spec(both).static_shapes
+    assert not model_spec_for(both, both.targets[1]).static_shapes
+    assert source_spec(only_npu).static_shapes
+    (only_cpu, nothing) = config(project, TARGETS="cpu").models
+    assert not source_spec(only_cpu).static_shapes
+    assert (nothing.targets, source_spec(nothing).static_shapes) == ((), False)
+
+
+def test_profiles_win_over_sizes_that_are_not_fixed(project: Path) -> None:
+    toml = """
+provider = "tensorrt"
+static-shapes = false
+profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
+models = [{ path = "models/a.onnx", dims = { n = 4 } }]
+"""
+    (model,) = config(project, toml).models
+    spec = model_spec_to_run(model, model.targets[0])
+    assert (spec.shapes, spec.dims) == ({"x": (8, 3)}, {})
+    assert model_spec_for(model, model.targets[0]).dims == {"n": 4}
+
+
+def test_an_ep_that_may_share_weights_gets_the_group_too(project: Path) -> None:
+    toml = GROUP.replace('provider = "cpu"', 'provider = "openvino"')
+    assert [job.location for job in plan(config(project, toml, TARGETS="cpu")).jobs] == [
+        "a -> cpu",
+        "b -> cpu",
+    ]
+    toml += "allow-unknown-options = true\n"
+    (job,) = plan(config(project, toml, TARGETS="cpu")).jobs
+    assert (job.location, job.group) == ("both (a + b) -> cpu", "both")
+    # Whether such contexts can be opened anywhere is not known: it is tried.
+    assert not job.needs_device
+
+
+CHIPS = "provider-options = { soc_model = [60, 57], vtcm_mb = 8 }"
+
+
+@newer_python
+def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
+    toml = BOTH.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    both, cpu, _ = plan(config(project, toml)).jobs
+    assert (both.has_several_chips, both.needs_device, both.folder) == (True, True, "a/npu")
+    first, second = both.alone
+    assert first.location == "a -> npu (soc_model 60, htp_arch 73, vtcm_mb 8)"
+    assert (first.target.settings.provider_options, second.target.settings.provider_options) == (
+        {"backend_type": "htp", "soc_model": "60", "htp_arch": "73", "vtcm_mb": "8"},
+        {"backend_type": "htp", "soc_model": "57", "htp_arch": "75", "vtcm_mb": "8"},
+    )
+    assert len({both.folder, first.folder, second.folder}) == 3
+    for job in (first, second, cpu):
+        assert (job.alone, job.needs_device, job.has_several_chips) == ((), False, False)
+
+
+@newer_python
+def test_a_group_for_several_chips_is_also_a_job_for_each_model_and_chip(project: Path) -> None:
+    toml = GROUP.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    job, *_ = plan(config(project, toml)).jobs
+    chips = ("soc_model 60, htp_arch 73, vtcm_mb 8", "soc_model 57, htp_arch 75, vtcm_mb 8")
+    assert job.needs_device
+    assert [each.location for each in job.alone] == [
+        f"{model} -> npu ({chip})" for model in "ab" for chip in chips
+    ]
+
+
+@newer_python
+def test_a_chip_alone_is_compiled_as_for_a_target_of_that_chip(project: Path) -> None:
+    several = BOTH.replace('provider = "qnn"', f'provider = "qnn"\n{CHIPS}')
+    one = "provider-options = { soc_model = 57, htp_arch = 75, vtcm_mb = 8 }"
+    expected = plan(config(project, several.replace(CHIPS, one))).jobs[0].target.settings
+    assert plan(config(project, several)).jobs[0].alone[1].target.settings == expected
+
+
+@newer_python
+def test_the_same_chip_twice_is_one_job_alone(project: Path) -> None:
+    toml = BOTH.replace(
+        'provider = "qnn"',
+        'provider = "qnn"\nallow-unknown-options = true\n'
+        "provider-options = { soc_model = [60, 60] }",
+    )
+    job = plan(config(project, toml)).jobs[0]
+    assert (job.needs_device, len(job.alone)) == (True, 1)
+
+
+@newer_python
+@pytest.mark.parametrize(
+    ("keys", "forms"),
+    [
+        ("", [Form.UNFUSED, Form.UNROLLED]),
+        ('optimization = "none"', [Form.UNROLLED]),
+        ("unroll-limit = 0", [Form.UNFUSED]),
+    ],
+)
+def test_a_job_that_disagrees_is_tried_in_other_forms(
+    project: Path, keys: str, forms: list[Form]
+) -> None:
+    toml = f'provider = "qnn"\nmodels = ["models/a.onnx"]\n{keys}'
+    (job,) = plan(config(project, toml)).jobs
+    assert [each.form for each in job.other_forms] == forms
+    folders = {job.folder, *(each.folder for each in job.other_forms)}
+    assert len(folders) == 1 + len(forms)
+    assert all(each.other_forms == () for each in job.other_forms)
+
+
+def test_an_optimized_graph_has_one_form(project: Path) -> None:
+    (job,) = plan(config(project, 'provider = "cpu"\nmodels = ["models/a.onnx"]')).jobs
+    assert job.other_forms == ()

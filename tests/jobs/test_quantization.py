@@ -1,0 +1,139 @@
+"""Models whose numbers are changed, in whole builds."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime.quantization import quantize_dynamic
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import EpcontextError
+from hatch_epcontext.jobs.artifact import Result, ValidationStatus
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.executors.local import LocalExecutor
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.run import build, dry_run
+from tests.conftest import needs_qnn, newer_runtime
+from tests.models import network, save
+
+CPU = """
+provider = "cpu"
+[[models]]
+path = "models/a.onnx"
+dims = { batch = 1 }
+"""
+
+QUANTIZE = f'{CPU}quantize = {{ inputs = "samples" }}\n'
+
+QNN = QUANTIZE.replace(
+    'provider = "cpu"', 'provider = "qnn"\nprovider-options = { soc_model = 60 }'
+)
+
+Run = Callable[[str], Result]
+
+
+def write_samples(folder: Path, seed: int = 0) -> None:
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for index in range(3):
+        np.savez(folder / f"{index}.npz", x=rng.standard_normal((1, 1, 8, 8)).astype(np.float32))
+
+
+def save_dynamic(project: Path) -> onnx.ModelProto:
+    """Save the network with dynamic quantization as the project's model."""
+    source = save(network(), project / "float.onnx")
+    logging.disable(logging.WARNING)
+    try:
+        quantize_dynamic(source, project / "models" / "a.onnx")
+    finally:
+        logging.disable(logging.NOTSET)
+    return onnx.load(project / "models" / "a.onnx")
+
+
+@pytest.fixture
+def run(project: Path, tmp_path: Path) -> Run:
+    save(network(), project / "models" / "a.onnx")
+    write_samples(project / "samples")
+    count = iter(range(100))
+
+    def built(toml: str) -> Result:
+        staging = tmp_path / f"staging-{next(count)}"
+        staging.mkdir()
+        planned = plan(load(project, parse(toml), {}, {}))
+        return build(planned, staging, Cache(tmp_path / "cache", print), print)
+
+    return built
+
+
+def key(project: Path, tmp_path: Path, toml: str = QUANTIZE) -> str:
+    staging = Path(tempfile.mkdtemp(dir=tmp_path))
+    (found,) = dry_run(plan(load(project, parse(toml), {}, {})), staging, Cache(None, print))
+    return found.fingerprint
+
+
+def test_a_model_is_quantized_for_its_samples(run: Run) -> None:
+    (built,) = run(QUANTIZE).built
+    (preparation,) = built.artifact.record.preparations
+    assert preparation.precision == "quantized to uint16 with weights of uint8 (3 samples)"
+    assert built.validations["a"].agreements
+    assert run(QUANTIZE).built[0].cached
+
+
+def test_the_samples_count_by_their_contents(run: Run, project: Path, tmp_path: Path) -> None:
+    first = key(project, tmp_path)
+    (project / "samples").rename(project / "moved")
+    assert key(project, tmp_path, QUANTIZE.replace("samples", "moved")) == first
+    write_samples(project / "samples", seed=1)
+    assert key(project, tmp_path) != first
+    assert key(project, tmp_path, CPU) != key(project, tmp_path, f"{CPU}dequantize = true")
+
+
+def test_samples_that_change_during_the_build_are_noticed(
+    run: Run, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_ = LocalExecutor.compile
+
+    def changing(*arguments: object) -> object:
+        result = compile_(*arguments)  # type: ignore[arg-type]
+        write_samples(project / "samples", seed=1)
+        with (project / "samples" / "0.npz").open("ab") as file:
+            file.write(b"more")
+        return result
+
+    monkeypatch.setattr(LocalExecutor, "compile", changing)
+    with pytest.raises(EpcontextError, match="changed during the build"):
+        run(QUANTIZE)
+
+
+@newer_runtime
+def test_dynamic_quantization_is_undone_and_compared_with_the_source(
+    run: Run, project: Path
+) -> None:
+    source = save_dynamic(project)
+    (built,) = run(f"{CPU}dequantize = true").built
+    (preparation,) = built.artifact.record.preparations
+    assert preparation.precision == "dequantized (4 operators)"
+    made = onnx.load(built.artifact.folder / "a_optimized.onnx")
+    assert not {node.op_type for node in made.graph.node} & {"ConvInteger", "MatMulInteger"}
+    (agreement,) = built.validations["a"].agreements
+    assert 0 < agreement.max_abs < 1
+    # What the source computes itself is not changed.
+    assert onnx.load(project / "models" / "a.onnx") == source
+
+
+@needs_qnn
+def test_qnn_takes_the_whole_of_a_quantized_model(run: Run) -> None:
+    (built,) = run(QNN).built
+    (context,) = built.artifact.record.contexts
+    assert context.coverage is not None
+    assert not context.coverage.uncovered
+    (preparation,) = built.artifact.record.preparations
+    assert preparation.options == ("offload_graph_io_quantization = 0",)
+    assert built.validations["a"].status is ValidationStatus.RAN

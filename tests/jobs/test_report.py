@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from hatch_epcontext.jobs.artifact import Artifact, Preparation, Validation, ValidationStatus
+from hatch_epcontext.jobs.html_report import render
+from hatch_epcontext.jobs.report import Report, make_report, summarize
+from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.worker.facts import Agreement, Coverage
+from tests.results import configured, resulting
+
+
+def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifact) -> None:
+    result = resulting(configured(project), artifact)
+    made = make_report(result)
+    (job,) = made.jobs
+    assert (job.target, job.provider, job.cached) == ("cpu", "cpu", False)
+    assert (job.times.compile, job.load) == (0.5, 0.2)
+    assert job.size == 407
+    (model,) = job.models
+    assert (model.model, model.source_size) == ("a", 7)
+    assert model.preparation == Preparation("onnxruntime", 5, 4)
+    assert from_json(to_json(made), Report) == made
+
+
+def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
+    (built,) = resulting(configured(project), artifact).built
+    assert summarize(built) == (
+        "a -> cpu (cpu): optimized graph, structure checked, NOT run, 407 bytes, opens in 0.200 s, "
+        "compiled in 0.5 s"
+    )
+    validation = Validation(
+        ValidationStatus.RAN, (Agreement("y", 0.0125, 0.99876), Agreement("z", 0.001, None))
+    )
+    (context,) = artifact.record.contexts
+    context = dataclasses.replace(context, coverage=Coverage(12, 10, 2))
+    record = dataclasses.replace(artifact.record, contexts=(context,))
+    artifact = dataclasses.replace(artifact, record=record)
+    cached = dataclasses.replace(
+        built, artifact=artifact, validations={"a": validation}, cached=True
+    )
+    assert summarize(cached) == (
+        "a -> cpu (cpu): 10/12 nodes in 2 contexts, "
+        "ran and agrees with the CPU on synthetic inputs (cosine 0.99876, largest difference 0.013), "
+        "407 bytes, opens in 0.200 s, from the cache"
+    )
+
+
+def test_another_simplifier_is_reported_with_the_failure_before_it(
+    project: Path, artifact: Artifact
+) -> None:
+    prepared = Preparation(
+        "onnxslim", 5, 4, (), ("onnxruntime failed: the graph\ncannot be loaded.",)
+    )
+    record = dataclasses.replace(artifact.record, preparations=(prepared,))
+    artifact = dataclasses.replace(artifact, record=record)
+    (built,) = resulting(configured(project), artifact).built
+    assert (
+        "prepared with onnxslim, because onnxruntime failed: the graph cannot be loaded,"
+        in summarize(built)
+    )
+
+
+def test_what_was_rewritten_is_in_the_line_and_what_was_tried_in_the_report(
+    project: Path, artifact: Artifact
+) -> None:
+    prepared = Preparation(
+        "onnxruntime", 5, 4, rewrites=("Clip as Max and Min",), tried=("as it is: 1 node left",)
+    )
+    record = dataclasses.replace(artifact.record, preparations=(prepared,))
+    artifact = dataclasses.replace(artifact, record=record)
+    result = resulting(configured(project), artifact)
+    assert "rewritten (Clip as Max and Min), optimized graph" in summarize(result.built[0])
+    page = render(make_report(result), "a")
+    assert "Clip as Max and Min" in page
+    assert "as it is: 1 node left" in page

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from hatch_epcontext.errors import ConfigError, RequirementError
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.requirements import (
+    INSPECTION,
+    TOOLS,
+    _relevant_distributions,
+    check_environment,
+    versions_of,
+)
+from hatch_epcontext.providers import DISTRIBUTIONS, Provider
+from tests.jobs.test_plan import config, newer_python
+
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems have other packages"
+)
+
+
+@newer_python
+def test_the_requirements_are_one_distribution_and_what_the_targets_need(project: Path) -> None:
+    assert plan(config(project)).requirements == (
+        "onnxruntime>=1.23",
+        "onnxruntime-qnn>=2.7",
+        *TOOLS,
+    )
+
+
+def test_targets_that_are_not_selected_need_nothing(project: Path) -> None:
+    planned = plan(config(project, TARGETS="cpu"))
+    assert planned.requirements == ("onnxruntime>=1.23", *TOOLS)
+
+
+def test_a_target_may_name_its_requirements(project: Path) -> None:
+    toml = 'models = ["models/a.onnx"]\nprovider = "cpu"\nrequirements = ["onnxruntime==1.23.2"]'
+    assert plan(config(project, toml)).requirements == ("onnxruntime==1.23.2", *TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("provider", "requirement"),
+    [("cpu", "onnxruntime-gpu"), ("qnn", "onnxruntime-gpu>=1.30"), ("webgpu", "onnxruntime-rocm")],
+)
+@newer_python
+def test_a_target_may_name_its_distribution(
+    project: Path, installed: dict[str, str], provider: str, requirement: str
+) -> None:
+    toml = f'models = ["models/a.onnx"]\nprovider = "{provider}"\nrequirements = ["{requirement}"]'
+    assert plan(config(project, toml)).requirements == (requirement, *TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("requirements", "clash"),
+    [
+        ('"onnxruntime-directml"', "onnxruntime and onnxruntime-directml"),
+        ('"onnxruntime", "onnxruntime-gpu"', "onnxruntime and onnxruntime-gpu"),
+    ],
+)
+@newer_python
+def test_two_distributions_are_refused(
+    project: Path, installed: dict[str, str], requirements: str, clash: str
+) -> None:
+    toml = f'models = ["models/a.onnx"]\nprovider = "qnn"\nrequirements = [{requirements}]'
+    with pytest.raises(ConfigError, match=f"{clash} cannot be installed together"):
+        plan(config(project, toml))
+
+
+RTX = """
+models = ["models/a.onnx"]
+[targets.new]
+provider = "tensorrt-rtx"
+[targets.old]
+provider = "tensorrt-rtx"
+requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]
+"""
+
+
+@needs_linux
+def test_packages_that_overwrite_each_other_are_refused(
+    project: Path, installed: dict[str, str]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rtx-cu12 and onnxruntime-ep-nv-tensorrt-rtx-cu13 cannot"
+    ):
+        plan(config(project, RTX))
+    for one, cuda in (("new", "13"), ("old", "12")):
+        assert (
+            f"onnxruntime-ep-nv-tensorrt-rtx-cu{cuda}>=0.5"
+            in plan(config(project, RTX, TARGETS=one)).requirements
+        )
+    both = {f"onnxruntime-ep-nv-tensorrt-rtx-cu{cuda}": "0.5.0" for cuda in (12, 13)}
+    installed |= {"onnxruntime-gpu": "1.31.1", **both}
+    planned = plan(config(project, RTX, TARGETS="old"))
+    with pytest.raises(RequirementError, match="both installed, and overwrite each other"):
+        check_environment(planned.config.targets, planned.requirements)
+
+
+@pytest.mark.parametrize(
+    ("providers", "distribution"),
+    [
+        (["cpu"], "onnxruntime"),
+        (["openvino"], "onnxruntime"),
+        (["tensorrt-rtx"], "onnxruntime-gpu"),
+        (["tensorrt"], "onnxruntime-gpu"),
+        (["tensorrt", "cpu", "openvino"], "onnxruntime-gpu"),
+        (["migraphx"], "onnxruntime-migraphx"),
+        (["cuda", "cpu", "openvino"], "onnxruntime-gpu"),
+        (["directml", "cpu"], "onnxruntime"),
+        # The optimized graph is the same with any distribution.
+        (["migraphx", "openvino"], "onnxruntime"),
+        (["directml", "tensorrt"], "onnxruntime-gpu"),
+    ],
+)
+@needs_linux
+def test_the_requirements_have_exactly_one_distribution(
+    project: Path, installed: dict[str, str], providers: list[str], distribution: str
+) -> None:
+    targets = "".join(f'[targets.{name}]\nprovider = "{name}"\n' for name in providers)
+    requirements = plan(config(project, f'models = ["models/a.onnx"]\n{targets}')).requirements
+    names = [Requirement(requirement).name for requirement in requirements]
+    assert [name for name in names if name in DISTRIBUTIONS] == [distribution]
+
+
+TWO_RUNTIMES = """
+models = ["models/a.onnx"]
+[targets.nvidia]
+provider = "tensorrt"
+[targets.amd]
+provider = "migraphx"
+optimization = "all"
+"""
+
+
+@needs_linux
+def test_targets_without_a_common_distribution_are_refused_with_a_hint(
+    project: Path, installed: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan(config(project, TWO_RUNTIMES))
+    text = str(raised.value)
+    assert "no single ONNX Runtime distribution fits all targets" in text
+    assert "nvidia: onnxruntime-gpu, amd: onnxruntime-migraphx" in text
+    assert "HATCH_EPCONTEXT_TARGETS=<names>" in text
+    assert "HATCH_EPCONTEXT_FROM_CACHE=<names>" in text
+    # The hint works.
+    assert (
+        "onnxruntime-gpu>=1.23"
+        in plan(config(project, TWO_RUNTIMES, TARGETS="nvidia")).requirements
+    )
+    last = plan(config(project, TWO_RUNTIMES, FROM_CACHE="nvidia"))
+    assert "onnxruntime-migraphx>=1.23" in last.requirements
+    assert len(last.jobs) == 2
+
+
+def test_targets_from_the_cache_need_nothing(project: Path, installed: dict[str, str]) -> None:
+    planned = plan(config(project, FROM_CACHE="npu,cpu"))
+    assert planned.requirements == INSPECTION
+    installed |= {"onnxruntime-gpu": "1.31.1", "onnx": "1.23", "onnxslim": "0.1.98", "numpy": "2.0"}
+    planned = plan(config(project, FROM_CACHE="npu,cpu"))
+    check_environment(planned.config.targets, planned.requirements)
+
+
+@newer_python
+def test_an_installed_distribution_is_taken_if_it_fits(
+    project: Path, installed: dict[str, str]
+) -> None:
+    installed["onnxruntime-gpu"] = "1.31.1"
+    assert plan(config(project)).requirements[0] == "onnxruntime-gpu>=1.23"
+    installed.clear()
+    installed["onnxruntime-directml"] = "1.24.4"
+    assert plan(config(project)).requirements[0] == "onnxruntime>=1.23"
+
+
+def test_a_library_without_a_distribution_has_no_version(project: Path) -> None:
+    (project / "plugin.so").write_bytes(b"one")
+    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "plugin.so"\nep-name = "X"\n'
+    target = config(project, toml).models[0].targets[0]
+    versions = versions_of(target, {"onnxruntime": "1.31.1", "numpy": "2.0"})
+    assert versions == {"onnxruntime": "1.31.1"}
+
+
+def test_a_library_in_a_package_counts_by_its_version(project: Path) -> None:
+    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "cattrs"\nep-name = "X"\n'
+    target = config(project, toml).models[0].targets[0]
+    assert versions_of(target, {}) == {"cattrs": metadata.version("cattrs")}
+
+
+def test_a_machine_without_packages_of_the_provider(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Provider, "unavailable", lambda *_: "has no packages for this system")
+    planned = plan(config(project, TARGETS="npu"))
+    # An editable install of the source models is still possible.
+    assert planned.requirements == INSPECTION
+    with pytest.raises(
+        RequirementError, match=r"target npu: EPC103\n.*the qnn provider has no packages"
+    ):
+        check_environment(planned.config.targets, planned.requirements)
+
+
+def test_only_the_versions_of_the_target_count(project: Path) -> None:
+    npu, cpu = config(project).models[0].targets
+    assert "onnxruntime-qnn" in _relevant_distributions(npu)
+    assert "onnxruntime-qnn" not in _relevant_distributions(cpu)
+    assert "onnxruntime" in _relevant_distributions(cpu)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The installed distributions that the plan sees."""
+    present: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in present:
+            raise metadata.PackageNotFoundError(name)
+        return present[name]
+
+    monkeypatch.setattr("hatch_epcontext.jobs.requirements.metadata.version", version)
+    return present
+
+
+def test_an_environment_that_has_everything(project: Path, installed: dict[str, str]) -> None:
+    installed |= {"onnxruntime": "1.31.1", "onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
+    planned = plan(config(project, TARGETS="cpu"))
+    versions = check_environment(planned.config.targets, planned.requirements)
+    assert versions == installed
+
+
+def test_any_distribution_that_fits_the_targets_is_enough(
+    project: Path, installed: dict[str, str]
+) -> None:
+    installed |= {
+        "onnxruntime-gpu": "1.31.1",
+        "onnx": "1.23.2",
+        "onnxslim": "0.1.98",
+        "numpy": "2.0",
+    }
+    planned = plan(config(project, TARGETS="cpu"))
+    versions = check_environment(planned.config.targets, planned.requirements)
+    assert versions["onnxruntime-gpu"] == "1.31.1"
+
+
+def test_any_distribution_is_enough_to_read_models(installed: dict[str, str]) -> None:
+    installed |= {"onnx": "1.23.2", "onnxslim": "0.1.98", "numpy": "2.0"}
+    with pytest.raises(RequirementError, match=r"onnxruntime>=1\.23 \(not installed\)"):
+        check_environment((), INSPECTION)
+    installed["onnxruntime-gpu"] = "1.31.1"
+    check_environment((), INSPECTION)
+
+
+def test_missing_and_old_packages_are_reported_with_the_pip_command(
+    project: Path, installed: dict[str, str]
+) -> None:
+    installed |= {"onnxruntime": "1.20.0", "onnxslim": "0.1.98", "numpy": "2.0"}
+    planned = plan(config(project, TARGETS="cpu"))
+    with pytest.raises(RequirementError) as raised:
+        check_environment(planned.config.targets, planned.requirements)
+    text = str(raised.value)
+    assert "2 build requirements are missing" in text
+    assert "onnxruntime>=1.23 (1.20.0 is installed)" in text
+    assert "onnx>=1.19 (not installed)" in text
+    assert f'{sys.executable} -m pip install "onnxruntime>=1.23" "onnx>=1.19"' in text
+
+
+def test_two_installed_distributions_are_an_error(installed: dict[str, str]) -> None:
+    installed |= {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
+    with pytest.raises(RequirementError, match="both installed, and overwrite each other"):
+        check_environment((), ())
+
+
+@needs_linux
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_order_of_models_does_not_change_the_requirements(
+    project: Path, installed: dict[str, str], order: tuple[int, int]
+) -> None:
+    models = ('{ path = "models/a.onnx", optimization = "all" }', '"models/b.onnx"')
+    toml = (
+        f"models = [{', '.join(models[index] for index in order)}]\n"
+        '[targets.amd]\nprovider = "migraphx"\n[targets.intel]\nprovider = "openvino"\n'
+    )
+    with pytest.raises(ConfigError, match="no single ONNX Runtime distribution fits all targets"):
+        plan(config(project, toml))

@@ -1,0 +1,714 @@
+"""Plans that run with real workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.files import is_intact
+from hatch_epcontext.jobs import job as job_module
+from hatch_epcontext.jobs import requirements
+from hatch_epcontext.jobs import validation as validation_module
+from hatch_epcontext.jobs.artifact import Result, ValidationStatus
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.executors import local
+from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.run import IncompleteError, build
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.worker.requests import CheckRequest
+from tests.conftest import needs_qnn
+from tests.models import half_for_the_cpu, interrupted, network, save, transformer, unknown_operator
+
+QNN = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+"""
+
+CPU = 'provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def log() -> list[str]:
+    """The lines that the build logs."""
+    return []
+
+
+@pytest.fixture
+def run(project: Path, tmp_path: Path, log: list[str]) -> Run:
+    """Build the project with a configuration; all builds share one cache."""
+    save(network(), project / "models" / "a.onnx")
+    count = iter(range(100))
+
+    def built(
+        toml: str, environ: Mapping[str, str] | None = None, workers: Workers | None = None
+    ) -> Result:
+        staging = tmp_path / f"staging-{next(count)}"
+        staging.mkdir()
+        planned = plan(load(project, parse(toml), {}, environ or {}))
+        return build(planned, staging, Cache(tmp_path / "cache", log.append), log.append, workers)
+
+    return built
+
+
+@needs_qnn
+def test_a_context_is_compiled_and_validated_once(run: Run, log: list[str]) -> None:
+    first, second = run(QNN), run(QNN)
+    assert (first.built[0].cached, second.built[0].cached) == (False, True)
+    assert first.built[0].artifact.record == second.built[0].artifact.record
+    assert first.built[0].validations == second.built[0].validations
+    validation = first.built[0].validations["a"]
+    assert validation.status is ValidationStatus.RAN
+    assert validation.cosine is not None
+    assert validation.cosine > 0.999
+    assert log[0].startswith(
+        "a -> qnn (qnn): 4/4 nodes in 1 context, for soc_model 60, htp_arch 73, ran and agrees with "
+    )
+    assert log[1].endswith("from the cache")
+
+
+def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -> None:
+    save(network(), project / "models" / "a.onnx")
+    workers = Workers(120)
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    planned = plan(load(project, parse(CPU), {}, {}))
+    with pytest.raises(KeyboardInterrupt):
+        build(planned, tmp_path, Cache(None, print), interrupt, workers)
+    request = CheckRequest((), {})
+    with pytest.raises(BuildError, match=r"b -> cpu: EPC310\n    the build was interrupted"):
+        workers.call(request, tmp_path / "another", location="b -> cpu")
+
+
+@needs_qnn
+def test_uncovered_nodes_are_named_and_fail_by_default(project: Path, run: Run) -> None:
+    toml = QNN.replace("dims = { batch = 1 }", 'validate = { inputs = "ones" }')
+    save(interrupted(), project / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.location == "a -> qnn"
+    assert "compiled 4 of 5 nodes (80.0%), and min-coverage is 100.0%" in problem.message
+    assert (
+        "Left to the CPU: Hardmax hardmax (the EP does not have this operator)." in problem.message
+    )
+    assert "Change the model at these nodes" in problem.advice()
+    (built,) = run(toml + "min-coverage = 0.6\n").built
+    assert built.cached, "a lower bound does not compile again"
+
+
+@needs_qnn
+def test_a_model_that_cannot_be_compiled_is_refused_before_anything_is_prepared(
+    project: Path, run: Run
+) -> None:
+    toml = QNN.replace("dims = { batch = 1 }", 'validate = { inputs = "ones" }')
+    save(half_for_the_cpu(), project / "models" / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.NOT_COMPILABLE
+    assert "NonZero has an output whose shape depends on the values of 'r'" in problem.message
+    assert 'cut = { outputs = ["r"] }' in problem.advice()
+    (built,) = run(toml + "min-coverage = 0.6\n").built
+    (context,) = built.artifact.record.contexts
+    assert context.coverage is not None
+    assert [node.op for node in context.coverage.uncovered] == ["NonZero"]
+
+
+@needs_qnn
+def test_another_tolerance_is_validated_again_without_compiling(run: Run) -> None:
+    run(QNN)
+    strict = QNN.replace("dims", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims")
+    with pytest.raises(BuildError, match=r"a -> qnn: validation: EPC401\n.*differs from the CPU's"):
+        run(strict)
+    (built,) = run(QNN.replace("dims", 'validate = { inputs = "ones" }, dims')).built
+    assert built.cached
+
+
+def test_other_inputs_in_the_same_file_are_validated_again(project: Path, run: Run) -> None:
+    toml = CPU.replace(
+        '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "x.npz" } }'
+    )
+    x = np.ones((1, 1, 8, 8), np.float32)
+    np.savez(project / "x.npz", x=x)
+    run(toml)
+    np.savez(project / "x.npz", y=x)
+    with pytest.raises(BuildError, match="has no array for the input 'x'"):
+        run(toml)
+
+
+@pytest.mark.parametrize(
+    ("validate", "status"),
+    [
+        ('"auto"', ValidationStatus.STRUCTURE),
+        ('"structure"', ValidationStatus.STRUCTURE),
+        ("false", ValidationStatus.NOT_VALIDATED),
+    ],
+)
+def test_without_a_way_to_run_only_the_structure_is_checked_and_the_summary_says_so(
+    run: Run,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    validate: str,
+    status: ValidationStatus,
+) -> None:
+    cannot_run(monkeypatch)
+    toml = CPU.replace('"models/a.onnx"', f'{{ path = "models/a.onnx", validate = {validate} }}')
+    validation = run(toml).built[0].validations["a"]
+    assert (validation.status, validation.agreements) == (status, ())
+    assert "NOT" in log[0]
+    assert (validation.reason or "") in log[0]
+
+
+def test_a_required_run_fails_on_a_machine_that_cannot_run_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cannot_run(monkeypatch)
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
+    with pytest.raises(BuildError, match="cannot run its contexts on this machine"):
+        run(toml)
+
+
+def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this a build machine on which no provider can run its artifacts."""
+    find = validation_module.reason_not_to_run
+
+    def reason(job: Job) -> str | None:
+        provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
+        target = dataclasses.replace(job.target, provider=provider)
+        return find(dataclasses.replace(job, target=target))
+
+    monkeypatch.setattr(local, "reason_not_to_run", reason)
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(),
+    reason="this ONNX Runtime has CUDA",
+)
+def test_an_optimized_graph_runs_on_the_cpu_where_its_ep_is_missing(
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = CPU.replace('"cpu"', '"cuda"')
+    validation = run(toml).built[0].validations["a"]
+    assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ON_CPU, 1)
+    assert validation.reason is not None
+    assert validation.reason.endswith("has no CUDAExecutionProvider")
+    assert f"ran on the CPU only ({validation.reason}) and agrees with the CPU" in log[0]
+    # The EP may be installed now: the next build tries again.
+    assert run(toml).built[0].cached
+    required = toml.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
+    with pytest.raises(BuildError, match='has no CUDAExecutionProvider, and validate is "require"'):
+        run(required)
+
+
+FROM_CACHE = {"HATCH_EPCONTEXT_FROM_CACHE": "cpu"}
+
+
+def test_a_target_is_taken_from_the_cache_whatever_is_installed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(CPU)
+    monkeypatch.setattr(requirements, "installed", lambda name: "99.0" if name in ONNX else None)
+    monkeypatch.setattr(local.LocalExecutor, "compile", None)
+    (built,) = run(CPU, FROM_CACHE).built
+    assert built.cached
+    assert built.artifact.record == first.built[0].artifact.record
+    assert built.validations == first.built[0].validations
+    # The versions that compiled it, and not the installed ones.
+    assert built.artifact.record.versions["onnxruntime"] != "99.0"
+
+
+ONNX = ("onnxruntime", "onnx", "onnxslim", "numpy")
+
+
+def test_a_miss_of_a_target_from_the_cache_is_an_error(project: Path, run: Run) -> None:
+    with pytest.raises(
+        BuildError,
+        match="takes its target only from the cache, and the cache has no artifact of this model",
+    ) as raised:
+        run(CPU, FROM_CACHE)
+    assert "HATCH_EPCONTEXT_TARGETS=cpu" in str(raised.value)
+    run(CPU)
+    with pytest.raises(BuildError, match="was not validated with these inputs"):
+        run(
+            CPU.replace(
+                '"models/a.onnx"', '{ path = "models/a.onnx", validate = { inputs = "ones" } }'
+            ),
+            FROM_CACHE,
+        )
+    save(network(3), project / "models" / "a.onnx")
+    with pytest.raises(
+        BuildError,
+        match="takes its target only from the cache, and the cache has no artifact of this model",
+    ):
+        run(CPU, FROM_CACHE)
+
+
+def test_without_packages_everything_comes_from_the_cache(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(CPU)
+    monkeypatch.setattr(requirements, "installed", lambda name: None)
+    environ = {"HATCH_EPCONTEXT_FROM_CACHE": "all"}
+    (built,) = run(CPU, environ).built
+    assert built.validations == first.built[0].validations
+    with pytest.raises(BuildError, match="the cache does not know this model"):
+        run(
+            CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", dims = { batch = 2 } }'),
+            environ,
+        )
+
+
+TWO = """
+models = ["models/a.onnx", "models/b.onnx"]
+[targets.first]
+provider = "cpu"
+[targets.second]
+provider = "cpu"
+optimization = "all"
+"""
+
+
+@pytest.fixture
+def second_model(project: Path) -> None:
+    save(network(3), project / "models" / "b.onnx")
+
+
+def steps(log: list[str], action: str) -> list[str]:
+    return [line for line in log if line.endswith(f": {action} ...")]
+
+
+@pytest.mark.usefixtures("second_model")
+def test_a_model_is_prepared_once_for_targets_that_want_the_same(
+    run: Run, log: list[str], tmp_path: Path
+) -> None:
+    result = run(TWO, workers=Workers(120, log.append))
+    assert len(result.built) == 4
+    assert len(steps(log, "prepare")) == 2
+    assert len(steps(log, "compile")) == 4
+    assert not list(tmp_path.glob("staging-*/prepared/*"))
+
+
+def test_a_failed_preparation_is_an_error_of_each_job_and_is_not_repeated(
+    run: Run, project: Path, log: list[str]
+) -> None:
+    save(unknown_operator(), project / "models" / "bad.onnx")
+    toml = TWO.replace('"models/a.onnx", "models/b.onnx"', '"models/bad.onnx"')
+    with pytest.raises(IncompleteError) as raised:
+        run("build.jobs = 1\n" + toml, workers=Workers(120, log.append))
+    assert [each.job.location for each in raised.value.result.failures] == [
+        "bad -> first",
+        "bad -> second",
+    ]
+    assert len({line for line in steps(log, "prepare") if "second" in line}) == 0
+    (problem,) = raised.value.problems
+    assert problem.targets == ("first", "second")
+    head = "tool.epcontext.models[0] (models/bad.onnx) -> first, second: EPC209"
+    assert str(problem).startswith(head)
+
+
+def test_another_preparation_is_not_shared(run: Run, log: list[str]) -> None:
+    toml = TWO.replace(', "models/b.onnx"', "").replace('"all"', '"none"')
+    run(toml, workers=Workers(120, log.append))
+    assert len(steps(log, "prepare")) == 2
+
+
+@pytest.mark.usefixtures("second_model")
+def test_results_are_in_the_listed_order(run: Run, log: list[str]) -> None:
+    run(TWO)
+    assert [line.partition(" (")[0] for line in log] == [
+        "a -> first",
+        "a -> second",
+        "b -> first",
+        "b -> second",
+    ]
+
+
+def overlaps(log: list[str], action: str) -> bool:
+    """Whether two steps of this kind ran at the same time."""
+    running = 0
+    for line in log:
+        running += line.endswith(f": {action} ...")
+        running -= f": {action} took " in line
+        if running > 1:
+            return True
+    return False
+
+
+@pytest.mark.usefixtures("second_model")
+@pytest.mark.parametrize("one_user", [True, False])
+def test_only_one_step_at_once_uses_a_device_for_one_user(
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch, one_user: bool
+) -> None:
+    provider = dataclasses.replace(PROVIDERS["cpu"], one_user=one_user)
+    monkeypatch.setitem(PROVIDERS, "cpu", provider)
+    run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
+    together = overlaps(log, "compile") or overlaps(log, "validate")
+    assert together is not one_user
+    assert overlaps(log, "prepare")
+
+
+@pytest.mark.usefixtures("second_model")
+def test_only_one_run_at_once_has_all_cores(
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = dataclasses.replace(PROVIDERS["cpu"], simulates=True)
+    monkeypatch.setitem(PROVIDERS, "cpu", provider)
+    monkeypatch.setattr(local, "_SMALL", 1)
+    run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
+    assert not overlaps(log, "validate")
+    assert overlaps(log, "compile")
+
+
+FAILING = """
+models = ["models/bad.onnx", "models/a.onnx"]
+provider = "cpu"
+build = { jobs = 1, fail-fast = false }
+"""
+
+
+@pytest.fixture
+def failing(project: Path) -> str:
+    save(unknown_operator(), project / "models" / "bad.onnx")
+    return FAILING
+
+
+def test_all_jobs_are_run_although_one_fails(run: Run, failing: str) -> None:
+    with pytest.raises(IncompleteError) as raised:
+        run(failing)
+    assert [each.job.name for each in raised.value.result.built] == ["a"]
+    assert [each.job.name for each in raised.value.result.failures] == ["bad"]
+
+
+def test_the_first_failed_job_can_end_the_build(run: Run, failing: str, log: list[str]) -> None:
+    toml = failing.replace("fail-fast = false", "fail-fast = true")
+    with pytest.raises(IncompleteError) as raised:
+        run(toml, workers=Workers(120, progress=log.append))
+    result = raised.value.result
+    assert (result.built, [each.job.name for each in result.failures]) == ((), ["bad"])
+    assert log[-1] == "1 job did not run to the end, because fail-fast is set"
+
+
+def test_two_builds_at_once_compile_a_job_once(run: Run, log: list[str]) -> None:
+    waits = threading.Event()
+
+    def compiles(line: str) -> None:
+        log.append(line)
+        if line.endswith(": compile ..."):
+            assert waits.wait(60)
+
+    def waiting(line: str) -> None:
+        if line == "a -> cpu: waiting for another build, which compiles the same":
+            waits.set()
+
+    workers = [Workers(120, compiles, progress=waiting) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda each: run(CPU, workers=each), workers))
+    assert len(steps(log, "compile")) == 1
+    assert sorted(result.built[0].cached for result in results) == [False, True]
+
+
+def test_a_cache_that_is_removed_in_the_middle_costs_nothing_but_itself(
+    run: Run, log: list[str], tmp_path: Path
+) -> None:
+    def remove(line: str) -> None:
+        log.append(line)
+        if line.endswith((": compile ...", ": validate ...")):
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+    (built,) = run(CPU, workers=Workers(120, remove)).built
+    assert is_intact(built.artifact.folder, built.artifact.record.files)
+    assert built.validations["a"].status is ValidationStatus.RAN
+    (again,) = run(CPU, workers=Workers(120)).built
+    assert not again.cached
+
+
+SHARED = """
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+[[models]]
+path = "models/prefill.onnx"
+share-weights = "lm"
+[[models]]
+path = "models/decode.onnx"
+share-weights = "lm"
+"""
+
+
+@pytest.fixture
+def lengths(project: Path) -> None:
+    for name, length in (("prefill", 64), ("decode", 1)):
+        save(transformer(length), project / "models" / f"{name}.onnx")
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: list[str]) -> None:
+    (first,), (second,) = run(SHARED).built, run(SHARED).built
+    assert (first.cached, second.cached) == (False, True)
+    assert first.validations == second.validations
+    assert len(first.artifact.record.files) == 3
+    for name in ("prefill", "decode"):
+        validation = first.validations[name]
+        assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
+        assert validation.reason == (
+            "QNNExecutionProvider cannot open contexts that share weights on this machine"
+        )
+    # Almost the size of one of the two.
+    assert 0.6 < first.saved / first.artifact.size < 1
+    assert first.saved == second.saved
+    assert "lm (prefill + decode) -> qnn (qnn): prefill 8/8 nodes in 1 context" in log[0]
+    assert "structure checked (QNNExecutionProvider cannot open" in log[0]
+    assert "compiled separately, it ran and agrees with the CPU" in log[0]
+    assert "saved by sharing" in log[0]
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_member_with_wrong_outputs_fails_the_group(run: Run) -> None:
+    strict = SHARED.replace('"lm"', '"lm"\nvalidate = { tolerance = { rtol = 0, atol = 0 } }')
+    with pytest.raises(BuildError, match=r"-> qnn: validation: EPC401\n.*differs from the CPU's"):
+        run(strict)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_that_must_run_fails_where_it_cannot(run: Run) -> None:
+    required = SHARED.replace('"lm"', '"lm"\nvalidate = "require"')
+    with pytest.raises(
+        BuildError, match='share weights on this machine, and validate is "require"'
+    ):
+        run(required)
+
+
+SHAPES = """
+[targets.npu]
+provider = "qnn"
+provider-options = { soc_model = 60, htp_arch = 73 }
+[targets.cpu]
+provider = "cpu"
+[[models]]
+name = "net"
+path = "models/a.onnx"
+shapes = [{ x = [1, 1, 8, 8] }, { x = [4, 1, 8, 8] }]
+"""
+
+
+@needs_qnn
+def test_each_shape_of_a_model_is_compiled_and_validated(run: Run, log: list[str]) -> None:
+    result = run(SHAPES)
+    assert [each.job.location for each in result.built] == [
+        "net.1x1x8x8 -> npu",
+        "net.4x1x8x8 -> npu",
+        "net -> cpu",
+    ]
+    for each in result.built:
+        (validation,) = each.validations.values()
+        assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN, 1)
+    shapes = {
+        each.job.name: each.artifact.record.contexts[0].inputs[0].shape for each in result.built
+    }
+    assert shapes == {
+        "net.1x1x8x8": (1, 1, 8, 8),
+        "net.4x1x8x8": (4, 1, 8, 8),
+        "net": ("batch", 1, 8, 8),
+    }
+    assert {each.model.name: each.facts.inputs[0].shape for each in result.sources} == shapes
+    assert sorted(result.built[0].artifact.record.files) == [
+        "net.1x1x8x8_ctx.onnx",
+        "net.1x1x8x8_ctx_qnn.bin",
+    ]
+    assert log[1].startswith("net.4x1x8x8 -> npu (qnn): 4/4 nodes in 1 context")
+    # A new shape compiles only itself.
+    again = run(SHAPES.replace(" }]", " }, { x = [2, 1, 8, 8] }]"))
+    assert [each.cached for each in again.built] == [True, True, False, True]
+
+
+@needs_qnn
+def test_the_shapes_of_a_model_share_weights_only_as_a_group(run: Run) -> None:
+    toml = SHAPES.replace('name = "net"', 'name = "net"\nshare-weights = "nets"')
+    together, alone = run(toml).built
+    assert together.job.location == "nets (net.1x1x8x8 + net.4x1x8x8) -> npu"
+    assert alone.job.location == "net -> cpu"
+    statuses = {name: each.status for name, each in together.validations.items()}
+    assert statuses == dict.fromkeys(("net.1x1x8x8", "net.4x1x8x8"), ValidationStatus.RAN_ALONE)
+    assert sorted(together.artifact.record.files) == [
+        "net.1x1x8x8_ctx.onnx",
+        "net.1x1x8x8_ctx_qnn.bin",
+        "net.4x1x8x8_ctx.onnx",
+    ]
+
+
+def test_open_shapes_are_run_with_the_sizes_of_the_dummy_inputs(
+    run: Run, project: Path, tmp_path: Path
+) -> None:
+    toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", dims = { batch = 3 } }')
+    (built,) = run(toml).built
+    assert built.artifact.record.contexts[0].inputs[0].shape == ("batch", 1, 8, 8)
+    session = onnxruntime.InferenceSession(built.artifact.folder / "a_optimized.onnx")
+    x = np.ones((7, 1, 8, 8), np.float32)
+    assert session.run(None, {"x": x})[0].shape == (7, 10)
+    np.savez(project / "x.npz", x=np.ones((2, 1, 8, 8), np.float32))
+    in_file = toml.replace("dims", 'validate = { inputs = "x.npz" }, dims')
+    assert run(in_file).built[0].cached, "a file has its own sizes"
+    (fixed,) = run(f"static-shapes = true\n{toml}").built
+    assert fixed.artifact.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
+
+
+@needs_qnn
+def test_open_shapes_are_refused_for_an_ep_of_fixed_shapes(run: Run) -> None:
+    toml = QNN.replace("dims", "static-shapes = false, dims")
+    with pytest.raises(BuildError, match="because static-shapes is false") as raised:
+        run(toml)
+    assert raised.value.problems[0].advice() == "Remove static-shapes = false."
+
+
+CHIPS = QNN.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
+
+
+@needs_qnn
+def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log: list[str]) -> None:
+    (first,), (second,) = run(CHIPS).built, run(CHIPS).built
+    assert (first.cached, second.cached) == (False, True)
+    assert first.validations == second.validations
+    assert first.saved == second.saved
+    (context,) = first.artifact.record.contexts
+    assert context.compatibility.split(":")[4:6] == ["73,75", "60,57"]
+    validation = first.validations["a"]
+    assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
+    reason = "QNNExecutionProvider cannot open contexts for several chips on this machine"
+    assert validation.reason == reason
+    assert not first.loads
+    assert f"for soc_model 60,57, htp_arch 73,75, structure checked ({reason})" in log[0]
+    assert "compiled separately, it ran and agrees with the CPU" in log[0]
+    assert "saved by one context for all chips" in log[0]
+    (cached,) = run(CHIPS, {"HATCH_EPCONTEXT_FROM_CACHE": "qnn"}).built
+    assert cached.validations == first.validations
+
+
+@needs_qnn
+def test_each_of_several_chips_is_an_artifact_of_its_own(run: Run) -> None:
+    run(CHIPS)
+    for chip in ("soc_model = 60, htp_arch = 73", "soc_model = 57, htp_arch = 75"):
+        (built,) = run(CHIPS.replace("soc_model = [60, 57]", chip)).built
+        assert built.cached
+        assert built.validations["a"].status is ValidationStatus.RAN
+
+
+@needs_qnn
+def test_wrong_outputs_on_one_of_several_chips_fail_the_job(run: Run) -> None:
+    strict = CHIPS.replace("dims =", "validate = { tolerance = { rtol = 0, atol = 0 } }, dims =")
+    with pytest.raises(
+        BuildError,
+        match=r"a -> qnn \(soc_model 60, htp_arch 73\): validation: EPC401\n.*differs from",
+    ):
+        run(strict)
+
+
+@needs_qnn
+def test_several_chips_that_must_run_fail_where_they_cannot(run: Run) -> None:
+    required = CHIPS.replace("dims =", 'validate = "require", dims =')
+    with pytest.raises(
+        BuildError, match='several chips on this machine, and validate is "require"'
+    ):
+        run(required)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_for_several_chips_is_refused_with_the_reason(run: Run) -> None:
+    toml = SHARED.replace("soc_model = 60, htp_arch = 73", "soc_model = [60, 57]")
+    with pytest.raises(BuildError, match="for several chips that share weights") as raised:
+        run(toml)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.NOT_SHARED
+    assert problem.hint == "Give each chip a target of its own, or remove share-weights."
+
+
+UNKNOWN_EP = """
+provider = "plugin"
+library = "onnxruntime_qnn"
+ep-name = "QNNExecutionProvider"
+device = "any"
+provider-options = { backend_type = "htp", soc_model = 60 }
+"""
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_an_ep_that_is_not_known_shares_weights(run: Run) -> None:
+    models = SHARED[SHARED.index("[[models]]") :].replace('"lm"', '"lm"\nvalidate = "structure"')
+    (built,) = run(UNKNOWN_EP + models).built
+    assert len(built.artifact.record.files) == 3
+    assert 0.6 < built.saved / built.artifact.size < 1
+
+
+@needs_qnn
+def test_a_model_that_is_too_large_to_embed_is_refused_before_compiling(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "PROTOBUF_LIMIT", 1000)
+    with pytest.raises(
+        BuildError, match="cannot be larger than 2 GiB, and the model has"
+    ) as raised:
+        run(QNN + "embed = true")
+    assert "Remove embed" in raised.value.problems[0].advice()
+    run(QNN)
+
+
+@needs_qnn
+@pytest.mark.usefixtures("lengths")
+def test_a_group_of_an_ep_that_opens_shared_contexts_is_opened_together(run: Run) -> None:
+    toml = SHARED.replace(
+        'provider = "qnn"',
+        'provider = "plugin"\nlibrary = "onnxruntime_qnn"\nep-name = "QNNExecutionProvider"',
+    ).replace("{ soc", '{ backend_type = "htp", soc')
+    # An unknown plugin EP is expected to open them. QNN's simulator refuses, or crashes: both happen.
+    with pytest.raises(BuildError, match=r"QNN_COMMON_ERROR_NOT_SUPPORTED|SIGSEGV") as raised:
+        run(toml)
+    assert raised.value.problems[0].location == "lm (prefill + decode) -> plugin: validation"
+    (built,) = run(toml.replace('"lm"', '"lm"\nvalidate = "structure"')).built
+    assert {each.status for each in built.validations.values()} == {ValidationStatus.STRUCTURE}
+
+
+SECRET = QNN.replace(
+    "provider-options = {",
+    'allow-unknown-options = true\nprovider-options = { key = "{env:MODEL_KEY}",',
+)
+
+
+@needs_qnn
+def test_a_secret_reaches_the_worker_and_nothing_else(
+    run: Run, log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The EP takes any option, and ONNX Runtime's whole log has all of them.
+    monkeypatch.setenv("MODEL_KEY", "hunter2-hunter2")
+    lines: list[str] = []
+    results = [run(SECRET, workers=Workers(120, lines.append, verbose=True)) for _ in range(2)]
+    assert [each.built[0].cached for each in results] == [False, False]
+    assert not list((tmp_path / "cache").glob("v*/??/*"))
+    assert "hunter2" not in repr((results, log, lines))
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(b"{env:MODEL_KEY}" in file.read_bytes() for file in written)
+    assert not [file for file in written if b"hunter2" in file.read_bytes()]
+    with pytest.raises(BuildError, match="keeps nothing that was compiled with a secret"):
+        run(SECRET, {"HATCH_EPCONTEXT_FROM_CACHE": "all"})
+    monkeypatch.delenv("MODEL_KEY")
+    with pytest.raises(BuildError, match="the environment variable MODEL_KEY, which is not set"):
+        run(SECRET)

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hatch_epcontext.config.settings import ToleranceSettings, ValidateSettings
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
+from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.validation import (
+    describe_validation,
+    not_run_error,
+    reason_not_to_open,
+    reason_not_to_run,
+    validation_from_reply,
+    validation_key,
+    validation_of_alone,
+    validation_without_run,
+    with_limits_of_target,
+)
+from hatch_epcontext.providers import PROVIDERS, SomeLimits
+from hatch_epcontext.worker.facts import Agreement, AgreementStatus
+from hatch_epcontext.worker.requests import ValidateReply
+from tests.results import configured
+
+AGREEMENTS = (Agreement("y", 0.0125, 0.9987, 31.4), Agreement("z", 0.5, None))
+
+
+NOTHING = Agreement("n", 0.0, None, status=AgreementStatus.INCONCLUSIVE, reason="it is NaN")
+CHANCE = Agreement("c", 0.0, None, status=AgreementStatus.RANDOM)
+AGREES = "agrees with the CPU on synthetic inputs (31 dB, cosine 0.99870, largest difference 0.5)"
+
+
+@pytest.fixture
+def job(project: Path) -> Job:
+    return plan(configured(project)).jobs[0]
+
+
+def with_validate(job: Job, **changes: Any) -> Job:
+    (model,) = job.models
+    validate = dataclasses.replace(model.validate, **changes)
+    return dataclasses.replace(job, models=(dataclasses.replace(model, validate=validate),))
+
+
+def elsewhere(job: Job) -> Job:
+    """The job with a provider that runs nothing on this machine."""
+    provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
+    return dataclasses.replace(job, target=dataclasses.replace(job.target, provider=provider))
+
+
+@pytest.mark.parametrize(
+    ("validation", "text"),
+    [
+        (
+            Validation(ValidationStatus.RAN, AGREEMENTS),
+            f"ran and {AGREES}",
+        ),
+        (
+            Validation(ValidationStatus.RAN, AGREEMENTS[1:]),
+            "ran and agrees with the CPU on synthetic inputs (largest difference 0.5)",
+        ),
+        (
+            Validation(ValidationStatus.RAN, AGREEMENTS, synthetic=False),
+            "ran and agrees with the CPU (31 dB, cosine 0.99870, largest difference 0.5)",
+        ),
+        (
+            Validation(ValidationStatus.RAN, (*AGREEMENTS, NOTHING, CHANCE)),
+            f"ran and {AGREES}; 'n' is inconclusive; 'c' is random",
+        ),
+        (
+            Validation(ValidationStatus.RAN, (NOTHING,)),
+            "ran on synthetic inputs, NOT compared; 'n' is inconclusive",
+        ),
+        (Validation(ValidationStatus.RAN), "ran, outputs finite, not compared"),
+        (
+            Validation(ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"),
+            f"ran on the CPU only (no GPU) and {AGREES}",
+        ),
+        (
+            Validation(ValidationStatus.RAN_ALONE, reason="shared"),
+            "structure checked (shared); compiled separately, it ran, outputs finite, not compared",
+        ),
+        (
+            Validation(ValidationStatus.STRUCTURE, reason="no NPU"),
+            "structure checked, NOT run (no NPU)",
+        ),
+        (Validation(ValidationStatus.NOT_VALIDATED), "NOT validated (validate = false)"),
+    ],
+)
+def test_each_status_has_its_text(validation: Validation, text: str) -> None:
+    assert describe_validation(validation) == text
+
+
+@pytest.mark.parametrize(
+    ("mode", "status"),
+    [
+        (False, ValidationStatus.NOT_VALIDATED),
+        ("structure", ValidationStatus.STRUCTURE),
+        ("auto", None),
+        ("require", None),
+    ],
+)
+def test_the_mode_decides_whether_a_model_is_run(
+    job: Job, mode: Any, status: ValidationStatus | None
+) -> None:
+    job = with_validate(job, mode=mode)
+    found = validation_without_run(job, job.models[0], None)
+    assert (found.status if found else None) is status
+
+
+def test_a_machine_that_cannot_run_the_artifact_is_the_reason(job: Job) -> None:
+    assert reason_not_to_run(job) is None
+    job = elsewhere(job)
+    found = validation_without_run(job, job.models[0], reason_not_to_run(job))
+    assert found is not None
+    assert found.status is ValidationStatus.STRUCTURE
+    assert found.reason is not None
+    assert "cannot run its contexts on this machine" in found.reason
+    required = with_validate(job, mode="require")
+    with pytest.raises(BuildError, match="cannot run its contexts on this machine"):
+        validation_without_run(required, required.models[0], reason_not_to_run(required))
+
+
+def test_a_virtual_device_is_a_reason_not_to_run(job: Job) -> None:
+    settings = dataclasses.replace(job.target.settings, virtual_devices=True)
+    job = dataclasses.replace(job, target=dataclasses.replace(job.target, settings=settings))
+    assert reason_not_to_run(job) == "CPUExecutionProvider compiled for a virtual device"
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({}, 'tool.epcontext.models[0].validate = "auto"'),
+        ({"inputs": "ones"}, 'tool.epcontext.models[0].validate.mode = "auto"'),
+    ],
+)
+def test_the_hint_keeps_the_other_settings_of_validate(
+    job: Job, changes: dict[str, Any], setting: str
+) -> None:
+    job = with_validate(job, mode="require", **changes)
+    (problem,) = not_run_error(job, job.models[0], "no NPU.").problems
+    assert (problem.kind, problem.message) == (
+        Kind.NOT_RUN,
+        'no NPU, and validate is "require".',
+    )
+    assert [str(each) for each in problem.settings] == [setting]
+
+
+def test_the_status_follows_the_reply_and_the_product(artifact: Artifact) -> None:
+    ran = validation_from_reply(artifact, ValidateReply(AGREEMENTS), "random")
+    assert ran == Validation(ValidationStatus.RAN, AGREEMENTS)
+    reply = ValidateReply(AGREEMENTS, "no GPU")
+    assert validation_from_reply(artifact, reply, "random").status is ValidationStatus.STRUCTURE
+    record = dataclasses.replace(artifact.record, product="optimized")
+    optimized = dataclasses.replace(artifact, record=record)
+    assert validation_from_reply(optimized, reply, "random") == Validation(
+        ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"
+    )
+
+
+RAN = Validation(ValidationStatus.RAN, AGREEMENTS)
+STRUCTURE = Validation(ValidationStatus.STRUCTURE, reason="x")
+
+
+def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Job) -> None:
+    (model,) = job.models
+    job = dataclasses.replace(job, group="both")
+    found = validation_of_alone(job, model, [RAN])
+    assert (found.status, found.agreements) == (ValidationStatus.RAN_ALONE, AGREEMENTS)
+    assert found.reason == (
+        "CPUExecutionProvider cannot open contexts that share weights on this machine"
+    )
+    assert validation_of_alone(job, model, [STRUCTURE]) is STRUCTURE
+    job = with_validate(job, mode="require")
+    with pytest.raises(BuildError, match="cannot open contexts that share weights"):
+        validation_of_alone(job, job.models[0], [RAN])
+    job = with_validate(job, mode=False)
+    off = validation_of_alone(job, job.models[0], [])
+    assert off.status is ValidationStatus.NOT_VALIDATED
+
+
+def for_several_chips(job: Job) -> Job:
+    settings = dataclasses.replace(job.target.settings, provider_options={"soc_model": "60,57"})
+    target = dataclasses.replace(job.target, provider=PROVIDERS["qnn"], settings=settings)
+    return dataclasses.replace(job, target=target)
+
+
+def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: Job) -> None:
+    (model,) = job.models
+    job = for_several_chips(job)
+    worse = (Agreement("y", 0.02, 0.9991, 40.0), Agreement("z", 0.25, 0.9))
+    found = validation_of_alone(job, model, [RAN, Validation(ValidationStatus.RAN, worse)])
+    assert found.agreements == (Agreement("y", 0.02, 0.9987, 31.4), Agreement("z", 0.5, 0.9))
+    assert found.status is ValidationStatus.RAN_ALONE
+    assert found.reason == (
+        "QNNExecutionProvider cannot open contexts for several chips on this machine"
+    )
+    assert validation_of_alone(job, model, [RAN, STRUCTURE]) is STRUCTURE
+    required = with_validate(job, mode="require")
+    with pytest.raises(BuildError, match='chips on this machine, and validate is "require"'):
+        validation_of_alone(required, required.models[0], [RAN, RAN])
+
+
+def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
+    assert reason_not_to_open(job) is None
+    both = dataclasses.replace(for_several_chips(job), group="both")
+    assert reason_not_to_open(both) == (
+        "QNNExecutionProvider cannot open contexts for several chips that share weights on this "
+        "machine"
+    )
+
+
+def test_files_inputs_tolerance_and_load_options_are_in_the_key(
+    job: Job, artifact: Artifact, tmp_path: Path
+) -> None:
+    def key_of(job: Job, record: Record = artifact.record) -> str:
+        return validation_key(job, job.models[0], record, Index())
+
+    file = tmp_path / "x.npz"
+    np.savez(file, x=np.ones(1))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "input_0.pb").write_bytes(b"1")
+    jobs = [
+        job,
+        with_validate(job, inputs="ones"),
+        with_validate(job, inputs=str(file)),
+        with_validate(job, inputs=str(folder)),
+        with_validate(job, tolerance=ToleranceSettings(SomeLimits(atol=0.5))),
+        with_validate(job, tolerance=None),
+        dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
+    ]
+    keys = [key_of(each) for each in jobs]
+    assert len(set(keys)) == len(keys)
+    np.savez(file, x=np.zeros(1))
+    assert key_of(jobs[2]) != keys[2]
+    (folder / "input_0.pb").write_bytes(b"2")
+    assert key_of(jobs[3]) != keys[3]
+    # The mode does not change the result of a validation.
+    assert key_of(with_validate(job, mode="require")) == keys[0]
+    other = {**artifact.record.files, "a_ctx.onnx": FileRecord(1, "00" * 32)}
+    assert key_of(job, dataclasses.replace(artifact.record, files=other)) != keys[0]
+    assert job.models[0].validate == ValidateSettings()
+
+
+def test_limits_are_suggested_for_the_target_that_needs_them(job: Job) -> None:
+    (model,) = job.models
+    inputs = Setting(model.key / "validate" / "inputs")
+    limits = Setting(model.key / "validate" / "tolerance", {"outputs": {"y": {"snr": 15.0}}})
+    error = BuildError(Problem(Kind.OUTPUT_DIFFERS, "", "differs.", "", settings=(inputs, limits)))
+    alone = dataclasses.replace(model, targets=(job.target,))
+    assert with_limits_of_target(error, alone, job.target) is error
+    several = dataclasses.replace(model, targets=(job.target, job.target))
+    (problem,) = with_limits_of_target(error, several, job.target).problems
+    narrowed = Setting(limits.key, {"targets": {job.target.name: limits.value}})
+    assert problem.settings == (inputs, narrowed)

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from hatch_epcontext.config.settings import Listed
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.worker.actions.check import handle
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import CheckRequest, ModelProfiles
+from tests.models import model, network, save, save_with_data, value
+
+MODEL = Key(("models", 0))
+PROFILES = Key(("targets", "t", "profiles"))
+
+
+def request_for(path: Path, static: str = "", **settings: Any) -> CheckRequest:
+    one = ModelSpec("a", str(path), MODEL, **settings)
+    return CheckRequest((one,), {"a": static} if static else {})
+
+
+def test_the_reply_has_the_fixed_inputs_and_the_external_data(tmp_path: Path) -> None:
+    path = save_with_data(network(), tmp_path / "a.onnx")
+    (facts,) = handle(request_for(path, "QNN", dims={"batch": 2})).models
+    assert facts.inputs[0].shape == (2, 1, 8, 8)
+    assert facts.outputs[0].shape == (2, 10)
+    assert facts.external_data == ("network.data",)
+
+
+def test_open_dimensions_are_allowed_for_eps_that_take_them(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    (facts,) = handle(request_for(path)).models
+    assert facts.inputs[0].shape == ("batch", 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "setting"),
+    [
+        ("batch", "tool.epcontext.models[0].dims = { batch = 1 }"),
+        (None, "tool.epcontext.models[0].shapes = { x = [1, 1, 8, 8] }"),
+    ],
+)
+def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
+    tmp_path: Path, batch: str | None, setting: str
+) -> None:
+    path = save(network(batch), tmp_path / "a.onnx")
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(path, "QNNExecutionProvider"))
+    (problem,) = raised.value.problems
+    assert "the input 'x' has an open dimension" in problem.message
+    assert "QNNExecutionProvider compiles only fixed shapes" in problem.message
+    assert problem.kind is Kind.OPEN_DIMENSION
+    assert [str(each) for each in problem.settings] == [setting]
+
+
+def test_open_shapes_stay_open_in_the_facts(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    (facts,) = handle(request_for(path, dims={"batch": 2}, static_shapes=False)).models
+    assert facts.inputs[0].shape == ("batch", 1, 8, 8)
+    assert facts.outputs[0].shape == ("batch", 10)
+
+
+@pytest.mark.parametrize("static_shapes", [True, False])
+@pytest.mark.parametrize(
+    ("dims", "settings"),
+    [
+        ({"batch": 2}, []),
+        ({}, ["models[0].dims = { batch = 1 }"]),
+    ],
+)
+def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
+    tmp_path: Path, static_shapes: bool, dims: dict[str, int], settings: list[str]
+) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    # Another target of the same model may fix them.
+    spec = ModelSpec("a", str(path), MODEL, dims, static_shapes=static_shapes)
+    with pytest.raises(ModelError) as raised:
+        handle(CheckRequest((spec,), {}, left_open={"a": "QNNExecutionProvider"}))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.OPEN_DIMENSION
+    assert problem.message == (
+        "the input 'x' has an open dimension (batch x 1 x 8 x 8), and QNNExecutionProvider compiles "
+        "only fixed shapes. It is left open because static-shapes is false."
+    )
+    assert [str(each).removeprefix("tool.epcontext.") for each in problem.settings] == settings
+    fixed = ModelSpec("a", str(save(network(1), path)), MODEL, static_shapes=static_shapes)
+    handle(CheckRequest((fixed,), {}, left_open={"a": "QNNExecutionProvider"}))
+
+
+def test_a_shape_of_a_list_that_leaves_a_dimension_open_is_named(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(path, "QNN", listed=Listed("dims", 1)))
+    (problem,) = raised.value.problems
+    assert [str(each) for each in problem.settings] == [
+        "tool.epcontext.models[0].dims[1] = { batch = 1 }"
+    ]
+
+
+def test_a_problem_of_all_shapes_of_a_model_is_reported_once(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    specs = tuple(
+        ModelSpec(f"a.{size}", str(path), MODEL, {"batch": size}, {"z": (1,)}) for size in (1, 2)
+    )
+    with pytest.raises(ModelError) as raised:
+        handle(CheckRequest(specs, {}))
+    (problem,) = raised.value.problems
+    assert "the model has no input 'z'" in problem.message
+
+
+def test_the_problems_of_all_models_are_reported_at_once(tmp_path: Path) -> None:
+    good = save(network(1), tmp_path / "good.onnx")
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"")
+    specs = [
+        ModelSpec(path.stem, str(path), Key(("models", index)))
+        for index, path in enumerate((bad, good, bad))
+    ]
+    with pytest.raises(ModelError) as raised:
+        handle(CheckRequest(tuple(specs), {}))
+    assert [str(problem.key) for problem in raised.value.problems] == [
+        "tool.epcontext.models[0]",
+        "tool.epcontext.models[2]",
+    ]
+
+
+def test_dummy_inputs_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    np.savez(tmp_path / "inputs.npz", z=np.zeros(1))
+    with pytest.raises(ModelError, match="has no array for the input 'x'"):
+        handle(request_for(path, inputs=str(tmp_path / "inputs.npz")))
+
+
+def profile_problems(path: Path, *profiles: dict[str, dict[str, list[int]]]) -> list[Problem]:
+    """The problems of profiles for the model at ``path``."""
+    request = CheckRequest(
+        (ModelSpec("a", str(path), MODEL),), {}, (ModelProfiles("a", PROFILES, profiles),)
+    )
+    try:
+        handle(request)
+    except ModelError as error:
+        return list(error.problems)
+    return []
+
+
+def test_profiles_have_to_fit_the_inputs(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+
+    def shapes(*sizes: int) -> dict[str, list[int]]:
+        return {bound: [*sizes] for bound in ("min", "opt", "max")}
+
+    assert not profile_problems(path, {"x": shapes(1, 1, 8, 8)}, {"x": shapes(9, 1, 8, 8)})
+    wrong_size = profile_problems(path, {"x": shapes(1, 1, 8, 9)})
+    assert [problem.location for problem in wrong_size] == [
+        "tool.epcontext.targets.t.profiles[0].x"
+    ] * 3
+    assert wrong_size[0].kind is Kind.INVALID_PROFILE
+    assert wrong_size[0].message == (
+        "min is [1, 1, 8, 9], but the input has the shape batch x 1 x 8 x 8."
+    )
+    assert len(profile_problems(path, {"x": shapes(1, 1, 8)})) == 3
+    unknown, missing = profile_problems(path, {"x": shapes(1, 1, 8, 8)}, {"y": shapes(1)})
+    assert (unknown.key, missing.key) == (PROFILES / 1 / "y", PROFILES / 1)
+    assert "the model has no input 'y'" in unknown.message
+    assert unknown.kind is Kind.UNKNOWN_INPUT
+    assert "has no shapes for the input 'x', which has open dimensions" in missing.message
+
+
+def test_profiles_of_a_target_that_leaves_shapes_open_fit_the_open_inputs(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "a.onnx")
+    spec = ModelSpec("a", str(path), MODEL, {"batch": 1})
+    profile = {"x": {"min": [1, 1, 8, 8], "opt": [4, 1, 8, 8], "max": [8, 1, 8, 8]}}
+    handle(CheckRequest((spec,), {}, (ModelProfiles("a", PROFILES, (profile,), False),)))
+    with pytest.raises(ModelError, match="but the input has the shape 1 x 1 x 8 x 8"):
+        handle(CheckRequest((spec,), {}, (ModelProfiles("a", PROFILES, (profile,)),)))
+
+
+def test_inputs_of_fixed_shapes_need_no_profile(tmp_path: Path) -> None:
+    assert not profile_problems(save(network(1), tmp_path / "a.onnx"), {})
+
+
+SEQUENCE = onnx.helper.make_sequence_type_proto(
+    onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None)
+)
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept"),
+    [
+        ([("ZipMap", "ai.onnx.ml", ["p"])], ["p", "l"]),
+        ([("SplitToSequence", "", ["p"])], ["p", "l"]),
+        ([("SequenceConstruct", "", ["p", "x", "p"])], ["p", "x", "l"]),
+        ([("SequenceConstruct", "", ["p"]), ("SequenceInsert", "", ["s0", "x"])], ["p", "x", "l"]),
+        ([("Loop", "", ["p"])], ["l"]),
+    ],
+    ids=lambda value: value[0][0] if isinstance(value[0], tuple) else None,
+)
+def test_an_output_that_is_no_tensor_is_an_error_with_the_tensors_to_keep(
+    tmp_path: Path, tail: list[tuple[str, str, list[str]]], kept: list[str]
+) -> None:
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "x"], ["l"]),
+        onnx.helper.make_node("Softmax", ["l"], ["p"]),
+        *(
+            onnx.helper.make_node(operator, inputs, [f"s{index}"], domain=domain)
+            for index, (operator, domain, inputs) in enumerate(tail)
+        ),
+    ]
+    outputs = [
+        onnx.helper.make_value_info(f"s{len(tail) - 1}", SEQUENCE),
+        value("l", [2, 2]),
+    ]
+    made = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "graph", [value("x", [2, 2])], outputs)
+    )
+    with pytest.raises(ModelError) as raised:
+        handle(request_for(save(made, tmp_path / "a.onnx")))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.UNSUPPORTED_OUTPUT
+    (setting,) = problem.settings
+    assert setting.key == MODEL / "cut"
+    assert setting.value == {"outputs": kept}
+
+
+def test_the_size_of_an_image_is_for_the_user_to_choose(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        [value("x", ["batch", 3, 48, "width"])],
+        [value("y", ["batch", 3, 48, "width"])],
+    )
+    with pytest.raises(ModelError, match="the size that the app feeds") as raised:
+        handle(request_for(save(made, tmp_path / "a.onnx"), "QNN"))
+    (problem,) = raised.value.problems
+    assert [str(each) for each in problem.settings] == [
+        "tool.epcontext.models[0].dims.batch = 1",
+        "tool.epcontext.models[0].dims.width",
+    ]

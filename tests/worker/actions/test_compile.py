@@ -1,0 +1,336 @@
+"""Compile with real EPs, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.errors import BuildError, Key, Kind, Setting
+from hatch_epcontext.providers import PROVIDERS, Plugin
+from hatch_epcontext.worker.actions import compile as compile_worker
+from hatch_epcontext.worker.actions import prepare as prepare_worker
+from hatch_epcontext.worker.compiler import compile_context, explained, lower_ir_version
+from hatch_epcontext.worker.facts import ModelSpec, Simplifier, TargetSpec
+from hatch_epcontext.worker.requests import (
+    CompileReply,
+    CompileRequest,
+    PrepareReply,
+    PrepareRequest,
+)
+from tests.conftest import needs_qnn
+from tests.models import (
+    choosing_nothing,
+    half_for_the_cpu,
+    interrupted,
+    model,
+    network,
+    save,
+    save_with_data,
+    value,
+)
+
+X_ELITE = {"soc_model": "60", "htp_arch": "73"}
+MODEL = Key(("models", 0))
+
+
+def target(
+    provider: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    plugin: Plugin | None = None,
+    **settings: Any,
+) -> TargetSpec:
+    """A target with the provider's defaults, and with ``settings`` instead of those."""
+    known = PROVIDERS[provider]
+    complete = known.complete(options or {})
+    defaults: dict[str, Any] = {
+        "provider": provider,
+        "ep": known.ep,
+        "provider_options": complete,
+        "device": known.devices[0],
+    }
+    return TargetSpec(
+        name=provider,
+        settings=CompileSettings(**{**defaults, **settings}),
+        plugin=plugin or known.plugin,
+        load_options=known.loading(complete),
+    )
+
+
+def prepared(
+    spec: ModelSpec, tmp_path: Path, simplifier: Simplifier = "onnxruntime"
+) -> PrepareReply:
+    """Prepare the model of ``spec`` in a folder of its own."""
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    return prepare_worker.handle(PrepareRequest(spec, simplifier, str(folder), True))
+
+
+def compile_request(spec: ModelSpec, to: TargetSpec, tmp_path: Path) -> CompileRequest:
+    """A request to compile the model of ``spec``, which is prepared for the target."""
+    folder = tmp_path / "compiled"
+    folder.mkdir(parents=True)
+    unoptimized = to.settings.optimization == "none"
+    reply = prepared(spec, tmp_path, "none" if unoptimized else "onnxruntime")
+    return CompileRequest((spec,), (reply.path,), to, str(folder))
+
+
+def compiled(path: Path, to: TargetSpec, tmp_path: Path) -> tuple[CompileReply, Path]:
+    """Compile the model at ``path``; returns the reply and the artifact's folder."""
+    spec = ModelSpec("a", str(path), MODEL, {"batch": 1} if "batch" in path.name else {})
+    request = compile_request(spec, to, tmp_path)
+    return compile_worker.handle(request), Path(request.folder)
+
+
+def compile_context_of(made: onnx.ModelProto, tmp_path: Path, options: Mapping[str, str]) -> Path:
+    """Compile ``made`` with QNN; returns the context model, with its sidecar beside it."""
+    path = save(made, tmp_path / "models" / "a.onnx")
+    reply, folder = compiled(path, target("qnn", options), tmp_path)
+    return folder / reply.contexts[0].model_file
+
+
+@needs_qnn
+def test_a_context_is_compiled_for_a_chip_that_the_machine_does_not_have(tmp_path: Path) -> None:
+    path = save(network(), tmp_path / "batch.onnx")
+    reply, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
+    (context,) = reply.contexts
+    assert reply.product == "context"
+    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
+    assert context.model_file == "a_ctx.onnx"
+    assert context.inputs[0].shape == (1, 1, 8, 8)
+    assert context.compatibility.split(":")[4:6] == ["73", "60"]
+    assert context.ep_sdk_version
+    assert context.coverage is not None
+    assert (context.coverage.partitions, context.coverage.uncovered) == (1, ())
+    assert context.coverage.share == 1.0
+    (node,) = onnx.load(folder / "a_ctx.onnx").graph.node
+    assert node.op_type == "EPContext"
+
+
+@needs_qnn
+def test_an_embedded_context_is_one_file(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    _, folder = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path)
+    assert [file.name for file in folder.iterdir()] == ["a_ctx.onnx"]
+
+
+@needs_qnn
+def test_uncovered_nodes_are_named_with_a_reason(tmp_path: Path) -> None:
+    path = save(half_for_the_cpu(), tmp_path / "a.onnx")
+    reply, _ = compiled(path, target("qnn", X_ELITE), tmp_path)
+    coverage = reply.contexts[0].coverage
+    assert coverage is not None
+    assert (coverage.nodes, coverage.compiled, coverage.partitions) == (3, 2, 1)
+    (node,) = coverage.uncovered
+    assert (node.name, node.op) == ("where", "NonZero")
+    assert node.reason == "the shape of its output 'y' depends on the data"
+
+
+@needs_qnn
+def test_a_context_of_a_source_with_external_data_needs_no_external_data(tmp_path: Path) -> None:
+    path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
+    _, folder = compiled(path, target("qnn", X_ELITE), tmp_path)
+    assert sorted(file.name for file in folder.iterdir()) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
+
+
+@needs_qnn
+def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
+    only = model(
+        [helper.make_node("NonZero", ["x"], ["y"])],
+        [value("x", [2, 2])],
+        [value("y", [2, None], TensorProto.INT64)],
+    )
+    path = save(only, tmp_path / "a.onnx")
+    with pytest.raises(
+        BuildError, match="QNNExecutionProvider compiled no node of the model"
+    ) as it:
+        compiled(path, target("qnn", X_ELITE), tmp_path)
+    assert it.value.problems[0].kind is Kind.NOTHING_COMPILED
+
+
+@needs_qnn
+def test_a_result_for_another_chip_is_an_error(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "a.onnx")
+    expected = "htp_arch = 999 was requested, but the EP compiled for 0"
+    with pytest.raises(BuildError, match=expected) as raised:
+        compiled(path, target("qnn", {"soc_model": "60", "htp_arch": "999"}), tmp_path)
+    assert raised.value.problems[0].kind is Kind.WRONG_RESULT
+
+
+@pytest.mark.parametrize("optimization", ["none", "basic", "extended", "all"])
+def test_the_cpu_provider_gives_an_optimized_graph_and_no_context(
+    tmp_path: Path, optimization: str
+) -> None:
+    path = save(network(), tmp_path / "batch.onnx")
+    reply, folder = compiled(path, target("cpu", optimization=optimization), tmp_path)
+    (context,) = reply.contexts
+    assert reply.product == "optimized"
+    assert context.coverage is None
+    assert [file.name for file in folder.iterdir()] == ["a_optimized.onnx"]
+    operators = {node.op_type for node in onnx.load(folder / "a_optimized.onnx").graph.node}
+    # From the level extended on, the ReLU is fused into the convolution.
+    assert ("Relu" in operators) == (optimization in ("none", "basic"))
+
+
+def test_an_optimized_graph_of_a_source_with_external_data_can_be_loaded(tmp_path: Path) -> None:
+    path = save_with_data(network(1), tmp_path / "models" / "a.onnx")
+    _, folder = compiled(path, target("cpu"), tmp_path)
+    session = onnxruntime.InferenceSession(
+        folder / "a_optimized.onnx", providers=["CPUExecutionProvider"]
+    )
+    assert session.get_outputs()[0].shape == [1, 10]
+
+
+@needs_qnn
+@pytest.mark.parametrize("external", [False, True])
+def test_in_memory_compilation_gives_one_file_and_the_same_context(
+    tmp_path: Path, external: bool
+) -> None:
+    path = (save_with_data if external else save)(network(1), tmp_path / "models" / "a.onnx")
+    to = target("qnn", X_ELITE, embed=True, in_memory=True)
+    reply, folder = compiled(path, to, tmp_path)
+    assert [file.name for file in folder.iterdir()] == ["a_ctx.onnx"]
+    by_file, _ = compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "file")
+    assert reply.contexts == by_file.contexts
+
+
+@needs_qnn
+def test_nothing_compiled_in_memory_is_an_error(tmp_path: Path) -> None:
+    path = save(choosing_nothing(), tmp_path / "a.onnx")
+    to = target("qnn", X_ELITE, embed=True, in_memory=True)
+    with pytest.raises(BuildError, match="QNNExecutionProvider compiled no node of the model"):
+        compiled(path, to, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.BOOL, TensorProto.FLOAT])
+def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dtype: int) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
+        helper.make_node("If", ["c"], ["y"]),
+    ]
+    branches = helper.make_graph(nodes, "graph", [value("x", [], dtype)], [value("y", [])])
+    error = RuntimeError("Unable to compile any nodes")
+    # Data cannot be frozen.
+    frozen = (Setting(MODEL / "constants" / "x"),) if dtype == TensorProto.BOOL else ()
+    for key, settings in ((MODEL, frozen), (None, ())):
+        with (
+            pytest.raises(BuildError, match="It has If, which few EPs compile") as raised,
+            explained(PROVIDERS["qnn"], lambda: branches, key),
+        ):
+            raise error
+        assert raised.value.problems[0].settings == settings
+
+
+def test_types_that_do_not_fit_are_explained_with_the_input_that_chooses_the_branch() -> None:
+    error = RuntimeError(
+        "[ONNXRuntimeError] : 1 : FAIL : Node (If_0) Op (If) [TypeInferenceError] Graph inferencing "
+        "failed: Node (lstm) Op (LSTM) [ShapeInferenceError] First input tensor must have rank 3"
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
+        helper.make_node("If", ["c"], ["y"]),
+    ]
+    graph = helper.make_graph(nodes, "graph", [value("x", [], TensorProto.INT64)], [value("y", [])])
+    with (
+        pytest.raises(
+            BuildError, match=r"'If_0' \(If\) do not fit each other: .* rank 3\."
+        ) as raised,
+        explained(PROVIDERS["qnn"], lambda: graph, MODEL),
+    ):
+        raise error
+    assert raised.value.problems[0].settings == (Setting(MODEL / "constants" / "x"),)
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.INT64, TensorProto.FLOAT])
+def test_a_node_that_an_ep_cannot_convert_is_named_with_the_input_that_chooses_the_branch(
+    dtype: int,
+) -> None:
+    error = RuntimeError(
+        "-- Conv-11 with a message:\nWhile validating ONNX node '<Node(Conv): then/y>': Check 'false' failed "
+        "at a.cpp:38:\nThe rank has to be known\n\nSummary:"
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.BOOL),
+        helper.make_node("If", ["c"], ["y"], "choice"),
+    ]
+    graph = helper.make_graph(nodes, "graph", [value("x", [], dtype)], [value("y", [])])
+    with (
+        pytest.raises(BuildError, match=r"cannot convert the node Conv") as raised,
+        explained(PROVIDERS["openvino"], lambda: graph, MODEL),
+    ):
+        raise error
+    (problem,) = raised.value.problems
+    # Data cannot be frozen.
+    decides = dtype == TensorProto.INT64
+    assert ("branch of the If 'choice'" in (problem.hint or "")) is decides
+    frozen = (Setting(MODEL / "constants" / "x"),) if decides else ()
+    assert problem.settings == (*frozen, Setting(MODEL / "cut"))
+
+
+@pytest.mark.parametrize(
+    ("optimizes", "message", "setting"),
+    [
+        (True, r"optimizations broke the graph: .*'If_32' \(If\)", ("optimization", "none")),
+        (False, r"broke the graph when it gave parts of it to the EP: .*'If_32'", ("cut", None)),
+    ],
+)
+def test_a_graph_that_onnx_runtime_broke_itself_is_explained(
+    optimizes: bool, message: str, setting: tuple[str, str | None]
+) -> None:
+    error = RuntimeError(
+        "[ONNXRuntimeError] : 10 : INVALID_GRAPH : This is an invalid model. In Node, "
+        '("If_32", If, "", -1) : ("c": tensor(bool),) -> ("53": tensor(float),) , Error Nodes in a graph '
+        "must be topologically sorted"
+    )
+    graph = network(1).graph
+    with (
+        pytest.raises(BuildError, match=message) as raised,
+        explained(PROVIDERS["qnn"], lambda: graph, MODEL, optimizes=optimizes),
+    ):
+        raise error
+    assert raised.value.problems[0].settings == (Setting(MODEL / setting[0], setting[1]),)
+
+
+@needs_qnn
+def test_the_reason_of_an_uncovered_node_is_the_ep_s_own(tmp_path: Path) -> None:
+    path = save(interrupted(), tmp_path / "a.onnx")
+    reply, _ = compiled(path, target("qnn", X_ELITE), tmp_path)
+    coverage = reply.contexts[0].coverage
+    assert coverage is not None
+    assert [(node.op, node.reason) for node in coverage.uncovered] == [
+        ("Hardmax", "the EP does not have this operator")
+    ]
+
+
+@needs_qnn
+@pytest.mark.parametrize("settings", [{}, {"embed": True}, {"in_memory": True, "embed": True}])
+@pytest.mark.parametrize(("ir_version", "expected"), [(8, 10), (11, 11)])
+def test_older_releases_of_onnx_runtime_can_read_a_context_model(
+    tmp_path: Path, settings: Mapping[str, Any], ir_version: int, expected: int
+) -> None:
+    source = network(1)
+    source.ir_version = ir_version
+    (tmp_path / "out").mkdir()
+    compile_context(
+        save(source, tmp_path / "a.onnx"),
+        result := tmp_path / "out" / "a_ctx.onnx",
+        target("qnn", X_ELITE, **settings),
+    )
+    made = onnx.load(result)
+    assert made.ir_version == expected
+    onnx.checker.check_model(made)
+
+
+def test_a_file_that_does_not_begin_with_its_ir_version_is_left_as_it_is(tmp_path: Path) -> None:
+    source = save(network(1), tmp_path / "a.onnx")
+    for content in (b"", b"\x08", b"\x0a\x7f", b"\x08\xff\x01"):
+        (tmp_path / "b.onnx").write_bytes(content)
+        lower_ir_version(tmp_path / "b.onnx", source)
+        assert (tmp_path / "b.onnx").read_bytes() == content

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxslim
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.errors import BuildError, Key, ModelError
+from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.worker.actions import prepare as prepare_module
+from hatch_epcontext.worker.actions.prepare import handle
+from hatch_epcontext.worker.facts import SIMPLIFIERS, ModelSpec, Simplifier
+from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from hatch_epcontext.worker.session import cpu_options, open_session
+from tests.models import (
+    initializer_among_the_inputs,
+    model,
+    network,
+    save,
+    save_with_data,
+    value,
+    weights,
+)
+
+
+def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:
+    return {
+        each.name: [dim.dim_value or dim.dim_param for dim in each.type.tensor_type.shape.dim]
+        for each in (*made.graph.input, *made.graph.output)
+    }
+
+
+def run(
+    path: Path, tmp_path: Path, simplifier: Simplifier, compare: bool = True, **settings: Any
+) -> PrepareReply:
+    folder = tmp_path / f"prepared-{simplifier}"
+    folder.mkdir()
+    spec = ModelSpec("a", str(path), Key(("models", 0)), **settings)
+    return handle(PrepareRequest(spec, simplifier, str(folder), compare))
+
+
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+def test_a_prepared_model_has_its_data_and_the_source_is_unchanged(
+    tmp_path: Path, simplifier: Simplifier
+) -> None:
+    source = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    before = {path.name: path.read_bytes() for path in source.parent.iterdir()}
+    reply = run(source, tmp_path, simplifier, dims={"batch": 1})
+    assert Path(reply.path).is_relative_to(tmp_path / f"prepared-{simplifier}")
+    assert shapes(onnx.load(reply.path, load_external_data=False))["x"] == [1, 1, 8, 8]
+    x = np.ones((1, 1, 8, 8), np.float32)
+    assert open_session(Path(reply.path), cpu_options()).run(None, {"x": x})[0].shape == (1, 10)
+    assert (reply.nodes_before, reply.nodes, reply.control_flow) == (4, 4, ())
+    assert {path.name: path.read_bytes() for path in source.parent.iterdir()} == before
+
+
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+def test_open_shapes_stay_open_and_take_other_sizes(tmp_path: Path, simplifier: Simplifier) -> None:
+    source = save(network(), tmp_path / "a.onnx")
+    reply = run(source, tmp_path, simplifier, dims={"batch": 2}, static_shapes=False)
+    assert shapes(onnx.load(reply.path))["x"] == ["batch", 1, 8, 8]
+    x = np.ones((5, 1, 8, 8), np.float32)
+    assert open_session(Path(reply.path), cpu_options()).run(None, {"x": x})[0].shape == (5, 10)
+
+
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+@pytest.mark.parametrize(
+    "location", ["a.fixed.onnx", "simplified/a.onnx", "simplified/a.data", "a.onnx.data"]
+)
+def test_external_data_of_any_name_is_only_read(
+    tmp_path: Path, simplifier: Simplifier, location: str
+) -> None:
+    folder = tmp_path / "models"
+    (folder / "simplified").mkdir(parents=True)
+    source = save_with_data(network(), folder / "a.onnx", location)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    run(source, tmp_path, simplifier, dims={"batch": 1})
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+@pytest.mark.parametrize("compare", [True, False])
+def test_a_model_beyond_the_protobuf_limit_keeps_external_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simplifier: Simplifier, compare: bool
+) -> None:
+    monkeypatch.setattr(prepare_module, "PROTOBUF_LIMIT", 1000)
+    source = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    reply = run(source, tmp_path, simplifier, compare=compare, dims={"batch": 1})
+    prepared = Path(reply.path)
+    assert prepared.stat().st_size < 2000
+    loaded = onnx.load(prepared, load_external_data=False)
+    assert external_data(loaded, prepared.parent, "a")
+    x = {"x": np.ones((1, 1, 8, 8), np.float32)}
+    expected = open_session(source, cpu_options()).run(None, x)[0]
+    np.testing.assert_allclose(
+        open_session(prepared, cpu_options()).run(None, x)[0], expected, 1e-4
+    )
+
+
+def choosing() -> onnx.ModelProto:
+    """``y = x + w if rate == 16000 else relu(x)``, with ``w`` from the outer graph, and a ``Loop``."""
+    then = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["t"])], "then", [], [value("t", [2])]
+    )
+    other = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["e"])], "else", [], [value("e", [2])]
+    )
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["carried", "w"], ["sum"]),
+            helper.make_node("Identity", ["on"], ["on_"]),
+        ],
+        "body",
+        [
+            value("i", [], TensorProto.INT64),
+            value("on", [], TensorProto.BOOL),
+            value("carried", [2]),
+        ],
+        [value("on_", [], TensorProto.BOOL), value("sum", [2])],
+    )
+    return model(
+        [
+            helper.make_node("Equal", ["rate", "wanted"], ["c"]),
+            helper.make_node("If", ["c"], ["chosen"], then_branch=then, else_branch=other),
+            helper.make_node("Loop", ["times", "", "chosen"], ["y"], body=body),
+        ],
+        [value("x", [2]), value("rate", [], TensorProto.INT64)],
+        [value("y", [2])],
+        [
+            weights("w", 2),
+            numpy_helper.from_array(np.array(16000), "wanted"),
+            numpy_helper.from_array(np.array(3), "times"),
+        ],
+    )
+
+
+def test_the_simplifier_removes_a_constant_condition(tmp_path: Path) -> None:
+    path = save(choosing(), tmp_path / "a.onnx")
+    reply = run(path, tmp_path, "onnxruntime", constants={"rate": 16000})
+    assert reply.control_flow == ("Loop",)
+    assert run(path, tmp_path, "none", constants={"rate": 16000}).control_flow == ("If", "Loop")
+
+
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+def test_a_model_with_initializers_among_the_inputs_is_prepared(
+    tmp_path: Path, simplifier: Simplifier
+) -> None:
+    made = initializer_among_the_inputs()
+    assert run(save(made, tmp_path / "a.onnx"), tmp_path, simplifier).nodes == 1
+
+
+@pytest.mark.parametrize("opset", [7, 11, 13, 18, 21])
+def test_old_and_new_opsets_are_prepared(tmp_path: Path, opset: int) -> None:
+    made = network(1)
+    made.opset_import[0].version = opset
+    path = save(made, tmp_path / "a.onnx")
+    for simplifier in SIMPLIFIERS:
+        assert run(path, tmp_path, simplifier).nodes == 4
+
+
+def test_a_simplifier_that_changes_the_outputs_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(made: onnx.ModelProto) -> onnx.ModelProto:
+        changed = numpy_helper.to_array(made.graph.initializer[2]) * 1.5
+        made.graph.initializer[2].CopyFrom(numpy_helper.from_array(changed, "dense"))
+        return made
+
+    monkeypatch.setattr(onnxslim, "slim", wrong)
+    path = save(network(1), tmp_path / "a.onnx")
+    with pytest.raises(BuildError, match="differs from the source model's"):
+        run(path, tmp_path, "onnxslim")
+
+
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+def test_a_source_that_cannot_be_run_is_an_error_before_it_is_simplified(
+    tmp_path: Path, simplifier: Simplifier
+) -> None:
+    made = network(1)
+    del made.graph.initializer[2].dims[:]
+    made.graph.initializer[2].dims.extend([128, 20])
+    path = save(made, tmp_path / "a.onnx")
+    with pytest.raises(ModelError, match="the source model itself cannot be run on the CPU"):
+        run(path, tmp_path, simplifier)

@@ -1,0 +1,174 @@
+"""Rewrite prepared models, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.rewrites import REWRITES
+from hatch_epcontext.graph.rewrites import rewrite as rewritten_in_place
+from hatch_epcontext.graph.rewrites.base import by_node, copy
+from hatch_epcontext.worker.actions import compile as compile_worker
+from hatch_epcontext.worker.actions import prepare, rewrite
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import (
+    CompileRequest,
+    PrepareRequest,
+    RewriteReply,
+    RewriteRequest,
+)
+from tests.conftest import needs_qnn
+from tests.graph.rewrites.equal import made, operators
+from tests.graph.rewrites.test_branches import NEGATIVE, TWICE, choosing
+from tests.models import save, save_with_data
+from tests.worker.actions.test_compile import X_ELITE, target
+
+FLOAT = TensorProto.FLOAT
+
+
+def rewritten(
+    source: Path, tmp_path: Path, refused: tuple[str, ...] | None, compare: bool = True
+) -> RewriteReply:
+    spec = ModelSpec("a", str(source), Key(("models", 0)))
+    folders = [tmp_path / name for name in ("prepared", "rewritten")]
+    for folder in folders:
+        folder.mkdir()
+    reply = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), compare))
+    return rewrite.handle(
+        RewriteRequest(spec, reply.path, refused, str(folders[1]), True, compare, reply.reference)
+    )
+
+
+def einsum_and_clip() -> onnx.ModelProto:
+    return made(
+        [
+            helper.make_node("Einsum", ["x", "w"], ["e"], equation="bi,oi->bo"),
+            helper.make_node("ReduceMax", ["e"], ["m"], keepdims=0),
+            helper.make_node("Clip", ["e", "", "m"], ["y"]),
+        ],
+        {"x": (FLOAT, [2, 300])},
+        {"y": (FLOAT, [2, 4])},
+        {"w": np.linspace(-1, 1, 1200, dtype=np.float32).reshape(4, 300)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [
+        (("Einsum",), ["Transpose", "MatMul", "ReduceMax", "Clip"]),
+        (("Clip",), ["Einsum", "ReduceMax", "Min"]),
+        (None, ["Transpose", "MatMul", "ReduceMax", "Min"]),
+    ],
+)
+def test_what_is_refused_is_rewritten(
+    tmp_path: Path, refused: tuple[str, ...] | None, expected: list[str]
+) -> None:
+    reply = rewritten(save(einsum_and_clip(), tmp_path / "a.onnx"), tmp_path, refused)
+    assert reply.path is not None
+    found = operators(onnx.load(reply.path))
+    # A stored tensor is transposed at once.
+    assert [each for each in found if each != "Transpose"] == [
+        e for e in expected if e != "Transpose"
+    ]
+    assert reply.nodes == len(found)
+    assert reply.dropped == ()
+
+
+def test_external_data_stays_outside(tmp_path: Path) -> None:
+    source = save_with_data(einsum_and_clip(), tmp_path / "models" / "a.onnx")
+    reply = rewritten(source, tmp_path, ("Clip",))
+    assert reply.path is not None
+    assert [file.suffix for file in Path(reply.path).parent.iterdir() if file.suffix == ".data"]
+
+
+def test_nothing_to_rewrite(tmp_path: Path) -> None:
+    source = save(einsum_and_clip(), tmp_path / "a.onnx")
+    assert rewritten(source, tmp_path, ("Resize",)) == RewriteReply(None)
+
+
+def test_a_rewrite_that_changes_results_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def negated(node: onnx.NodeProto, values: object) -> list[onnx.NodeProto]:
+        new = copy(node)
+        new.op_type = "ReduceMin"
+        return [new]
+
+    wrong = by_node("wrong", ("ReduceMax",), negated)
+    monkeypatch.setattr(rewrite, "REWRITES", (wrong, *REWRITES))
+    reply = rewritten(save(einsum_and_clip(), tmp_path / "a.onnx"), tmp_path, None)
+    assert len(reply.rewrites) == 2
+    (dropped,) = reply.dropped
+    assert dropped.startswith("wrong: the output 'y' differs from the source model's")
+
+
+def test_both_branches_are_compared(tmp_path: Path) -> None:
+    source = save(choosing([TWICE], [NEGATIVE]), tmp_path / "a.onnx")
+    assert rewritten(source, tmp_path, ("If",)).rewrites
+
+
+def test_a_branch_that_no_input_takes_is_compared_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = choosing([TWICE], [NEGATIVE])
+    # No sum is above that.
+    (zero,) = (each for each in model.graph.initializer if each.name == "zero")
+    zero.CopyFrom(onnx.numpy_helper.from_array(np.array(1e30, np.float32), "zero"))
+
+    def wrong(model: onnx.ModelProto, *given: object) -> tuple[str, ...]:
+        names = rewritten_in_place(model, *given)  # type: ignore[arg-type]
+        for node in model.graph.node:
+            if node.op_type == "Mul":
+                node.op_type = "Sub"
+        return names
+
+    monkeypatch.setattr(rewrite, "rewrite", wrong)
+    reply = rewritten(save(model, tmp_path / "a.onnx"), tmp_path, ("If",))
+    assert reply.path is None
+    assert "the branch's" in reply.dropped[0]
+
+
+def test_without_a_comparison_no_branch_is_removed(tmp_path: Path) -> None:
+    source = save(choosing([TWICE], [NEGATIVE]), tmp_path / "a.onnx")
+    assert rewritten(source, tmp_path, None, compare=False).path is None
+
+
+@needs_qnn
+def test_qnn_compiles_what_it_refused(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["f"], to=FLOAT),
+        helper.make_node("Einsum", ["f", "w"], ["e"], equation="bi,io->ob"),
+        helper.make_node("QuickGelu", ["e"], ["g"], domain="com.microsoft"),
+        helper.make_node("ReduceMean", ["g"], ["m"], keepdims=0),
+        helper.make_node("Clip", ["g", "m"], ["c"]),
+        helper.make_node("Reshape", ["c", "many"], ["r"]),
+        helper.make_node("Transpose", ["r"], ["t"], perm=[5, 4, 2, 0, 3, 1]),
+        helper.make_node("Reshape", ["t", "few"], ["s"]),
+        helper.make_node("ReduceMax", ["s"], ["largest"], keepdims=0),
+        helper.make_node("GreaterOrEqual", ["largest", "one"], ["above"]),
+        helper.make_node("Where", ["above", "s", "one"], ["y"]),
+    ]
+    stored = {
+        "w": np.linspace(-0.1, 0.1, 768, dtype=np.float32).reshape(8, 96),
+        "many": np.array([2, 3, 2, 2, 2, 4]),
+        "few": np.array([2, 96]),
+        "one": np.array(1, np.float32),
+    }
+    inputs = {"x": (TensorProto.INT16, [2, 8])}
+    source = save(
+        made(nodes, inputs, {"y": (FLOAT, [2, 96])}, stored, opset=15), tmp_path / "a.onnx"
+    )
+    reply = rewritten(source, tmp_path, None)
+    assert reply.path is not None
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    spec = ModelSpec("a", str(source), Key(("models", 0)))
+    request = CompileRequest((spec,), (reply.path,), target("qnn", X_ELITE), str(folder))
+    (context,) = compile_worker.handle(request).contexts
+    assert context.coverage is not None
+    assert context.coverage.uncovered == ()

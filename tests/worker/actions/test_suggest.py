@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.worker.actions.suggest import handle
+from hatch_epcontext.worker.requests import SuggestReply, SuggestRequest
+from tests.models import Shape, model, save, value, weights
+
+
+def suggested(path: Path, made: onnx.ModelProto, *, run: bool = False) -> SuggestReply:
+    return handle(SuggestRequest(str(save(made, path / "a.onnx")), run))
+
+
+def sizes(reply: SuggestReply) -> dict[tuple[str, int], int | None]:
+    return {(each.input, each.axis): each.size for each in reply.sizes}
+
+
+def convolution(shape: Shape, strides: Sequence[int] = (1, 1)) -> onnx.ModelProto:
+    """Two convolutions of ``x``."""
+    return model(
+        [
+            helper.make_node("Conv", ["x", "v"], ["z"], strides=strides),
+            helper.make_node("Conv", ["z", "w"], ["y"], strides=strides),
+        ],
+        [value("x", shape)],
+        [value("y", ["b", 4, "h", "w"])],
+        [weights("v", 4, 3, 1, 1), weights("w", 4, 4, 1, 1)],
+    )
+
+
+def test_a_batch_is_one_and_sides_of_images_are_questions(tmp_path: Path) -> None:
+    reply = suggested(tmp_path, convolution(["n", 3, None, "w"], (4, 2)))
+    assert sizes(reply) == {("x", 0): 1, ("x", 2): None, ("x", 3): None}
+    assert [each.note for each in reply.sizes] == [
+        "1 is a guess",
+        "how high are the images? Multiples of 16 fit, others may not",
+        "how wide are the images? Multiples of 4 fit, others may not",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("imgsz", "[320, 640]", (320, 640)),
+        ("imgsz", "640", (640, 640)),
+        ("config", '{"w": 96}', (None, 96)),
+        ("shape", "[1, 3, 24, 48]", (24, 48)),
+        ("imgsz", "[-1, true]", (None, None)),
+        ("imgsz", "no JSON", (None, None)),
+    ],
+)
+def test_sizes_in_the_metadata_are_taken(
+    tmp_path: Path, key: str, text: str, expected: tuple[int | None, int | None]
+) -> None:
+    made = convolution(["batch", 3, "h", "w"])
+    helper.set_model_props(made, {key: text})
+    found = sizes(suggested(tmp_path, made))
+    assert (found["x", 2], found["x", 3]) == expected
+
+
+def test_the_only_multiple_of_the_strides_that_the_graph_takes_is_found(tmp_path: Path) -> None:
+    # The height becomes 1 in the pooling, and with more the product does not fit.
+    made = model(
+        [
+            helper.make_node("Conv", ["x", "v"], ["z"], strides=(4, 1)),
+            helper.make_node(
+                "MaxPool", ["z"], ["p"], kernel_shape=(4, 1), strides=(4, 1), ceil_mode=1
+            ),
+            helper.make_node("Squeeze", ["p", "axes"], ["y"]),
+        ],
+        [value("x", ["n", 3, "h", 4])],
+        [value("y", ["n", 4, 4])],
+        [weights("v", 4, 3, 1, 1), numpy_helper.from_array(np.array([2]), "axes")],
+    )
+    reply = suggested(tmp_path, made, run=True)
+    assert sizes(reply) == {("x", 0): 1, ("x", 2): 16}
+    assert reply.sizes[1].note == "16 is the only multiple of it that the graph takes"
+
+
+def test_lengths_that_fit_are_named_if_others_do_not(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        [value("x", ["batch", "time"])],
+        [value("y", ["batch", "t", 40])],
+        [numpy_helper.from_array(np.array([1, -1, 40]), "shape")],
+    )
+    note = suggested(tmp_path, made, run=True).sizes[1].note
+    assert note == "how long is it? For example 40, 80 and 160 fit, and not all others do"
+
+
+def test_the_only_size_that_the_graph_takes_is_found(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Flatten", ["x"], ["f"]),
+            helper.make_node("MatMul", ["f", "w"], ["y"]),
+        ],
+        [value("x", ["batch", "time", 3])],
+        [value("y", ["batch", 2])],
+        [weights("w", 76 * 3, 2)],
+    )
+    assert sizes(suggested(tmp_path, made, run=True)) == {("x", 0): 1, ("x", 1): 76}
+    assert sizes(suggested(tmp_path, made)) == {("x", 0): 1, ("x", 1): None}
+
+
+def test_a_graph_that_takes_any_size_gets_none(tmp_path: Path) -> None:
+    reply = suggested(tmp_path, convolution(["batch", 3, "h", "w"]), run=True)
+    assert sizes(reply) == {("x", 0): 1, ("x", 2): None, ("x", 3): None}
+
+
+def test_the_batch_of_a_state_is_one(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("GRU", ["x", "w", "r", "", "", "before"], ["y"], hidden_size=2)],
+        [value("x", ["time", "many", 2]), value("before", [1, "many", 2])],
+        [value("y", ["time", 1, "many", 2])],
+        [weights("w", 1, 6, 2), weights("r", 1, 6, 2)],
+    )
+    found = sizes(suggested(tmp_path, made))
+    assert found == {("x", 0): None, ("x", 1): 1, ("before", 1): 1}
+
+
+def test_lengths_and_numbers_that_choose_a_branch_can_be_constants(tmp_path: Path) -> None:
+    branches = [
+        helper.make_graph(
+            [helper.make_node(operator, ["x"], [operator])], "branch", [], [value(operator, [1, 9])]
+        )
+        for operator in ("Relu", "Neg")
+    ]
+    int64 = TensorProto.INT64
+    made = model(
+        [
+            helper.make_node("Equal", ["rate", "known"], ["is"]),
+            helper.make_node("If", ["is"], ["z"], then_branch=branches[0], else_branch=branches[1]),
+            helper.make_node("Cast", ["x_length"], ["n"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["z", "n"], ["y"]),
+        ],
+        [value("x", [1, 9]), value("rate", [], int64), value("x_length", [1], int64)],
+        [value("y", [1, 9])],
+        [numpy_helper.from_array(np.array(16000), "known")],
+    )
+    found = {each.input: (each.value, each.needed) for each in suggested(tmp_path, made).constants}
+    assert found == {"rate": (16000, True), "x_length": (9, False)}

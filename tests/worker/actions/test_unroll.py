@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from hatch_epcontext.errors import Key
+from hatch_epcontext.graph import graph
+from hatch_epcontext.worker.actions.unroll import handle
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest, UnrollRequest
+from tests.graph.unrolling.models import parsed, recurrent
+from tests.models import save, save_with_data
+
+FOLLOWING = """
+main (float[2] x) => (float[2] y)
+<int64 trips = {3}, bool true = {1}, int64 zero = {0}>
+{
+    end, rows = Loop (trips, true, x) <body = first (int64 i, bool go, float[2] state)
+        => (bool go, float[2] next, float[2] row) { next = Sin (state) row = Exp (next) }>
+    shape = Shape (rows)
+    length = Gather (shape, zero)
+    y = Loop (length, true, end) <body = second (int64 j, bool on, float[2] s)
+        => (bool on, float[2] t) { row = Gather (rows, j) t = Sub (s, row) }>
+}
+"""
+"""The second loop is as long as what the first one makes."""
+
+
+def unroll(
+    path: Path,
+    folder: Path,
+    refused: tuple[str, ...] | None = None,
+    limit: int = 100,
+    *,
+    compare: bool = True,
+) -> RewriteReply:
+    spec = ModelSpec(name="model", key=Key(("models", 0)), path=str(path))
+    folder.mkdir()
+    request = RewriteRequest(spec, str(path), refused, str(folder), simplify=True, compare=compare)
+    return handle(UnrollRequest(request, limit))
+
+
+def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) -> None:
+    reply = unroll(save(parsed(FOLLOWING), tmp_path / "a.onnx"), tmp_path / "out")
+    assert reply.path is not None
+    assert (reply.rewrites, reply.control_flow) == (("Loop unrolled 3 times",), ())
+    assert reply.nodes == len(graph.compute_nodes(onnx.load(reply.path).graph))
+
+
+def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
+    path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
+    assert unroll(path, tmp_path / "out", ("Add", "Scan")) == RewriteReply(None)
+
+
+@pytest.mark.parametrize(("size", "hint"), [("4", ""), ("n", "static-shapes = true")])
+def test_a_length_that_is_not_fixed_is_named(tmp_path: Path, size: str, hint: str) -> None:
+    text = f"""
+    main (float[{size}] x) => (float[{size}] y)
+    <bool true = {{1}}, int64 zero = {{0}}, float half = {{0.5}}>
+    {{
+        largest = ArgMax (x)
+        trips = Gather (largest, zero)
+        y = Loop (trips, true, x) <body = body (int64 i, bool go, float[{size}] s)
+            => (bool go, float[{size}] t) {{ t = Neg (s) }}>
+    }}
+    """
+    path = save(parsed(text), tmp_path / "a.onnx")
+    reply = unroll(path, tmp_path / "out", compare=False)
+    assert reply.path is None
+    (note,) = reply.dropped
+    assert note.startswith("unrolling Loop: no length is fixed")
+    assert hint in note
+
+
+def test_the_limit_is_named(tmp_path: Path) -> None:
+    path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
+    reply = unroll(path, tmp_path / "out", limit=5)
+    assert reply.path is None
+    assert "more than 5 nodes (unroll-limit)" in reply.dropped[0]
+
+
+def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
+    path = save_with_data(recurrent("GRU"), tmp_path / "a.onnx")
+    reply = unroll(path, tmp_path / "out", ("GRU",))
+    assert reply.rewrites == ("GRU unrolled 3 times",)
+
+
+def test_what_changes_the_results_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(model: onnx.ModelProto, refused: frozenset[str], limit: int) -> tuple[str, ...]:
+        nodes = [node for node in model.graph.node if node.op_type == "Sub"]
+        for node in nodes:
+            node.op_type = "Add"
+        return ("Sub as Add",) if nodes else ()
+
+    monkeypatch.setattr("hatch_epcontext.worker.actions.unroll.unroll", faulty)
+    text = "main (float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
+    reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
+    assert reply.path is None
+    assert "Sub as Add" in reply.dropped[0]

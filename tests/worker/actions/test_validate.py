@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from hatch_epcontext.errors import BuildError, Kind, ModelError
+from hatch_epcontext.providers import OutputLimits, Tolerance
+from hatch_epcontext.worker.actions import compile as compile_worker
+from hatch_epcontext.worker.actions.validate import handle
+from hatch_epcontext.worker.comparison.runs import read_reference, write_reference
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.requests import ValidateRequest
+from hatch_epcontext.worker.session import context_options
+from tests.conftest import needs_qnn
+from tests.models import interrupted, model, network, save, value, with_weights_left_over
+from tests.worker.actions.test_compile import MODEL, X_ELITE, compile_request, target
+
+STRICT = Tolerance(50, 0.9999)
+HALF = Tolerance(20, 0.99)
+
+
+def built(
+    made: onnx.ModelProto,
+    provider: str,
+    tmp_path: Path,
+    *,
+    constants: dict[str, Any] | None = None,
+    inputs: str = "random",
+    embed: bool = False,
+) -> ValidateRequest:
+    """Compile ``made``; returns a request to validate its artifact."""
+    path = save(made, tmp_path / "models" / "a.onnx")
+    dims = {"batch": 2} if "batch" in str(made.graph.input) else {}
+    spec = ModelSpec("a", str(path), MODEL, dims, {}, constants or {}, inputs)
+    to = target(provider, X_ELITE if provider == "qnn" else {}, embed=embed)
+    request = compile_request(spec, to, tmp_path)
+    reply = compile_worker.handle(request)
+    return ValidateRequest(spec, to, reply.product, reply.contexts[0], request.folder, HALF)
+
+
+def square_root() -> onnx.ModelProto:
+    """A square root, which is NaN below 0."""
+    return model(
+        [helper.make_node("Sqrt", ["x"], ["y"])],
+        [value("x", ["batch", 50])],
+        [value("y", ["batch", 50])],
+    )
+
+
+@needs_qnn
+def test_a_context_is_run_and_compared(tmp_path: Path) -> None:
+    (agreement,) = handle(built(network(), "qnn", tmp_path)).agreements
+    assert agreement.output == "y"
+    assert agreement.cosine is not None
+    assert agreement.cosine > 0.999
+    # The NPU computes in float16: with exactly the CPU's numbers, the CPU must have computed them.
+    assert 0 < agreement.max_abs < 0.1
+
+
+@needs_qnn
+@pytest.mark.parametrize("embed", [False, True])
+def test_several_partitions_are_counted_and_run(tmp_path: Path, embed: bool) -> None:
+    request = built(interrupted(), "qnn", tmp_path, embed=embed)
+    coverage = request.context.coverage
+    assert coverage is not None
+    assert (coverage.nodes, coverage.compiled, coverage.partitions) == (5, 4, 2)
+    assert [node.op for node in coverage.uncovered] == ["Hardmax"]
+    assert handle(request).agreements[0].max_abs < 0.05
+
+
+@needs_qnn
+def test_a_source_model_instead_of_a_context_is_an_error(tmp_path: Path) -> None:
+    request = built(network(), "qnn", tmp_path)
+    save(network(2), Path(request.folder) / request.context.model_file)
+    with pytest.raises(Exception, match=r"(?i)compil"):
+        handle(request)
+
+
+@needs_qnn
+def test_a_model_that_runs_on_the_cpu_instead_of_a_context_is_an_error(tmp_path: Path) -> None:
+    request = built(network(), "qnn", tmp_path)
+    # With an open dimension the NPU takes no node, and all nodes would run on the CPU in silence.
+    save(network("batch"), Path(request.folder) / request.context.model_file)
+    with pytest.raises(
+        BuildError, match="assigned no node of it to QNNExecutionProvider"
+    ) as raised:
+        handle(request)
+    assert raised.value.problems[0].kind is Kind.WRONG_ASSIGNMENT
+
+
+@needs_qnn
+def test_a_missing_sidecar_is_an_error(tmp_path: Path) -> None:
+    request = built(network(), "qnn", tmp_path)
+    (Path(request.folder) / "a_ctx_qnn.bin").unlink()
+    with pytest.raises(Exception, match="does not exist"):
+        handle(request)
+
+
+@needs_qnn
+def test_outputs_that_differ_from_the_sources_are_an_error(tmp_path: Path) -> None:
+    request = built(network(), "qnn", tmp_path)
+    other = network()
+    weights = other.graph.initializer[2]
+    changed = numpy_helper.to_array(weights) * np.float32(1.5)
+    weights.CopyFrom(numpy_helper.from_array(changed, weights.name))
+    save(other, Path(request.model.path))
+    with pytest.raises(
+        BuildError, match=r"'y' differs from the CPU's: 9\.5 dB of signal to noise"
+    ) as raised:
+        handle(request)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.OUTPUT_DIFFERS
+    (setting,) = problem.settings
+    assert str(setting).startswith(
+        "tool.epcontext.models[0].validate.tolerance = { outputs = { y = {"
+    )
+    needed = setting.value["outputs"]["y"]
+    tolerance = dataclasses.replace(HALF, outputs={"y": OutputLimits(**{"cosine": 0.99, **needed})})
+    handle(dataclasses.replace(request, tolerance=tolerance))
+
+
+def test_an_optimized_graph_agrees_almost_exactly(tmp_path: Path) -> None:
+    request = dataclasses.replace(built(network(), "cpu", tmp_path), tolerance=STRICT)
+    (agreement,) = handle(request).agreements
+    assert agreement.max_abs < 1e-5
+
+
+def test_without_a_tolerance_nothing_is_compared(tmp_path: Path) -> None:
+    request = dataclasses.replace(built(network(), "cpu", tmp_path), tolerance=None)
+    assert handle(request).agreements == ()
+
+
+def test_nan_is_an_error_unless_the_cpu_has_it_in_the_same_place(tmp_path: Path) -> None:
+    request = built(square_root(), "cpu", tmp_path)
+    assert handle(request).agreements[0].cosine == pytest.approx(1)
+    with pytest.raises(BuildError, match=r"has NaN or Inf in \d+ of 100 places\."):
+        handle(dataclasses.replace(request, tolerance=None))
+
+
+def test_nan_where_the_cpu_has_none_is_an_error(tmp_path: Path) -> None:
+    request = built(square_root(), "cpu", tmp_path)
+    absolute = model(
+        [helper.make_node("Abs", ["x"], ["y"])],
+        [value("x", ["batch", 50])],
+        [value("y", ["batch", 50])],
+    )
+    save(absolute, Path(request.model.path))
+    with pytest.raises(BuildError, match="where the CPU has none"):
+        handle(request)
+
+
+def test_constants_are_fed_to_the_source(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Mul", ["x", "scale"], ["y"])],
+        [value("x", ["batch", 3]), value("scale", [1])],
+        [value("y", ["batch", 3])],
+    )
+    request = built(made, "cpu", tmp_path, constants={"scale": 3}, inputs="ones")
+    assert [each.name for each in request.context.inputs] == ["x"]
+    assert handle(request).agreements[0].max_abs == 0
+
+
+def test_outputs_are_compared_with_recorded_outputs_too(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    x = np.full((2, 50), 4, np.float32)
+    onnx.save_tensor(numpy_helper.from_array(x, "x"), data / "input_0.pb")
+    onnx.save_tensor(numpy_helper.from_array(np.sqrt(x), "y"), data / "output_0.pb")
+    request = built(square_root(), "cpu", tmp_path, inputs=str(data))
+    assert handle(request).agreements[0].max_abs == 0
+    onnx.save_tensor(numpy_helper.from_array(x, "y"), data / "output_0.pb")
+    with pytest.raises(BuildError, match="differs from the recorded output"):
+        handle(request)
+
+
+def test_a_source_that_cannot_be_run_is_a_model_error(tmp_path: Path) -> None:
+    request = built(network(), "cpu", tmp_path)
+    other = network()
+    other.graph.initializer[2].dims[0] = 128
+    other.graph.initializer[2].dims[1] = 20
+    save(other, Path(request.model.path))
+    with pytest.raises(
+        ModelError, match="the source model itself cannot be run on the CPU"
+    ) as raised:
+        handle(request)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.SOURCE_FAILED
+    # No inputs help a model that ONNX Runtime cannot load.
+    assert [str(setting) for setting in problem.settings] == [
+        "tool.epcontext.models[0].validate.tolerance = false"
+    ]
+
+
+@needs_qnn
+def test_the_time_to_open_the_context_is_measured(tmp_path: Path) -> None:
+    request = built(network(), "qnn", tmp_path)
+    load = handle(request).load
+    assert load is not None
+    assert load > 0
+
+
+@needs_qnn
+def test_the_outputs_of_the_source_are_taken_from_its_preparation(tmp_path: Path) -> None:
+    request = built(network(), "qnn", tmp_path)
+    recorded = handle(dataclasses.replace(request, reference=reference_of(tmp_path)))
+    assert recorded.agreements == handle(request).agreements
+    # Other outputs are noticed: the file is what is compared.
+    found = read_reference(reference_of(tmp_path))
+    runs = tuple(
+        dataclasses.replace(
+            each,
+            outputs=tuple(
+                {name: np.negative(array) for name, array in o.items()} for o in each.outputs
+            ),
+        )
+        for each in found.runs
+    )
+    path = write_reference(dataclasses.replace(found, runs=runs), tmp_path / "wrong.npz")
+    with pytest.raises(BuildError, match="differs from the CPU's"):
+        handle(dataclasses.replace(request, reference=path))
+
+
+def reference_of(folder: Path) -> str:
+    return str(folder / "prepared" / "reference.npz")
+
+
+@pytest.mark.parametrize(
+    "dtype", ["FLOAT16", "BFLOAT16", "DOUBLE", "INT8", "UINT16", "INT64", "BOOL", "STRING"]
+)
+@pytest.mark.parametrize("inputs", ["random", "ones", "zeros"])
+def test_models_of_every_dtype_are_compiled_and_validated(
+    tmp_path: Path, dtype: str, inputs: str
+) -> None:
+    elem_type = onnx.TensorProto.DataType.Value(dtype)
+    made = model(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [value("x", [3, 4], elem_type)],
+        [value("y", [3, 4], elem_type)],
+    )
+    (agreement,) = handle(built(made, "cpu", tmp_path, inputs=inputs)).agreements
+    assert agreement.max_abs == 0
+
+
+@needs_qnn
+@pytest.mark.parametrize("embed", [False, True])
+def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
+    tmp_path: Path, embed: bool
+) -> None:
+    path = save(with_weights_left_over(), tmp_path / "models" / "a.onnx")
+    spec = ModelSpec("a", str(path), MODEL)
+    to = target("qnn", X_ELITE, embed=embed, external_initializers=100)
+    request = compile_request(spec, to, tmp_path)
+    reply = compile_worker.handle(request)
+    names = {file.name for file in Path(request.folder).iterdir()}
+    assert names == {"a_ctx.onnx", "a_ctx.data"} | (set() if embed else {"a_ctx_qnn.bin"})
+    moved = shutil.move(request.folder, tmp_path / "elsewhere")
+    validation = ValidateRequest(spec, to, reply.product, reply.contexts[0], str(moved), HALF)
+    assert [agreement.output for agreement in handle(validation).agreements] == ["y", "z"]
+    (Path(moved) / "a_ctx.data").unlink()
+    with pytest.raises(Exception, match=r"a_ctx\.data"):
+        handle(validation)
+
+
+def test_an_optimized_graph_can_have_external_initializers(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    to = target("cpu", external_initializers=1000)
+    request = compile_request(ModelSpec("a", str(path), MODEL), to, tmp_path)
+    compile_worker.handle(request)
+    data = Path(request.folder) / "a_optimized.data"
+    # The matrix, but not the small tensors.
+    assert data.stat().st_size == 256 * 10 * 4
+
+
+@needs_qnn
+def test_a_worker_has_a_user_cache_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    to = target("qnn", X_ELITE)
+    load_options = {**to.load_options, "profiling_file_path": "{user-cache}/profiles"}
+    context_options(dataclasses.replace(to, load_options=load_options), "context")
+    assert (tmp_path / "user-cache" / "profiles").is_dir()
+
+
+def test_other_outputs_than_the_source_has_are_an_error(tmp_path: Path) -> None:
+    request = built(square_root(), "cpu", tmp_path)
+    renamed = square_root()
+    renamed.graph.node[0].output[0] = renamed.graph.output[0].name = "z"
+    path = save(renamed, tmp_path / "other" / "a.onnx")
+    other = dataclasses.replace(request.model, path=str(path))
+    with pytest.raises(ModelError, match="the source model has the output 'z', and the compiled"):
+        handle(dataclasses.replace(request, model=other))

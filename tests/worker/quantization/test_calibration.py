@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from hatch_epcontext.errors import Key, ModelError
+from hatch_epcontext.worker.facts import TensorFacts
+from hatch_epcontext.worker.quantization.calibration import samples
+
+KEY = Key(("models", 0)) / "quantize" / "inputs"
+INPUTS = (TensorFacts("x", "float32", (1, 3)), TensorFacts("n", "int64", ()))
+
+
+def arrays(x: Any, n: Any, dtype: type[Any] = np.float32) -> dict[str, Any]:
+    return {"x": np.zeros(x, dtype), "n": np.zeros(n, np.int64)}
+
+
+def found(path: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(each["x"].shape, each["n"].shape) for each in samples(path, INPUTS, KEY)]
+
+
+def test_each_archive_and_each_folder_of_test_data_is_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "more" / "set_0").mkdir(parents=True)
+    np.savez(tmp_path / "0.npz", **arrays((1, 3), ()))
+    np.savez(tmp_path / "more" / "1.npz", **arrays((1, 3), ()))
+    for index, array in enumerate(arrays((1, 3), ()).values()):
+        tensor = onnx.numpy_helper.from_array(array)
+        onnx.save_tensor(tensor, tmp_path / "more" / "set_0" / f"input_{index}.pb")
+    (tmp_path / "notes.txt").touch()
+    assert found(tmp_path) == [((1, 3), ())] * 3
+    assert found(tmp_path / "more" / "set_0") == [((1, 3), ())]
+
+
+@pytest.mark.parametrize(
+    ("x", "n", "number"), [((1, 3), (), 1), ((4, 3), (4,), 4), ((4, 1, 3), (4,), 4)]
+)
+def test_an_archive_has_as_many_as_its_first_axis(
+    tmp_path: Path, x: tuple[int, ...], n: tuple[int, ...], number: int
+) -> None:
+    np.savez(tmp_path / "all.npz", **arrays(x, n))
+    assert found(tmp_path / "all.npz") == [((1, 3), ())] * number
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (arrays((4, 3), (2,)), "different numbers of samples for its inputs: 4 for 'x', 2 for 'n'"),
+        (arrays((1, 4), ()), r"float32 [1, 4] for the input 'x', which takes float32 1 x 3"),
+        (arrays((1, 3), (), np.float64), "float64 [1, 3] for the input 'x'"),
+        (arrays((0, 3), ()), "float32 [0, 3] for the input 'x'"),
+        ({"x": np.zeros((1, 3), np.float32)}, "no array for the input 'n'"),
+    ],
+)
+def test_samples_that_do_not_fit_are_an_error(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    np.savez(tmp_path / "a.npz", **given)
+    with pytest.raises(ModelError) as raised:
+        found(tmp_path)
+    assert message in str(raised.value)
+    assert "models[0].quantize.inputs" in str(raised.value)
+
+
+def test_a_folder_without_samples_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no sample: no \.npz"):
+        found(tmp_path)
+    (tmp_path / "a.npz").write_bytes(b"no archive")
+    with pytest.raises(ModelError, match=r"is not an \.npz file"):
+        found(tmp_path)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime.quantization import quantize_dynamic
+
+from hatch_epcontext.config.settings import Quantize
+from hatch_epcontext.errors import Kind, ModelError
+from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.worker.actions.prepare import handle
+from hatch_epcontext.worker.facts import ModelSpec, Precision
+from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
+from tests.models import network, save
+from tests.worker.actions.test_compile import MODEL
+
+
+def quantized(made: onnx.ModelProto, folder: Path, samples: np.ndarray) -> PrepareReply:
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "samples.npz", x=samples)
+    spec = ModelSpec("a", str(save(made, folder / "a.onnx")), MODEL)
+    how = Quantize("uint16", "uint8", False)
+    precision = Precision(False, how, str(folder / "samples.npz"), Tolerance(15, 0.98))
+    out = folder / "out"
+    out.mkdir()
+    return handle(PrepareRequest(spec, "onnxruntime", str(out), True, precision=precision))
+
+
+def test_a_model_of_floats_is_quantized_and_compared(tmp_path: Path) -> None:
+    samples = np.random.default_rng(1).standard_normal((4, 1, 8, 8)).astype(np.float32)
+    reply = quantized(network(1), tmp_path / "first", samples)
+    assert reply.precision == "quantized to uint16 with weights of uint8 (4 samples)"
+    made = onnx.load(reply.path)
+    assert "QuantizeLinear" in {node.op_type for node in made.graph.node}
+    # What is quantized already has ranges of its own.
+    with pytest.raises(ModelError, match="quantized already") as raised:
+        quantized(made, tmp_path / "second", samples)
+    assert raised.value.problems[0].kind is Kind.NOT_APPLICABLE
+
+
+def test_dynamic_quantization_is_undone_and_compared(tmp_path: Path) -> None:
+    save(network(1), tmp_path / "floats.onnx")
+    path = tmp_path / "a.onnx"
+    quantize_dynamic(tmp_path / "floats.onnx", path, op_types_to_quantize=["MatMul"])
+    (tmp_path / "out").mkdir()
+    precision = Precision(True, None, "", Tolerance(15, 0.98))
+    spec = ModelSpec("a", str(path), MODEL)
+    request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "out"), True, precision=precision)
+    reply = handle(request)
+    assert reply.precision == "dequantized (2 operators)"
+    operators = {node.op_type for node in onnx.load(reply.path).graph.node}
+    assert "MatMul" in operators
+    assert "MatMulInteger" not in operators
