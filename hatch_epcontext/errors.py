@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from hatch_epcontext.text import dotted, printable, to_toml
+from hatch_epcontext.text import dotted, hide_credentials, printable, to_toml
 
 T = TypeVar("T")
 
@@ -565,7 +565,7 @@ class KeyNames:
     def key(self, key: Key) -> str:
         """The name of ``key``, with its model if it has one."""
         model = ", ".join(filter(None, (key.name, key.model)))
-        return f"{key} ({model})" if model else str(key)
+        return hide_credentials(f"{key} ({model})" if model else str(key))
 
     def targets(self, names: tuple[str, ...]) -> str:
         """What follows a key whose problem only the targets ``names`` have."""
@@ -603,6 +603,10 @@ class Problem:
     settings: tuple[Setting, ...] = ()
     log: str | None = None
     targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # What a user has given in place of a path or a key can be a URL with a password.
+        object.__setattr__(self, "location", hide_credentials(self.location))
 
     @classmethod
     def at(

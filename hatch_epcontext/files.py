@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -29,8 +31,14 @@ STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
 _MARKER = ".lock"
 """The file in a temporary folder that says whose it is, and is locked as long as the folder is used."""
 
-_OURS = b"hatch-epcontext made this folder, and removes it when nobody has locked this file.\n"
-"""What a marker contains: without it nothing is removed, whatever the name of its folder."""
+_OURS = "hatch-epcontext made the folder {}, and removes it when nobody has locked this file.\n"
+"""What a marker contains, with the folder's name: without it nothing is removed, whatever that name is.
+
+A copy of the folder has another name, and belongs to who made it.
+"""
+
+_LOCKED_BYTE = 1000
+"""What is locked of a marker on Windows, where nobody can read it then: it is behind the text."""
 
 _BINARY = getattr(os, "O_BINARY", 0)
 
@@ -113,7 +121,7 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     try:
         # Locked before it says whose folder this is: others leave it alone until then, and after that.
         _lock(marker)
-        os.write(marker, _OURS)
+        os.write(marker, _OURS.format(folder.name).encode())
         # Resolved, because a temporary folder is often behind a link, and EPs compare paths.
         yield folder.resolve()
     finally:
@@ -137,7 +145,8 @@ def _sweep_one(folder: Path) -> None:
     # Not blocking: it can be a pipe.
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _BINARY
     marker = os.open(folder / _MARKER, os.O_RDWR | flags)
-    if os.read(marker, len(_OURS) + 1) == _OURS and _lock(marker):
+    ours = _OURS.format(folder.name).encode("utf-8", "surrogateescape")
+    if os.read(marker, len(ours) + 1) == ours and _lock(marker):
         _remove(folder, marker)
     else:
         os.close(marker)
@@ -149,8 +158,7 @@ def _lock(marker: int) -> bool:
         if sys.platform == "win32":
             import msvcrt
 
-            # Nobody can read the bytes that are locked.
-            os.lseek(marker, len(_OURS), os.SEEK_SET)
+            os.lseek(marker, _LOCKED_BYTE, os.SEEK_SET)
             msvcrt.locking(marker, msvcrt.LK_NBLCK, 1)
             os.lseek(marker, 0, os.SEEK_SET)
         else:
@@ -162,12 +170,28 @@ def _lock(marker: int) -> bool:
     return True
 
 
+def _has_mounts(folder: Path) -> bool:
+    """Whether something is mounted below ``folder``, which would be emptied too."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return False
+    # Not `Path.resolve`, which raises where this user may not look.
+    inside = os.fsencode(os.path.realpath(folder)) + b"/"
+    # Escaped as the system does it: see proc_pid_mountinfo(5).
+    inside = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], inside)
+    return any(mount.split(b" ")[4].startswith(inside) for mount in mounts)
+
+
 def _remove(folder: Path, marker: int) -> None:
     """Remove a folder of `temp_dir`, and close its marker.
 
     The marker goes last, and only when nothing else is left: what is in use, or what a killed removal leaves,
     is removed by a later one.
     """
+    if _has_mounts(folder):
+        os.close(marker)
+        return
     try:
         for entry in folder.iterdir():
             if entry.name != _MARKER:
@@ -248,6 +272,24 @@ def is_regular(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113
 
 
+def is_missing(path: Path) -> bool:
+    """Whether there is nothing at ``path``, not even a link, as far as this user may see."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
+    except ValueError:
+        return True
+    return False
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of the file ``path``; raises OSError if it is none, such as a pipe, which would wait."""
+    if not is_regular(path):
+        raise FileNotFoundError(errno.ENOENT, "there is no regular file", str(path))
+    return path.read_bytes()
+
+
 @dataclass(frozen=True)
 class Rejection:
     """Why a file cannot be used: the end of a sentence, and what to do."""
@@ -257,6 +299,7 @@ class Rejection:
 
 
 CIRCLE = Rejection("is a link that leads back to itself.", "Put the file itself there.")
+FORBIDDEN = Rejection("cannot be read: Permission denied.", "Let this user read it.")
 
 
 def unreadable(path: Path) -> Rejection | None:
@@ -267,24 +310,31 @@ def unreadable(path: Path) -> Rejection | None:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:
-        if path.is_symlink():
-            return _dangling(path) if isinstance(error, FileNotFoundError) else CIRCLE
-        reason = getattr(error, "strerror", None) or str(error)
-        return Rejection(f"cannot be read: {reason}.", "Check the path.")
+        return _unreachable(path, error)
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
         return Rejection(f"is {what}, and not a file.", "Name a file.")
     if not os.access(path, os.R_OK):
-        return Rejection("cannot be read: Permission denied.", "Let this user read it.")
+        return FORBIDDEN
     return None
 
 
-def _dangling(link: Path) -> Rejection:
+def _unreachable(path: Path, error: Exception) -> Rejection:
+    if isinstance(error, PermissionError):
+        return FORBIDDEN
+    if os.path.islink(path):  # noqa: PTH114, the other raises for names that are too long
+        return dangling(path) if isinstance(error, FileNotFoundError) else CIRCLE
+    reason = getattr(error, "strerror", None) or str(error)
+    return Rejection(f"cannot be read: {reason}.", "Check the path.")
+
+
+def dangling(link: Path) -> Rejection:
+    """Why ``link``, a link to nothing, cannot be used."""
     target = link.readlink()
     if ".git/annex" in target.as_posix():
         hint = f"Run: git annex get {link}"
     else:
-        hint = "Fetch the file, for example with dvc pull, or put the file itself there."
+        hint = "Fetch the file, for example with dvc pull or hf download, or put the file itself there."
     return Rejection(f"is a link to {target}, which does not exist.", hint)
 
 
@@ -307,15 +357,27 @@ def too_large(status: os.stat_result, used: int | None = None) -> str | None:
     return None
 
 
-_REPORT = re.compile(
-    rb'(?:\n  "generator": "|name="generator" content="|Software\0|/Creator \(|title>)hatch-epcontext [0-9]'
-)
-"""How JSON, HTML, PNG, PDF and SVG say that this package wrote them. In a manifest it is further inside."""
+_MOST_OF_OUTPUT = 100 * 10**6
+"""Bytes that a report, measurements or a chart can have."""
 
 
-def is_report(path: Path) -> bool:
-    """Whether this package wrote the report, the measurements or the chart at ``path``; raises OSError."""
-    return is_regular(path) and _REPORT.search(path.read_bytes()) is not None
+class Output(Enum):
+    """What this package writes where a user names a file: how it begins, and where it says who wrote it."""
+
+    PAGE = rb'<!DOCTYPE html>\n<html lang="en"><head>.{,99}name="generator" content="hatch-epcontext [0-9]'
+    REPORT = rb'\{\n  "failures": .*\n  "generator": "hatch-epcontext [0-9]'
+    MEASUREMENTS = rb'\{\n  "compiled": .*\n  "generator": "hatch-epcontext [0-9]'
+    CHART = (
+        rb"\x89PNG\r.{,99}Software\0hatch-epcontext [0-9]"
+        rb"|%PDF-.*/Creator \(hatch-epcontext [0-9]"
+        rb"|<\?xml .{,999}title>hatch-epcontext [0-9]"
+    )
+
+    def is_at(self, path: Path) -> bool:
+        """Whether this package wrote such a file at ``path``; raises OSError."""
+        if not is_regular(path) or path.stat().st_size > _MOST_OF_OUTPUT:
+            return False
+        return re.match(self.value, path.read_bytes(), re.DOTALL) is not None
 
 
 def file_sha256(path: Path) -> str:

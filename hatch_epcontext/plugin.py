@@ -201,12 +201,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _build(self, config: Config, staging: Path) -> Result:
         from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan
         from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
         from hatch_epcontext.system import check_file
 
         if config.report is not None:
-            check_file(config.report)
+            check_file(config.report, Output.PAGE)
         cache = open_cache(config, self._warning)
         try:
             with contextlib.closing(_Progress(self._info)) as progress:

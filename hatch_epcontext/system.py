@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, is_report
+from hatch_epcontext.files import STAGING_PREFIX, Output
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -34,6 +34,21 @@ _FULL_IN_WORDS = re.compile(
 
 _NO_ROOM = 64 << 10
 """Bytes below which a file system counts as full: libraries that fail to write there rarely say why."""
+
+
+def check_apart(report: Path | None, place: Path) -> None:
+    """Raise OutputError if ``report`` is to be written where ``place``, a result, is."""
+    if report is not None and report.resolve().is_relative_to(place.resolve()):
+        message = f"is where the result itself is written: {place}."
+        raise OutputError(Problem(Kind.FILE_EXISTS, str(report), message, "Choose another place."))
+
+
+_WORDS = {
+    Output.PAGE: "HTML report",
+    Output.REPORT: "report",
+    Output.MEASUREMENTS: "measurements",
+    Output.CHART: "chart",
+}
 
 
 @contextlib.contextmanager
@@ -64,8 +79,8 @@ def check_folder(folder: Path) -> None:
             raise OSError(error.errno, error.strerror, str(existing)) from error
 
 
-def check_file(path: Path) -> None:
-    """Raise OutputError unless ``path`` is that of a new file, or of a report, which may be replaced."""
+def check_file(path: Path, kind: Output) -> None:
+    """Raise OutputError unless ``path`` is that of a new file, or of one of this ``kind``."""
     with writing("a report", path.parent, str(path), OutputError):
         try:
             # Not `exists`, which is also false for a name that the file system does not take.
@@ -73,8 +88,8 @@ def check_file(path: Path) -> None:
         except (FileNotFoundError, NotADirectoryError):
             check_folder(path.parent)
             return
-        if not is_report(path):
-            message = "exists already, and is no file that epcontext wrote."
+        if not kind.is_at(path):
+            message = f"exists already, and is no {_WORDS[kind]} that epcontext wrote."
             hint = "Choose another name, or move it away: it is never overwritten."
             raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 
@@ -159,8 +174,10 @@ def _room(folder: Path) -> str:
         return "The file system does not say how much is left."
     if hasattr(os, "statvfs") and (counts := os.statvfs(existing)).f_files and not counts.f_favail:
         return f"The file system {mount} has room for no more files, however small."
-    size = show_size(usage.total)
-    return f"The file system {mount} has {show_size(usage.free)} of {size} left."
+    left = f"The file system {mount} has {show_size(usage.free)} of {show_size(usage.total)} left."
+    if usage.free < _NO_ROOM:
+        return left
+    return f"{left} Perhaps it had no room for more files, or the build has removed what filled it."
 
 
 def _advice(folder: Path, *, full: bool) -> str:

@@ -98,10 +98,13 @@ def hide_url_credentials(text: str) -> str:
     if at:
         scheme = re.match(r"[\w+.-]+://", text)
         text = f"{scheme[0] if scheme else ''}***@{after}"
-    return hide_credentials(re.sub(r"([?#]).+", r"\1***", text, flags=re.DOTALL))
+    return hide_credentials(re.sub(rf"({_QUERY}).+", r"\1***", text, flags=re.DOTALL))
 
 
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+
+_QUERY = r"(?:[?#;&]|%3[fF]|%23)"
+"""Where a query or fragment begins, also where it is mistyped or encoded."""
 
 
 def hide_credentials(text: str) -> str:
@@ -116,7 +119,7 @@ def hide_credentials(text: str) -> str:
     text = re.sub(user, "***@", text)
     # Behind a host there is a port, and no word: then it may be a user.
     text = re.sub(rf"""(:/{{1,9}}){_HOST}:(?!\d+(?:[/?#'"\s]|$))[^\s'"]+""", r"\1***", text)
-    return re.sub(r"""(:/{1,9}[^\s?#'"]{0,999}[?#])[^\s'"]+""", r"\1***", text)
+    return re.sub(rf"""(:/{{1,9}}[^\s?#'"]{{0,999}}?{_QUERY})[^\s'"]+""", r"\1***", text)
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:

@@ -95,6 +95,9 @@ def _pointer(folder: Path) -> None:
 
 
 def _hub(folder: Path) -> None:
+    blob = folder / "../../blobs/4d7a"
+    blob.parent.mkdir(exist_ok=True)
+    blob.write_bytes(bytes(1024))
     (folder / "data.bin").symlink_to("../../blobs/4d7a")
 
 

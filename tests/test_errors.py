@@ -23,6 +23,16 @@ from hatch_epcontext.errors import (
 PACKAGE = Path(hatch_epcontext.__file__).parent
 
 
+@pytest.mark.parametrize("url", ["https://bob:secret@host/a.onnx", "https://host/a?sig=secret"])
+def test_a_url_in_a_place_is_shown_without_its_credentials(url: str) -> None:
+    key = Key(("models", 0, "path"), model=url)
+    at_key = Problem.at(key, Kind.FILE_NOT_FOUND, "is no path.")
+    unknown = Problem.at(Key((url,)), Kind.UNKNOWN_KEY, "is unknown.")
+    for each in (at_key, unknown, Problem(Kind.INVALID_PATH, url, "is no file.")):
+        assert "secret" not in each.text() + each.location
+        assert "***" in each.text()
+
+
 def test_a_problem_shows_location_id_message_and_hint() -> None:
     error = ConfigError(
         Problem.at(Key() / "build" / "jobs", Kind.INVALID_VALUE, "must be at least 1.", "Write 1.")

@@ -64,7 +64,7 @@ import os, sys, tempfile
 from pathlib import Path
 from hatch_epcontext.files import temp_dir
 tempfile.tempdir = sys.argv[1]
-with temp_dir() as folder:
+with temp_dir(Path(sys.argv[3]) if sys.argv[3:] else None) as folder:
     (folder / "sub").mkdir()
     (folder / "sub" / "file").write_bytes(b"model")
     (folder / "link").symlink_to(sys.argv[2])
@@ -72,10 +72,10 @@ with temp_dir() as folder:
 """
 
 
-def left_behind(folder: Path, precious: Path) -> Path:
+def left_behind(folder: Path, precious: Path, *parent: Path) -> Path:
     """What a killed process leaves in ``folder``, with a link to the folder ``precious``."""
     before = set(folder.iterdir())
-    arguments = (sys.executable, "-c", KILLED, str(folder), str(precious))
+    arguments = (sys.executable, "-c", KILLED, str(folder), str(precious), *map(str, parent))
     assert subprocess.run(arguments, cwd=REPOSITORY, check=False).returncode == 9
     (left,) = set(folder.iterdir()) - before
     return left
@@ -143,6 +143,43 @@ def test_folders_of_the_user_are_kept_whatever_their_names(
         with temp_dir(parent):
             pass
     assert {path: path.is_file() and path.read_bytes() for path in mine.rglob("*")} == before
+
+
+@posix_only
+@pytest.mark.parametrize("name", ["hatch-epcontext-mybackup", "hatch-epcontext-abcdefgh"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_copy_is_kept(
+    system_folder: Path, tmp_path: Path, precious: Path, name: str, moved: bool
+) -> None:
+    mine = system_folder / name
+    left = left_behind(system_folder, precious)
+    if moved:
+        left.rename(mine)
+    else:
+        shutil.copytree(left, mine, symlinks=True)
+    with temp_dir():
+        assert (mine / "sub" / "file").read_bytes() == b"model"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root mounts folders")
+def test_what_is_mounted_in_what_was_left_is_kept(system_folder: Path, precious: Path) -> None:
+    folder = system_folder / "a b"
+    folder.mkdir()
+    tempfile.tempdir = str(folder)
+    left = left_behind(folder, precious)
+    place = left / "a place"
+    place.mkdir()
+    (precious / "locked").mkdir(mode=0o500)
+    if subprocess.run(["mount", "--bind", precious, place], check=False).returncode:
+        pytest.skip("this system does not mount folders")
+    try:
+        with temp_dir():
+            assert {each.name for each in precious.iterdir()} == {"file", "locked"}
+            assert (precious / "locked").stat().st_mode & 0o777 == 0o500
+    finally:
+        subprocess.run(["umount", place], check=True)
+    with temp_dir():
+        assert not left.exists()
 
 
 @posix_only
@@ -217,8 +254,8 @@ def test_what_another_user_left_is_kept(system_folder: Path, precious: Path) -> 
 
 @posix_only
 def test_a_folder_beside_the_users_files_is_swept_too(tmp_path: Path, precious: Path) -> None:
-    left = left_behind(tmp_path, precious)
-    left = left.rename(tmp_path / ".epcontext-abcdefgh")
+    left = left_behind(tmp_path, precious, tmp_path)
+    assert left.name.startswith(".epcontext-")
     with temp_dir(tmp_path) as folder:
         assert folder.parent == tmp_path
         assert not left.exists()

@@ -210,6 +210,9 @@ def test_values_are_hidden_however_they_are_written(form: str) -> None:
         ("s3://key:secret", "s3://***"),
         ('"https://host/a?sig=secret" 404', '"https://host/a?***" 404'),
         ("https://host/a#secret", "https://host/a#***"),
+        ("https://host/a;token=secret", "https://host/a;***"),
+        ("https://host/a&token=secret", "https://host/a&***"),
+        ("https://host/a%3Fsig=secret", "https://host/a%3F***"),
         (
             "tcp://[::1]:8786 and tls://[fe80::1%eth0]:1/",
             "tcp://[::1]:8786 and tls://[fe80::1%eth0]:1/",

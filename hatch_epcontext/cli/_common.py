@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hatch_epcontext.cli._output import echo
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.files import Output
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.cache import NO_HOME, default_root
@@ -156,7 +157,7 @@ def run_plan(
     """
     config = planned.config
     if config.report is not None:
-        check_file(config.report)
+        check_file(config.report, Output.PAGE)
     cache = open_cache(config, warn)
     workers = verbosity.workers(config.build.timeout, config.build.memory_limit)
     try:

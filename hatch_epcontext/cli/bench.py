@@ -16,7 +16,7 @@ from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import add_row, echo, show
 from hatch_epcontext.errors import BuildError
-from hatch_epcontext.files import temp_dir, write_atomically
+from hatch_epcontext.files import Output, temp_dir, write_atomically
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
@@ -110,10 +110,12 @@ def bench_(
 
 def _check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     """Check before the measurements, which take long, that the files can be written."""
-    for path in filter(None, (json_path, plot_path)):
+    for path, kind in ((json_path, Output.MEASUREMENTS), (plot_path, Output.CHART)):
+        if path is None:
+            continue
         if not path.absolute().parent.is_dir():
             raise click.UsageError(f"There is no folder {path.absolute().parent}.")
-        check_file(path)
+        check_file(path, kind)
     if plot_path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:

@@ -20,6 +20,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.run import dry_run, open_cache
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.text import hide_credentials
 from hatch_epcontext.tools.project import project_name
 
 
@@ -75,6 +76,7 @@ def build(
 
 def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
     runs = dry_run(planned, staging, open_cache(planned.config, warn))
+    requires = tuple(map(hide_credentials, planned.requirements))
     if as_json:
         jobs = tuple(
             _PlannedJob(
@@ -82,7 +84,7 @@ def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
             )
             for each in runs
         )
-        click.echo(to_json(_PlannedBuild(jobs, planned.requirements)), nl=False)
+        click.echo(to_json(_PlannedBuild(jobs, requires)), nl=False)
         return
     rows = table("job", "provider", "fingerprint", "cache")
     for each in runs:
@@ -94,4 +96,4 @@ def _show_plan(planned: Plan, staging: Path, *, as_json: bool) -> None:
             "cached" if each.cached else "not cached",
         )
     show(rows)
-    echo(f"requires: {', '.join(planned.requirements)}")
+    echo(f"requires: {', '.join(requires)}")

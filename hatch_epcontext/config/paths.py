@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks
 from hatch_epcontext.errors import Checked, Key, Kind, Problem
-from hatch_epcontext.files import Rejection, is_regular, unreadable
+from hatch_epcontext.files import Rejection, is_missing, is_regular, unreadable
 from hatch_epcontext.text import show
 
 
@@ -55,7 +55,7 @@ class Finder:
         place = self.root / path
         if self.pending or (or_folder and os.path.isdir(place)):  # noqa: PTH112, names can be too long
             return place
-        if not os.path.lexists(place):
+        if is_missing(place):
             yield self._not_found(key, f"there is no {what} at {show(path)}.")
         elif rejection := unreadable(place):
             message = f"{show(path)} {rejection.message}"
@@ -130,7 +130,7 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[tuple[Path, Rejec
 
 def _matched(path: Path, rest: Sequence[str]) -> Iterator[tuple[Path, Rejection | None]]:
     """``path``, or what ``rest`` matches below it."""
-    if rest and path.is_dir():
+    if rest and os.path.isdir(path):  # noqa: PTH112, others raise where this user may not look
         yield from _matches(path, rest)
-    elif (not rest and os.path.lexists(path)) or (path.is_symlink() and not path.exists()):
+    elif not is_missing(path) and (not rest or not os.path.exists(path)):  # noqa: PTH110
         yield path, unreadable(path)

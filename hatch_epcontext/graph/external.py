@@ -12,7 +12,15 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.files import CIRCLE, MOST_BYTES, Rejection, is_lfs_pointer, too_large
+from hatch_epcontext.files import (
+    CIRCLE,
+    FORBIDDEN,
+    MOST_BYTES,
+    Rejection,
+    dangling,
+    is_lfs_pointer,
+    too_large,
+)
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.reading import byte_size
 from hatch_epcontext.text import show_size
@@ -134,17 +142,29 @@ class _Folder:
                 if not self.has(location):
                     return _OUTSIDE if status is None else _link_to_another_place(path)
                 status = path.stat()
+        except FileNotFoundError:
+            return dangling(path) if path.is_symlink() else _MISSING
         except OSError as error:
-            return CIRCLE if error.errno == errno.ELOOP else _MISSING
-        if not stat.S_ISREG(status.st_mode):
-            return _NO_FILE
-        if status.st_size < _MOST_OF_A_POINTER and is_lfs_pointer(path):
-            return _LFS_POINTER
-        return status
+            return {errno.ELOOP: CIRCLE, errno.EACCES: FORBIDDEN}.get(error.errno or 0, _MISSING)
+        return _unusable(path, status) or status
+
+
+def _unusable(path: Path, status: os.stat_result) -> Rejection | None:
+    if not stat.S_ISREG(status.st_mode):
+        return _NO_FILE
+    if not os.access(path, os.R_OK):
+        return FORBIDDEN
+    if status.st_size < _MOST_OF_A_POINTER and is_lfs_pointer(path):
+        return _LFS_POINTER
+    return None
 
 
 def _link_to_another_place(link: Path) -> Rejection:
-    """What to say of such a link, as hubs have in their caches for each file of a model."""
+    """What to say of such a link, as hubs have in their caches for each file of a model.
+
+    Raises FileNotFoundError if it leads nowhere.
+    """
+    link.stat()
     return Rejection(
         f"is a link to {link.readlink()}, outside the model's folder.",
         "Put the file itself beside the model: cp -L copies it, and hf download --local-dir writes it there.",

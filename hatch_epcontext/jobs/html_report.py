@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from hatch_epcontext.errors import OutputError, Problem
-from hatch_epcontext.files import write_atomically
+from hatch_epcontext.files import Output, write_atomically
 from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
@@ -33,7 +33,7 @@ def write(report: Report, title: str, path: Path) -> None:
 
     Raises OutputError if another file is there.
     """
-    check_file(path)
+    check_file(path, Output.PAGE)
     with writing("the report", path.parent, str(path), OutputError):
         # A link stays a link.
         write_atomically(path.resolve(), render(report, title))

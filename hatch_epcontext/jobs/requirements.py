@@ -21,7 +21,7 @@ from hatch_epcontext.errors import (
     RequirementError,
 )
 from hatch_epcontext.providers import DISTRIBUTIONS
-from hatch_epcontext.text import count, listing
+from hatch_epcontext.text import count, hide_credentials, listing
 
 ONNX_RUNTIME = ">=1.23"
 """Older releases have no ModelCompiler that fails when nothing was compiled."""
@@ -210,7 +210,7 @@ def check_environment(targets: Iterable[Target], requirements: Iterable[str]) ->
             name = present[0]
         version = installed(name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            missing.append((str(requirement), version))
+            missing.append((hide_credentials(str(requirement)), version))
         else:
             versions[name] = version
     if missing:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import CompileSettings, Model
-from hatch_epcontext.files import FileRecord, is_intact
+from hatch_epcontext.files import FileRecord, is_intact, read_regular
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.package.model_package import (
@@ -149,7 +149,7 @@ def read_own(folder: Path) -> PackageMetadata | None:
     They count also where the rest of the manifest is invalid: a new package replaces it.
     """
     try:
-        content = json.loads((folder / FILE).read_bytes())
+        content = json.loads(read_regular(folder / FILE))
     except (OSError, ValueError, RecursionError):
         return None
     metadata = content.get("additional_metadata") if isinstance(content, dict) else None

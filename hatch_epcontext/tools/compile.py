@@ -14,7 +14,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Built, Result, Source
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import Report, make_report
-from hatch_epcontext.system import check_folder, writing
+from hatch_epcontext.system import check_apart, check_folder, writing
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ def compile_models(
     own file, whatever ``overwrite`` is.
     """
     file = is_file(output, config.models)
+    if file:
+        check_apart(config.report, output)
     check_folder(output.parent if file else output)
     if not overwrite:
         _refuse_existing(_expected(config, output, file=file))

@@ -17,7 +17,7 @@ from hatch_epcontext.package import model_package
 from hatch_epcontext.package.bundle import Bundle, bundle
 from hatch_epcontext.package.manifest import read_own
 from hatch_epcontext.package.modules import bytecode, import_name_in_tree, modules
-from hatch_epcontext.system import check_folder, writing
+from hatch_epcontext.system import check_apart, check_folder, writing
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.compile import CompileResult
 
@@ -64,6 +64,7 @@ def _check_place(config: Config, folder: Path, place: Path, *, overwrite: bool) 
         )
         hint = 'Select other targets, or set fallback = "source".'
         raise OutputError(Problem(Kind.UNKNOWN_TARGET, str(folder), message, hint))
+    check_apart(config.report, place)
     check_folder(place)
     check_folder(place.parent)
     _refuse_sources(place, (model.path for model in config.models))

@@ -37,7 +37,11 @@ def _answer(action: str, request: Any, *, verbose: bool) -> Any:
     handler = importlib.import_module(f"hatch_epcontext.worker.actions.{action}")
     # Not imported here: `inspect` works without ONNX Runtime.
     runtime: Any = sys.modules.get("onnxruntime")
-    if sys.platform == "win32" and runtime is not None and os.environ.get(NO_TELEMETRY) != "0":
+    if (
+        sys.platform == "win32"
+        and runtime is not None
+        and os.environ.get(NO_TELEMETRY, "").lower() not in ("0", "false")
+    ):
         # Some builds for Windows do not read the variable. They have sent an event already.
         runtime.disable_telemetry_events()
     if verbose and runtime is not None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.jobs import html_report
+from hatch_epcontext.jobs.report import Report
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, unknown_operator
@@ -42,7 +44,12 @@ def test_charts_and_measurements_replace_only_their_like(
         cli(*arguments, "--plot", chart, "--json", file)
     mine = tmp_path / f"mine{suffix}"
     mine.write_bytes(source.read_bytes())
-    for place in (("--plot", mine), ("--json", mine), ("--json", source)):
+    page = tmp_path / "page.html"
+    html_report.write(Report("hatch-epcontext 1", ()), "app", page)
+    for place in (
+        *(("--plot", mine), ("--json", mine), ("--json", source)),
+        *(("--json", page), ("--json", chart), ("--plot", file)),
+    ):
         assert "EPC501" in cli(*arguments, *place, code=1).stderr
     assert mine.read_bytes() == source.read_bytes()
 

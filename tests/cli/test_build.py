@@ -3,11 +3,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.jobs import html_report
+from hatch_epcontext.jobs.report import Report
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.tools.bench import Bench
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
 from tests.models import network, save, transformer, unknown_operator
@@ -69,9 +73,21 @@ def test_a_report_replaces_nothing_but_a_report(
 ) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("<html>mine: hatch-epcontext 1</html>", encoding="utf-8")
+    page = tmp_path / "page.html"
+    html_report.write(Report("hatch-epcontext 1", ()), "app", page)
+    archive = tmp_path / "backup.tar"
+    with tarfile.open(archive, "w") as opened:
+        opened.add(page)
+    notes = tmp_path / "notes.md"
+    notes.write_text(f"# Notes\n{page.read_text('utf-8')}", encoding="utf-8")
+    measured = tmp_path / "bench.json"
+    measured.write_text(
+        to_json(Bench("hatch-epcontext 1", "Linux", "cpu", {}, 1, (), ())), encoding="utf-8"
+    )
     manifest = tmp_path / "manifest.json"
     manifest.write_text(to_json({"a": {"generator": "hatch-epcontext 0.1.0"}}), encoding="utf-8")
     places = [app_project / "models" / "a.onnx", app_project / "pyproject.toml", mine, manifest]
+    places += [archive, notes, measured]
     if sys.platform != "win32":
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "dangling").symlink_to("nowhere")

@@ -113,7 +113,7 @@ def leave(cache: Path) -> list[Path]:
     folder = cache / "v4" / "staging" / ".epcontext-abcd1234"
     (folder / "entry" / "files").mkdir(parents=True)
     (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
-    (folder / ".lock").write_bytes(_OURS)
+    (folder / ".lock").write_bytes(_OURS.format(folder.name).encode())
     files = [
         cache / "v4" / "latest" / f".{'ab' * 32}.17-4711.tmp",
         cache / "v4" / "index" / f".{'ab' * 32}.17-4711.tmp",

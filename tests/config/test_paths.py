@@ -118,7 +118,19 @@ def test_a_folder_that_is_not_there_is_no_reason_to_match_nothing(project: Path)
 def test_what_the_user_may_not_read_is_an_error(project: Path) -> None:
     (project / "models" / "a.onnx").chmod(0)
     (project / "closed").mkdir(mode=0)
-    for pattern, count in (("models/a.onnx", 1), ("models/*.onnx", 1), ("**/*.onnx", 2)):
+    for mode in (0o600, 0o400):
+        folder = project / "half" / f"{mode}"
+        folder.mkdir(parents=True)
+        (folder / "h.onnx").touch()
+        folder.chmod(mode)
+    for pattern, count in (
+        ("models/a.onnx", 1),
+        ("models/*.onnx", 1),
+        ("half/384/h.onnx", 1),
+        ("half/*/h.onnx", 2),
+        ("half/*/*.onnx", 2),
+        ("**/*.onnx", 4),
+    ):
         _, found = collect(Finder(project).models(KEY, pattern))
         assert [each.kind for each in found] == [Kind.UNREADABLE_FILE] * count
         assert all("Permission denied" in each.message for each in found)

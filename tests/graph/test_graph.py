@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import onnx
@@ -102,6 +104,38 @@ def test_external_data_is_found(tmp_path: Path) -> None:
 def test_external_data_of_nested_nodes_is_found(tmp_path: Path) -> None:
     path = save_with_data(branching(), tmp_path / "a.onnx")
     assert external.external_data(reading.read(path, KEY), tmp_path, KEY) == ("network.data",)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("../.git/annex/objects/x/y/SHA256E-s1", "git annex get"),
+        ("../../cache/files/md5/ab/cd", "dvc pull"),
+        ("nowhere", "dvc pull"),
+    ],
+)
+def test_external_data_that_is_a_link_to_nothing_is_named_as_one(
+    tmp_path: Path, target: str, hint: str
+) -> None:
+    path = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    data = path.with_name("network.data")
+    data.unlink()
+    data.symlink_to(target)
+    with pytest.raises(ModelError, match="is a link to") as raised:
+        external.external_data(reading.read(path, KEY), path.parent, KEY)
+    (found,) = raised.value.problems
+    assert hint in (found.hint or "")
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything"
+)
+def test_external_data_that_the_user_may_not_read_is_an_error(tmp_path: Path) -> None:
+    path = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    path.with_name("network.data").chmod(0)
+    with pytest.raises(ModelError, match="Permission denied"):
+        external.external_data(reading.read(path, KEY), path.parent, KEY)
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "outside", "absolute"])

@@ -268,6 +268,15 @@ def test_missing_and_old_packages_are_reported_with_the_pip_command(
     assert f'{sys.executable} -m pip install "onnxruntime>=1.23" "onnx>=1.19"' in text
 
 
+def test_a_missing_package_is_named_without_the_credentials_of_its_address() -> None:
+    address = "absent-package @ https://bob:secret@host/a.whl?tok=secret"
+    with pytest.raises(RequirementError) as raised:
+        check_environment([], [address])
+    (problem,) = raised.value.problems
+    assert "absent-package @ https://***" in problem.text()
+    assert "secret" not in problem.text()
+
+
 def test_two_installed_distributions_are_an_error(installed: dict[str, str]) -> None:
     installed |= {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
     with pytest.raises(RequirementError, match="both installed, and overwrite each other"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -86,6 +87,18 @@ def test_only_a_single_model_can_be_compiled_into_a_file(tmp_path: Path) -> None
     assert not is_file(tmp_path / "b.onnx", ["a", "b"])
     with pytest.raises(ConfigError, match="several models need a folder"):
         is_file(tmp_path / "a.onnx", ["a", "b"])
+
+
+def test_a_report_in_the_place_of_the_result_is_an_error_before_anything_runs(
+    project: Path, tmp_path: Path
+) -> None:
+    def run(planned: Plan, staging: Path) -> Result:
+        raise AssertionError
+
+    place = tmp_path / "a_ctx.onnx"
+    config = dataclasses.replace(configured(project), report=place)
+    with pytest.raises(OutputError, match="where the result itself is written"):
+        compile_models(config, place, run, overwrite=True)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,28 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(config: Config, tmp_path:
         with pytest.raises(OutputError, match="is a file, and not a folder"):
             export(config, place, never, loader=False, overwrite=True)
     assert (tmp_path / "file").read_bytes() == b"theirs"
+
+
+def test_a_report_in_the_folder_is_an_error_before_anything_is_compiled(
+    config: Config, tmp_path: Path
+) -> None:
+    for report in (tmp_path / "out", tmp_path / "out" / "r.html"):
+        with pytest.raises(OutputError, match="where the result itself is written"):
+            export(
+                dataclasses.replace(config, report=report),
+                tmp_path / "out",
+                never,
+                loader=False,
+                overwrite=True,
+            )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
+def test_a_pipe_in_place_of_the_manifest_holds_nobody_up(config: Config, out: Path) -> None:
+    out.mkdir(parents=True)
+    os.mkfifo(out / "manifest.json")
+    with pytest.raises(OutputError, match="never overwritten"):
+        export(config, out, never, loader=False, overwrite=True)
 
 
 def test_a_failed_build_writes_nothing(config: Config, run: Run, tmp_path: Path) -> None:

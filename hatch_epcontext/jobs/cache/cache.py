@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import is_report, is_sha256, link_or_copy, write_atomically
+from hatch_epcontext.files import Output, is_sha256, link_or_copy, write_atomically
 from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
 from hatch_epcontext.jobs.cache.cache_folder import (
     checked_record,
@@ -211,7 +211,7 @@ class Cache:
             return None
         file = self._root / "reports" / f"{name}.json"
         with contextlib.suppress(OSError):
-            if file.exists() and not is_report(file):
+            if file.exists() and not Output.REPORT.is_at(file):
                 return None
             # Builds without changes have equal reports, and replacing a file can wait for the disk.
             if file.is_file() and file.read_text(encoding="utf-8", errors="replace") == text:

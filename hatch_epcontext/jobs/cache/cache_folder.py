@@ -22,7 +22,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hatch_epcontext.files import is_intact, link_or_copy, sync, temp_dir, write_atomically
+from hatch_epcontext.files import (
+    is_intact,
+    link_or_copy,
+    read_regular,
+    sync,
+    temp_dir,
+    write_atomically,
+)
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache.entry import LAYOUT, entry_name, read_record
 from hatch_epcontext.jobs.cache.envelope import DamagedError, envelope_around, read_envelope
@@ -179,7 +186,7 @@ def _state(path: Path) -> list[int]:
 def _read_states(entry: Path) -> Mapping[str, Any]:
     """The state and the sha256 of each file when its content was checked, by its name; empty if unknown."""
     try:
-        found = json.loads((entry / "checked.json").read_bytes())
+        found = json.loads(read_regular(entry / "checked.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.files import is_report, is_sha256, sweep
+from hatch_epcontext.files import Output, is_sha256, sweep
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache.cache_folder import STAGING, discard, is_intact_entry, stored_record
 from hatch_epcontext.jobs.cache.entry import LAYOUT
@@ -92,7 +92,7 @@ class Store:
             file.unlink(missing_ok=True)
         for file in _inside(self.root / "reports"):
             with contextlib.suppress(FileNotFoundError):
-                if file.suffix == ".json" and is_report(file):
+                if file.suffix == ".json" and Output.REPORT.is_at(file):
                     file.unlink()
         return removed
 

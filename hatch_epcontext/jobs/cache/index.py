@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
-from hatch_epcontext.files import file_sha256, is_sha256, write_atomically
+from hatch_epcontext.files import file_sha256, is_sha256, read_regular, write_atomically
 from hatch_epcontext.jobs.cache.envelope import DamagedError, envelope_around, read_envelope
 from hatch_epcontext.serialize import from_json, to_json
 
@@ -61,6 +61,9 @@ Two squashfs images that were mounted in turn gave two files the same status, an
 Others were not tried.
 """
 
+_IMAGES = ("/dev/loop", "/dev/nbd")
+"""How the names of devices begin that are files, of which another one can take the same place."""
+
 
 @dataclass(frozen=True)
 class Mounts:
@@ -71,8 +74,8 @@ class Mounts:
     def have_true_status(self, path: Path) -> bool:
         """Whether that is known of the file system of the file ``path``; on Linux only.
 
-        What is mounted read-only cannot change, but another image can be mounted in its place, with the same
-        device, inodes and times.
+        What is mounted read-only, or from a file, can give way to another image, with the same device, inodes
+        and times.
         """
         try:
             # That of the file and not of its folder: a file can be mounted by itself.
@@ -95,9 +98,11 @@ def _read_mounts() -> Iterator[tuple[str, bool]]:
     for line in text.splitlines():
         mount, _, file_system = line.partition(" - ")
         number, _, _, _, _, options, *_ = mount.split(" ")
-        type_, _, more = file_system.split(" ", 2)
-        writable = "ro" not in (*options.split(","), *more.split(","))
-        yield number, writable and type_ in _TRUE_STATUS
+        type_, source, more = file_system.split(" ", 2)
+        stays = "ro" not in (*options.split(","), *more.split(",")) and not source.startswith(
+            _IMAGES
+        )
+        yield number, stays and type_ in _TRUE_STATUS
 
 
 @dataclass(frozen=True)
@@ -138,14 +143,14 @@ class Index:
 
     def _look(self, path: Path) -> _Look:
         status = path.stat()
-        key = _digest_of(status)
+        key = _digest_of(path, status)
         # A file that was written at this moment may be written again without another status.
         trusted = not self.read_all and self._mounts.have_true_status(path)
         settled = trusted and _is_settled(status)
         found = self._read_sha256(key) if settled else None
         if found is None:
             found = file_sha256(path)
-            if _digest_of(path.stat()) != key:
+            if _digest_of(path, path.stat()) != key:
                 raise changed_error(path)
             if settled:
                 self._write(_status_name(key), found)
@@ -164,14 +169,15 @@ class Index:
             # Written again in the meantime: what a worker read can be neither the old nor the new contents.
             if moved or status.st_size != first.size:
                 raise changed_error(path)
-            if not read and _digest_of(status) == first.digest:
+            digest = _digest_of(path, status)
+            if not read and digest == first.digest:
                 return
-            if file_sha256(path) != first.sha256 or _digest_of(path.stat()) != _digest_of(status):
+            if file_sha256(path) != first.sha256 or _digest_of(path, path.stat()) != digest:
                 raise changed_error(path)
         except OSError as error:
             raise changed_error(path) from error
         settled = first.trusted and _is_settled(status)
-        self._looks[path] = replace(first, digest=_digest_of(status), settled=settled)
+        self._looks[path] = replace(first, digest=digest, settled=settled)
 
     def facts(self, key: str, type_: type[T]) -> T | None:
         """The facts that were stored under ``key``, a hex sha256."""
@@ -206,7 +212,7 @@ class Index:
         if self.folder is None:
             return None
         try:
-            return read_envelope(self._file(self.folder, name).read_bytes(), name).text
+            return read_envelope(read_regular(self._file(self.folder, name)), name).text
         except (OSError, DamagedError):
             return None
 
@@ -240,8 +246,10 @@ def _status_name(key: str) -> str:
     return f"status/{key}"
 
 
-def _digest_of(status: os.stat_result) -> str:
+def _digest_of(path: Path, status: os.stat_result) -> str:
     parts: Iterable[int] = (
+        # Of disks that took the same place in turn.
+        os.statvfs(path).f_fsid if sys.platform != "win32" else 0,
         status.st_dev,
         status.st_ino,
         status.st_size,

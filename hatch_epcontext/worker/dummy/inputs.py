@@ -160,7 +160,7 @@ def read_npz(path: Path, key: Key) -> dict[str, Array]:
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
+            found = {name: _plain_array(file[name]) for name in file.files}
     except _UNREADABLE as error:
         message = f"{path.name} is not an .npz of plain arrays: {error}."
         if not is_zipfile(path):
@@ -170,6 +170,13 @@ def read_npz(path: Path, key: Key) -> dict[str, Array]:
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint)) from None
     # NumPy's own strings have a fixed length; ONNX Runtime takes Python's.
     return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
+
+
+def _plain_array(found: object) -> Array:
+    """``found``, a part of an archive; raises TypeError if it is another file."""
+    if not isinstance(found, np.ndarray):
+        raise TypeError("it has other files too")
+    return found
 
 
 def read_folder(

@@ -73,7 +73,8 @@ def test_storing_sweeps_what_killed_builds_left(
     with staging(tmp_path / "cache" / "v4") as running:
         killed = running.with_name(".epcontext-abcd1234")
         (killed / "entry").mkdir(parents=True)
-        shutil.copy(running / ".lock", killed)
+        marker = (running / ".lock").read_bytes()
+        (killed / ".lock").write_bytes(marker.replace(running.name.encode(), killed.name.encode()))
         cache.store(KEY, artifact.folder, artifact.record, any_record)
         assert [path.name for path in killed.parent.iterdir()] == [running.name]
 

@@ -145,6 +145,27 @@ def test_images_that_are_mounted_in_turn_are_read(
     assert seen[0] == seen[1]
 
 
+def test_disks_in_files_that_are_mounted_in_turn_are_read(
+    tmp_path: Path, mount: Callable[..., Path]
+) -> None:
+    if shutil.which("mke2fs") is None:
+        pytest.skip("mke2fs is not installed")
+    images = []
+    for content in (b"old", b"new"):
+        source, image = tmp_path / content.decode(), tmp_path / f"{content.decode()}.img"
+        source.mkdir()
+        (source / "a.onnx").write_bytes(content)
+        images.append(image)
+    command = ("mke2fs", "-q", "-t", "ext4", "-U", "00000000-0000-0000-0000-000000000001")
+    for image in images:
+        subprocess.run((*command, "-d", image.with_suffix(""), image, "4M"), check=True)
+    for image in images:
+        file = mount("-o", "loop", image) / "a.onnx"
+        os.utime(file, (LONG_AGO, LONG_AGO))
+        assert not Mounts().have_true_status(file)
+        assert Index(tmp_path / "index").sha256(file) == file_sha256(file)
+
+
 def test_a_status_counts_where_it_changes_with_the_content(
     tmp_path: Path, mount: Callable[..., Path]
 ) -> None:
@@ -234,6 +255,21 @@ def test_facts_are_stored_by_their_key(tmp_path: Path) -> None:
     assert Index(tmp_path / "index").facts(key, Facts) == Facts(("x", "y"))
     (tmp_path / "index" / key).write_text("[]", encoding="utf-8")
     assert index.facts(key, Facts) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
+def test_a_pipe_in_an_index_holds_nobody_up(
+    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch)
+    file = tmp_path / "a.onnx"
+    file.write_bytes(b"model")
+    Index(tmp_path / "index").sha256(file)
+    (document,) = (tmp_path / "index").iterdir()
+    document.unlink()
+    os.mkfifo(document)
+    assert Index(tmp_path / "index").sha256(file) == file_sha256(file)
+    assert read[:2] == ["a.onnx"] * 2
 
 
 def test_an_index_that_cannot_be_written_is_no_error(tmp_path: Path, read: list[str]) -> None:

@@ -169,6 +169,14 @@ def test_an_array_that_promises_more_than_any_memory_is_an_error(tmp_path: Path)
             dummy_inputs([X], spec(tmp_path / name))
 
 
+def test_an_archive_with_other_files_is_an_error(tmp_path: Path) -> None:
+    np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
+    with zipfile.ZipFile(tmp_path / "inputs.npz", "a") as archive:
+        archive.writestr("README", b"text")
+    with pytest.raises(ModelError, match=r"is not an \.npz of plain arrays"):
+        dummy_inputs([X], spec(tmp_path / "inputs.npz"))
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")
 def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
     for name in ("input_0.pb", "inputs.npz"):
