@@ -32,6 +32,7 @@ from hatch_epcontext.errors import (
     Setting,
 )
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Preparation, Result, Times, Validation, ValidationStatus
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -46,7 +47,7 @@ from hatch_epcontext.tools.compile import CompileResult
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.export import export
 from hatch_epcontext.tools.validate import ValidatedContext
-from hatch_epcontext.worker.facts import Agreement, Coverage, CoverageStatus, NodeFacts, TensorFacts
+from hatch_epcontext.worker.facts import Agreement, Coverage, CoverageStatus, NodeFacts
 from hatch_epcontext.worker.requests import ContextFacts, InspectReply
 
 __all__ = [

@@ -328,7 +328,7 @@ class Kind(Enum):
     NOT_COMPILABLE = (
         "EPC218",
         "Model cannot be compiled for the target",
-        "The model has nodes that the EP compiles in no form, such as trees or strings.",
+        "The model has nodes that the EP cannot compile, such as trees or strings.",
         "Keep the part before or after them with `cut`, or compile the model for the `cpu` provider.",
     )
     NOTHING_COMPILED = (

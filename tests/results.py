@@ -8,6 +8,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.files import record_file, record_files
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import (
     Artifact,
     Built,
@@ -21,7 +22,7 @@ from hatch_epcontext.jobs.artifact import (
 )
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.package.modules import modules
-from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts, TensorFacts
+from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts
 
 MODULES = modules("my_app.epcontext")
 

@@ -23,9 +23,10 @@ from hatch_epcontext.api import (
     compile_to_bytes,
     validate_context,
 )
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.session import context_options, open_session
-from hatch_epcontext.worker.tensors import Array, run
+from hatch_epcontext.worker.tensors import run
 from tests.conftest import needs_qnn
 from tests.models import choosing_nothing, network, save, save_with_data
 from tests.worker.actions.test_compile import X_ELITE, target

@@ -11,6 +11,7 @@ import click
 from hatch_epcontext.cli._flag_errors import FlagNames, use_flag_names
 from hatch_epcontext.cli._flags import preview_flags
 from hatch_epcontext.cli._output import add_row, echo, show, table
+from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import Validation
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.package.manifest import (
@@ -27,7 +28,7 @@ from hatch_epcontext.text import show as shown_value
 from hatch_epcontext.tools import inspect as tool
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.preview import Preview, preview
-from hatch_epcontext.worker.facts import NodeFacts, Size, TensorFacts
+from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.requests import InspectReply
 
 

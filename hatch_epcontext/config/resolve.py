@@ -23,7 +23,6 @@ from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
-    Cut,
     Model,
     Quantize,
     Target,
@@ -45,6 +44,7 @@ from hatch_epcontext.config.tables import (
 from hatch_epcontext.config.targets import NamedTarget, named_target
 from hatch_epcontext.errors import Checked, Key, Kind, Problem
 from hatch_epcontext.files import file_sha256
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider, SomeLimits
 from hatch_epcontext.text import show, suggestion
 

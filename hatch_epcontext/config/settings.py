@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
@@ -184,17 +185,6 @@ class ShapeSet:
     name: str
     members: tuple[str, ...]
     targets: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The part of a graph that is kept, by the names of tensors; without names, up to the graph's own end."""
-
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.inputs or self.outputs)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import onnx
 
-from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, Setting, collect
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.text import listing, suggestion
 
 

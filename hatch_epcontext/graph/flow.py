@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.facts import TensorFacts
+from hatch_epcontext.graph.facts import TensorFacts
 
 _SHAPES = frozenset({"Shape", "Size"})
 """Operators whose outputs depend on the shape of their input only."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
-from hatch_epcontext.worker.facts import Size, TensorFacts
+from hatch_epcontext.graph.facts import Size, TensorFacts
 
 CONTEXT_OP = "EPContext"
 
@@ -246,3 +246,20 @@ def _dtype_name(elem_type: int) -> str:
         return str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name)
     except KeyError:
         return "undefined"
+
+
+def inferred(model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
+    """``model`` with the types that onnx infers from its own and from ``types``, which it does not know.
+
+    ``model`` itself if onnx does not understand it.
+    """
+    values = model.graph.value_info
+    count = len(values)
+    values.extend(onnx.ValueInfoProto(name=name, type=type_) for name, type_ in types.items())
+    try:
+        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception:
+        # It raises many things, for models that ONNX Runtime takes, or that are too large.
+        return model
+    finally:
+        del values[count:]

@@ -15,8 +15,8 @@ from onnx import TensorProto
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.files import is_lfs_pointer
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import show_size
-from hatch_epcontext.worker.facts import PROTOBUF_LIMIT
 
 _MOST_NODES = 1_000_000
 """Nodes to which the functions of a model may expand: EPs and simplifiers take them one by one."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
-from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.facts import Coverage, NodeFacts
 

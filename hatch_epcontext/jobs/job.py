@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import Artifact, Built, Source, ValidationRun, ValidationStatus
 from hatch_epcontext.jobs.attempts import with_notes
 from hatch_epcontext.jobs.cache.cache import Cache
@@ -28,7 +29,7 @@ from hatch_epcontext.jobs.validation import (
     validation_of_alone,
     validation_without_run,
 )
-from hatch_epcontext.worker.facts import PROTOBUF_LIMIT, Context
+from hatch_epcontext.worker.facts import Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
 """What an EP can compute rightly in another form of the model."""

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
+from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.jobs.artifact import Preparation
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.plan import Form, Job, model_spec_for
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.facts import SIMPLIFIERS, Precision, Range, Simplifier
+from hatch_epcontext.worker.facts import SIMPLIFIERS, Precision, Simplifier
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import PrepareReply, RewriteReply

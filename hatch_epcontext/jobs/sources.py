@@ -12,6 +12,7 @@ import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
@@ -21,7 +22,7 @@ from hatch_epcontext.jobs.validation import inputs_digest
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import show_size, suggestion
-from hatch_epcontext.worker.facts import PROTOBUF_LIMIT, ModelFacts, TensorFacts
+from hatch_epcontext.worker.facts import ModelFacts
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CheckRequest

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import hatch_epcontext
 from hatch_epcontext.config.settings import CompileSettings, Model
 from hatch_epcontext.files import FileRecord, is_intact, read_regular
+from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
 from hatch_epcontext.package.model_package import (
@@ -30,7 +31,7 @@ from hatch_epcontext.package.model_package import (
 )
 from hatch_epcontext.providers import Plugin, Product, variable_of
 from hatch_epcontext.serialize import from_plain, to_plain
-from hatch_epcontext.worker.facts import Coverage, Size, TensorFacts
+from hatch_epcontext.worker.facts import Coverage
 
 T = TypeVar("T")
 

@@ -23,7 +23,6 @@ from hatch_epcontext.providers.base import (
     Tolerance,
 )
 from hatch_epcontext.providers.libraries import MissingLibrary, missing
-from hatch_epcontext.providers.limits import DYNAMIC_QUANTIZATION, TREES, Limits
 from hatch_epcontext.providers.log import is_standing
 from hatch_epcontext.providers.option import (
     Option,
@@ -36,12 +35,9 @@ from hatch_epcontext.providers.option import (
 
 __all__ = [
     "DISTRIBUTIONS",
-    "DYNAMIC_QUANTIZATION",
     "PROVIDERS",
     "QUANTIZED",
-    "TREES",
     "Device",
-    "Limits",
     "MissingLibrary",
     "MoreCoverage",
     "Option",

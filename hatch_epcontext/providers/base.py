@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from hatch_epcontext.graph.limits import Limits
+
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
 from hatch_epcontext.loader import Device
-from hatch_epcontext.providers.limits import Limits
 from hatch_epcontext.providers.option import Option
 
 Product = Literal["context", "optimized"]
@@ -251,7 +252,7 @@ class Provider:
     """Options that the build or the loader sets, each with the reason or with what to use instead."""
 
     limits: Limits | None = None
-    """What the EP compiles in no form; None where that is not known."""
+    """What the EP cannot compile; None where that is not known."""
 
     lacks: frozenset[str] = frozenset()
     """Operators that the EP does not have, as far as that was tried. It may take a model with them all the

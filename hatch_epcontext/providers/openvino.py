@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
-from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, switch, text
 
 _CONFIG = "load_config = {{ {} }}"

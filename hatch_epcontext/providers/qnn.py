@@ -11,8 +11,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
-from hatch_epcontext.providers.limits import FIXED_SHAPES
 from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
 from hatch_epcontext.text import count, listing
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hatch_epcontext.graph.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.base import ProfileOptions, Provider, Tolerance
-from hatch_epcontext.providers.limits import NUMBERS_ONLY
 from hatch_epcontext.providers.option import Option, number, pointer, switch, text
 
 _PROFILES = ProfileOptions(

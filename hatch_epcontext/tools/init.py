@@ -21,6 +21,7 @@ from hatch_epcontext.config.lines import is_question, try_parse
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.package.wheel import (
     FOLDER,
     check_collisions,
@@ -30,7 +31,6 @@ from hatch_epcontext.package.wheel import (
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.project import HATCHLING, Project
-from hatch_epcontext.worker.facts import TensorFacts
 from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply
 
 _PACKAGE = "hatch-epcontext"

@@ -14,12 +14,12 @@ from hatch_epcontext.errors import (
     Setting,
 )
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cutting import cut_models
 from hatch_epcontext.jobs.plan import model_spec_for, target_spec
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements
-from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
 from hatch_epcontext.tools.inspect import READING
 from hatch_epcontext.worker.requests import (
     AskReply,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.worker.facts import TensorFacts
 from hatch_epcontext.worker.requests import InspectReply, SuggestReply, SuggestRequest
 
 

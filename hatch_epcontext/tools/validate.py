@@ -20,6 +20,7 @@ from hatch_epcontext.errors import (
     Problem,
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cutting import cut_plan
@@ -32,7 +33,7 @@ from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, pairs, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, name_models
 from hatch_epcontext.tools.inspect import inspect_model, verify_model
-from hatch_epcontext.worker.facts import Context, TensorFacts
+from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 
 _ABOUT_THIS_MACHINE = frozenset(

@@ -13,8 +13,9 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.refusals.conditions import advice
-from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, Provider, missing
+from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.facts import TargetSpec
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 

@@ -10,14 +10,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import CompileSettings, Cut, Dequantize, Listed, Quantize
+from hatch_epcontext.config.settings import CompileSettings, Dequantize, Listed, Quantize
 from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.providers import Plugin, Tolerance
-
-Size = int | str | None
-
-PROTOBUF_LIMIT = 2**31 - 1
-"""Bytes that a protobuf file can have, and so an ONNX file without its external data."""
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
 
@@ -28,53 +24,6 @@ ONNX Runtime is the most reliable: of the 1441 of ONNX's own test models that ON
 run, its basic optimizations broke none, and onnxslim 0.1 about a hundred. But it crashes on some
 models with constant conditions, which onnxslim takes.
 """
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """An input or output: ``dtype`` is NumPy's name (``"float32"``), or ONNX's where NumPy has none."""
-
-    name: str
-    dtype: str
-    shape: tuple[Size, ...]
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of ``shape`` fits: an open dimension takes any size."""
-        return len(shape) == len(self.shape) and all(
-            not isinstance(size, int) or size == given
-            for given, size in zip(shape, self.shape, strict=True)
-        )
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether no dimension is open."""
-        return all(isinstance(size, int) for size in self.shape)
-
-    @property
-    def shape_text(self) -> str:
-        """The shape for a message, such as ``"batch x 3 x ?"``."""
-        return " x ".join("?" if size is None else str(size) for size in self.shape)
-
-
-@dataclass(frozen=True)
-class Range:
-    """What values an input takes, from ``low`` to ``high``, both included.
-
-    ``known``: whether the graph says so; otherwise nothing bounds the input, and the range is a guess.
-    ``usual``: the value that the input has in normal use, such as 1 in a mask or the whole length; None if
-    any value is as good. ``whole``: whether the graph uses the values as integers, whatever their dtype.
-    """
-
-    low: float
-    high: float
-    known: bool
-    usual: float | None = None
-    whole: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether these are floats that nothing bounds: values have a normal distribution."""
-        return not (self.known or self.whole) and self.low < 0
 
 
 @dataclass(frozen=True)

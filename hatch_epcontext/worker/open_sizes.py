@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hatch_epcontext.errors import Key, Setting
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.values.kinds import dimension_kind
-from hatch_epcontext.worker.facts import ModelSpec, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
 
 
 def open_dimension_message(tensor: TensorFacts, ep: str) -> str:

@@ -7,21 +7,14 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data, stays_inside
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.facts import (
-    PROTOBUF_LIMIT,
-    Context,
-    Coverage,
-    ModelSpec,
-    NodeFacts,
-    TargetSpec,
-)
+from hatch_epcontext.worker.facts import Context, Coverage, ModelSpec, NodeFacts, TargetSpec
 from hatch_epcontext.worker.session import provider_of
 
 

@@ -16,10 +16,11 @@ import onnx
 
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.flow import Flow
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.facts import Context, NodeFacts, TargetSpec, TensorFacts
+from hatch_epcontext.worker.facts import Context, NodeFacts, TargetSpec
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
 from hatch_epcontext.worker.step import step
 

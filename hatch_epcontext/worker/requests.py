@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Key, Problem
+from hatch_epcontext.graph.facts import Cut, Range, TensorFacts
 from hatch_epcontext.providers import Product, Profile, Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import (
@@ -22,10 +22,8 @@ from hatch_epcontext.worker.facts import (
     ModelSpec,
     NodeFacts,
     Precision,
-    Range,
     Simplifier,
     TargetSpec,
-    TensorFacts,
 )
 
 ReplyT = TypeVar("ReplyT")

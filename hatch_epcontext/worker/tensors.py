@@ -5,40 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-
-Array = NDArray[np.generic]
-Arrays = Mapping[str, Array]
-
-STRING = np.dtype(object)
-"""The dtype of strings."""
-
-
-def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """Return the NumPy dtype of a `TensorFacts` dtype, from ml_dtypes where NumPy has none.
-
-    Raises TypeError when neither has one.
-    """
-    if name == "string":
-        return STRING
-    if hasattr(ml_dtypes, name):
-        name = getattr(ml_dtypes, name)
-    dtype: np.dtype[np.generic] = np.dtype(name)
-    return dtype
-
-
-def is_float(dtype: np.dtype[np.generic]) -> bool:
-    """Whether ``dtype`` is a floating-point type, ml_dtypes' included."""
-    # In ml_dtypes, integers of four bits and fewer have the kind "V" too.
-    return dtype.kind == "f" or (dtype.kind == "V" and "int" not in dtype.name)
+from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 
 
 class TooSlowError(Exception):

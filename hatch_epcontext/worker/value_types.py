@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.worker.session import open_session
+from hatch_epcontext.graph import graph
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, set_model_path
 
 _ELEM_TYPES: Mapping[str, int] = {
     f"tensor({name})": int(onnx.TensorProto.DataType.Value(name.upper()))
@@ -19,13 +21,21 @@ _ELEM_TYPES: Mapping[str, int] = {
 """ONNX's number for each of ONNX Runtime's names of types."""
 
 
-def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with the types that onnx infers; ``model`` itself if it does not understand it."""
-    try:
-        return onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except Exception:
-        # It raises many things, for models that ONNX Runtime takes, or that are too large.
-        return model
+def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]:
+    """The types of the values of ``model``, which is in the file ``path``, as far as they are known.
+
+    onnx infers none behind operators of other domains; there ONNX Runtime does.
+    """
+    main = graph.inferred(model, {}).graph
+    types = {value.name: value.type for value in (*main.value_info, *main.output)}
+    if all(node.domain in ("", "ai.onnx") for node in main.node):
+        return types
+    names = dict.fromkeys(name for node in main.node for name in node.output if name)
+    session_options = cpu_options()
+    session_options.graph_optimization_level = LEVELS["none"]
+    set_model_path(path, session_options)
+    unknown = [name for name in names if name not in types]
+    return types | types_of_runtime(model, unknown, session_options)
 
 
 def types_of_runtime(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.facts import (
@@ -17,9 +18,7 @@ from hatch_epcontext.worker.facts import (
     ModelFacts,
     ModelSpec,
     NodeFacts,
-    Range,
     TargetSpec,
-    TensorFacts,
 )
 from hatch_epcontext.worker.requests import (
     CheckReply,

@@ -8,9 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.worker.actions.cut import handle
 from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import CutReply, CutRequest

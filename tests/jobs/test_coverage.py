@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import BuildError
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.jobs.coverage import check_coverage
 from hatch_epcontext.worker.facts import Coverage, NodeFacts
 from tests.results import configured

@@ -10,6 +10,7 @@ import pytest
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import (
     Artifact,
     Preparation,
@@ -31,7 +32,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.package.model_package import ModelPackage, Variant, write
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import Agreement, Coverage, NodeFacts, TensorFacts
+from hatch_epcontext.worker.facts import Agreement, Coverage, NodeFacts
 from tests.projects import GROUP
 from tests.results import compiled, configured, resulting
 

@@ -8,13 +8,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.worker.tensors import (
-    Array,
-    is_float,
-    numpy_dtype,
-    refuse_not_finite,
-    run,
-)
+from hatch_epcontext.graph.arrays import Array, is_float, numpy_dtype
+from hatch_epcontext.worker.tensors import refuse_not_finite, run
 from tests.models import value
 
 

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.providers import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import onnx
 
-from hatch_epcontext.config.settings import Cut
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.cutting import part_between
+from hatch_epcontext.graph.facts import Cut
 
 _SMALLEST = 0.2
 """The share of all nodes from which a part is worth naming."""

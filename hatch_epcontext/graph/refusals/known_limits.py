@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
 from onnx import TensorProto
 
-from hatch_epcontext.errors import Kind, Problem, Setting
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.limits import TREES, Limits
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
-from hatch_epcontext.providers import PROVIDERS, TREES, Limits, Provider
 from hatch_epcontext.text import count, listing
-from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.requests import ContextTarget
 
 _MOST_NAMES = 3
 """Names or reasons in one message."""
@@ -118,37 +116,15 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     return Findings(flow, tuple(refused), inside or bool(own))
 
 
-def problems(
-    model: onnx.ModelProto, spec: ModelSpec, targets: Iterable[ContextTarget]
-) -> Iterator[Problem]:
-    """Yield a problem for each of ``targets`` that ``model``, with its constants, cannot become whole for.
+def problem(model: onnx.ModelProto, findings: Findings, ep: str, key: Key, target: Key) -> Problem:
+    """The problem that ``ep`` leaves the refused nodes of ``model`` to the CPU, whatever preparation does.
 
-    Only where its coverage stays below the target's ``min_coverage`` whatever preparation does.
+    ``key`` and ``target`` are the places of the model and of the target in the configuration.
     """
-    for target in targets:
-        provider = PROVIDERS[target.provider]
-        if provider.limits is None:
-            continue
-        findings = find(model, provider.limits)
-        if findings.share < target.min_coverage:
-            yield _problem(model, spec, target, provider, findings)
-
-
-def _problem(
-    model: onnx.ModelProto,
-    spec: ModelSpec,
-    target: ContextTarget,
-    provider: Provider,
-    findings: Findings,
-) -> Problem:
     total, refused = len(findings.flow.nodes), len(findings.refused)
-    message = (
-        f"{provider.ep} compiles {refused} of the {total} nodes in no form: "
-        f"{describe(findings.refused)}."
-    )
-    hint, settings = _advice(model, spec, target, findings)
-    problem = Problem.at(spec.key, Kind.NOT_COMPILABLE, message, hint, *settings)
-    return replace(problem, targets=(target.target,))
+    message = f"{ep} cannot compile {refused} of the {total} nodes: {describe(findings.refused)}."
+    hint, settings = _advice(model, key, target, findings)
+    return Problem.at(key, Kind.NOT_COMPILABLE, message, hint, *settings)
 
 
 def _rounded(share: float) -> float:
@@ -183,10 +159,10 @@ def _operators(operators: Counter[str]) -> str:
 
 
 def _advice(
-    model: onnx.ModelProto, spec: ModelSpec, target: ContextTarget, findings: Findings
+    model: onnx.ModelProto, key: Key, target: Key, findings: Findings
 ) -> tuple[str, tuple[Setting, ...]]:
     """What to do about refused nodes: keep the part before or after them, or use another provider."""
-    if frozen := _frozen(model, spec, findings):
+    if frozen := _frozen(key, findings):
         return frozen
     refused = {name for each in findings.refused for name in each.node.output if name}
     rest = [n for n in findings.flow.nodes if not refused.intersection(n.output)]
@@ -207,14 +183,12 @@ def _advice(
     else:
         cut = None
         hint = "Keep only the part before or after them, and compute the rest in the app."
-    lower = Setting(target.key / "min-coverage", _rounded(findings.share))
+    lower = Setting(target / "min-coverage", _rounded(findings.share))
     hint = f"{hint} Or let the CPU compute them, with a lower min-coverage."
-    return hint, (Setting(spec.key / "cut", cut), lower)
+    return hint, (Setting(key / "cut", cut), lower)
 
 
-def _frozen(
-    model: onnx.ModelProto, spec: ModelSpec, findings: Findings
-) -> tuple[str, tuple[Setting, ...]] | None:
+def _frozen(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | None:
     """The inputs to freeze, if they decide whatever is refused."""
     found: dict[str, tuple[Any, ...]] = {}
     for each in findings.refused:
@@ -223,7 +197,7 @@ def _frozen(
             return None
         found |= by.inputs
     whole = Decided(found)
-    return f"Freeze {whole}, which decides it.", whole.settings(spec.key)
+    return f"Freeze {whole}, which decides it.", whole.settings(key)
 
 
 def _reached(findings: Findings, names: set[str], *, backward: bool = False) -> set[str]:

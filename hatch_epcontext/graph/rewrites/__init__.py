@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import onnx
 
-from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.rewrites.base import Rewrite, Types, Values
 from hatch_epcontext.graph.rewrites.basics import SIMPLER
 from hatch_epcontext.graph.rewrites.branches import BRANCHES
 from hatch_epcontext.graph.rewrites.casts import INTEGER_CASTS
@@ -40,12 +41,19 @@ REWRITES: tuple[Rewrite, ...] = (
 
 
 def rewrite(
-    model: onnx.ModelProto, refused: frozenset[str], rewrites: tuple[Rewrite, ...] = REWRITES
+    model: onnx.ModelProto,
+    refused: frozenset[str],
+    types: Types,
+    rewrites: tuple[Rewrite, ...] = REWRITES,
 ) -> tuple[str, ...]:
     """Apply ``rewrites`` to ``model``, in place, where its nodes have ``refused`` operators.
 
-    Returns the names of those that did something.
+    ``types``: those of its values, as far as they are known. Returns the names of those that
+    did something.
     """
-    return tuple(
-        each.name for each in rewrites if each.operators & refused and each.apply(model, refused)
-    )
+    done = []
+    for each in rewrites:
+        wanted = each.operators & refused
+        if any(graph.operator(node) in wanted for node in graph.nodes(model.graph)):
+            done += [each.name] if each.apply(Values(model, types), refused) else []
+    return tuple(done)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import onnx
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.session import LEVELS, cpu_options
-from hatch_epcontext.worker.value_types import inferred, types_of_runtime
 
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 
 _STANDARD = ("", "ai.onnx")
+
+Types = Mapping[str, onnx.TypeProto]
+"""Types of values by their names."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -26,30 +28,32 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Rewrite:
     """A replacement of nodes by others that compute the same; ``name`` says in messages what it does.
 
-    ``operators``: those that it replaces, as `graph.operator` writes them. ``apply(model, refused)``
-    changes the model in place where a node's operator is in ``refused``, and returns how many nodes it
-    has replaced. Nodes that it does not understand stay as they are.
+    ``operators``: those that it replaces, as `graph.operator` writes them. ``apply(values, refused)``
+    changes the model of ``values`` in place where a node's operator is in ``refused``, and returns how many
+    nodes it has replaced. Nodes that it does not understand stay as they are.
     """
 
     name: str
     operators: frozenset[str]
-    apply: Callable[[onnx.ModelProto, frozenset[str]], int]
+    apply: Callable[[Values, frozenset[str]], int]
 
 
 class Values:
     """What is known of the values of ``model``, and names for new ones.
 
-    Raises nothing for a model that shape inference does not understand: less is known of it then.
+    ``types``: those that onnx may not infer, such as those behind operators of other domains. Raises
+    nothing for a model that shape inference does not understand: less is known of it then.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, types: Types = MappingProxyType({})) -> None:
+        self.model, self.types = model, types
         self._main = model.graph
         opsets = (each.version for each in model.opset_import if each.domain in _STANDARD)
         self.opset = max(opsets, default=1)
         self._types: dict[str, onnx.TypeProto | None] = {}
         self._stored: dict[str, onnx.TensorProto | None] = {}
         self._names: set[str] = set()
-        for part in graph.graphs(inferred(model).graph):
+        for part in graph.graphs(graph.inferred(model, types).graph):
             assert isinstance(part, onnx.GraphProto), "functions have no types"
             for value in (*part.input, *part.value_info, *part.output):
                 _once(self._types, value.name, value.type)
@@ -61,27 +65,10 @@ class Values:
             for node in part.node:
                 if node.op_type == "Constant" and (tensor := graph.attribute(node, "value", None)):
                     _once(self._stored, node.output[0], tensor)
+        for name, type_ in types.items():
+            if self._types.get(name) is None:
+                self._types[name] = type_
         self._names.update(self._types, self._stored)
-        if any(node.domain not in _STANDARD for node in model.graph.node):
-            self._types.update(self._types_of_runtime(model))
-            # Behind ONNX Runtime's own operators onnx infers nothing by itself.
-            typed = onnx.ModelProto.FromString(model.SerializeToString())
-            del typed.graph.value_info[:]
-            typed.graph.value_info.extend(
-                onnx.ValueInfoProto(name=name, type=type_)
-                for name, type_ in self._types.items()
-                if type_ is not None
-            )
-            for value in inferred(typed).graph.value_info:
-                self._types[value.name] = value.type
-
-    def _types_of_runtime(self, model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
-        """The types of the values of ``model`` that are not known yet."""
-        names = {name for node in model.graph.node for name in node.output if name}
-        unknown = sorted(name for name in names if self._types.get(name) is None)
-        session_options = cpu_options()
-        session_options.graph_optimization_level = LEVELS["none"]
-        return types_of_runtime(model, unknown, session_options)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a value; None if it is unknown or has an open dimension."""
@@ -162,14 +149,10 @@ def by_node(name: str, operators: Sequence[str], expand: Expand) -> Rewrite:
     """A rewrite that replaces nodes one by one, in the graphs inside of others too."""
     known = frozenset(operators)
 
-    def apply(model: onnx.ModelProto, refused: frozenset[str]) -> int:
-        wanted = known & refused
-        if not any(graph.operator(node) in wanted for node in graph.nodes(model.graph)):
-            return 0
-        values = Values(model)
+    def apply(values: Values, refused: frozenset[str]) -> int:
         return sum(
-            replace(part, expand, values, wanted)
-            for part in graph.graphs(model.graph)
+            replace(part, expand, values, known & refused)
+            for part in graph.graphs(values.model.graph)
             if isinstance(part, onnx.GraphProto)
         )
 

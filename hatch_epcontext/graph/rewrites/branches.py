@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Array, Rewrite, Values, copy, replace
+from hatch_epcontext.graph.rewrites.base import Array, Rewrite, Types, Values, copy, replace
 
 _NAMES = """
 Abs Add And AveragePool BatchNormalization Ceil Celu Clip Concat Constant Conv ConvTranspose Cos Elu Equal
@@ -37,12 +36,8 @@ _MOST_CONDITIONS = 3
 """The number of conditions of which all combinations are tried."""
 
 
-def _apply(model: onnx.ModelProto, refused: frozenset[str]) -> int:
-    if not any(node.op_type == "If" for node in model.graph.node) or "If" not in refused:
-        return 0
-    values = Values(model)
-    wanted = frozenset({"If"})
-    return replace(model.graph, _both_branches, values, wanted)
+def _apply(values: Values, refused: frozenset[str]) -> int:
+    return replace(values.model.graph, _both_branches, values, frozenset({"If"}))
 
 
 BRANCHES = Rewrite("If as both branches and Where", frozenset({"If"}), _apply)
@@ -123,11 +118,14 @@ def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def with_inputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """A copy of ``model`` in which the conditions ``names`` are inputs, instead of being computed."""
+def with_inputs(model: onnx.ModelProto, names: Iterable[str], types: Types) -> onnx.ModelProto:
+    """A copy of ``model`` in which the conditions ``names`` are inputs, instead of being computed.
+
+    ``types``: those that `Values` gets.
+    """
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    values = Values(result)
+    values = Values(result, types)
     given = {value.name for value in result.graph.input}
     for name in names:
         if name in given:
@@ -145,10 +143,9 @@ def with_inputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto
 
 
 def assignments(
-    session: ort.InferenceSession, conditions: tuple[str, ...]
+    conditions: tuple[str, ...], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[dict[str, Array]]:
     """Values for ``conditions``: all combinations of a few; of many, all the same or one different."""
-    shapes = {each.name: each.shape for each in session.get_inputs()}
     combinations: Iterable[tuple[bool, ...]] = itertools.product(
         (True, False), repeat=len(conditions)
     )

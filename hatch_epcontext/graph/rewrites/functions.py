@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx.inliner
 
-from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.rewrites.base import Rewrite, Values
 
 _NAMES = """
 AffineGrid Attention Celu CenterCropPad GroupNormalization HardSwish LogSoftmax
@@ -19,7 +19,8 @@ def _count(model: onnx.ModelProto, wanted: frozenset[str]) -> int:
     return sum(not node.domain and node.op_type in wanted for node in model.graph.node)
 
 
-def _apply(model: onnx.ModelProto, refused: frozenset[str]) -> int:
+def _apply(values: Values, refused: frozenset[str]) -> int:
+    model = values.model
     wanted = _OPERATORS & refused
     if not (before := _count(model, wanted)):
         return 0

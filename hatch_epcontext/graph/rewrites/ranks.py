@@ -137,14 +137,13 @@ def _remove_unused(part: onnx.GraphProto) -> None:
             part.node.remove(node)
 
 
-def _apply(model: onnx.ModelProto, refused: frozenset[str]) -> int:
-    if not refused & _OPERATORS:
-        return 0
-    replaced = replace(model.graph, _transposed, Values(model), frozenset({"Transpose"}))
+def _apply(values: Values, refused: frozenset[str]) -> int:
+    main = values.model.graph
+    replaced = replace(main, _transposed, values, frozenset({"Transpose"}))
     # What these reshape has shapes now too.
-    joined = _join_reshapes(model.graph, Values(model))
+    joined = _join_reshapes(main, Values(values.model, values.types))
     if replaced + joined:
-        _remove_unused(model.graph)
+        _remove_unused(main)
     return replaced + joined
 
 

@@ -29,11 +29,8 @@ Known = dict[str, list[str]]
 """The tensors of each sequence, by its name."""
 
 
-def _apply(model: onnx.ModelProto, refused: frozenset[str]) -> int:
-    if not any(graph.operator(node) in _OPERATORS & refused for node in graph.nodes(model.graph)):
-        return 0
-    values = Values(model)
-    parts = [each for each in graph.graphs(model.graph) if isinstance(each, onnx.GraphProto)]
+def _apply(values: Values, refused: frozenset[str]) -> int:
+    parts = [each for each in graph.graphs(values.model.graph) if isinstance(each, onnx.GraphProto)]
     return sum(_replace(part, values) for part in parts)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx
 
 from hatch_epcontext.graph import graph
@@ -10,24 +12,29 @@ from hatch_epcontext.graph.unrolling.loops import unroll_loop, unroll_scan
 from hatch_epcontext.graph.unrolling.recurrent import RECURRENT, unroll_recurrent
 from hatch_epcontext.graph.unrolling.scope import Scope
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.value_types import inferred
 
 UNROLLED = RECURRENT | {"Loop", "Scan"}
 """The operators that can be unrolled."""
 
 
-def unroll(model: onnx.ModelProto, refused: frozenset[str], limit: int) -> tuple[str, ...]:
+def unroll(
+    model: onnx.ModelProto,
+    refused: frozenset[str],
+    limit: int,
+    types: Mapping[str, onnx.TypeProto],
+) -> tuple[str, ...]:
     """Unroll the nodes of ``model`` whose operators are in ``refused``, in place, nested ones too.
 
     Only a node whose number of repetitions is constant, and whose shapes are known as far as they are
-    needed, can be unrolled. Returns what was done, such as ``"Loop unrolled 16 times"``. The result has
-    constants to compute, as the basic optimization of ONNX Runtime does; after it there can be more to
-    unroll. Raises TooManyNodesError, and nothing changes, if the graph would get more than ``limit`` nodes.
+    needed, can be unrolled. ``types``: those of its values, as far as they are known. Returns what
+    was done, such as ``"Loop unrolled 16 times"``. The result has constants to compute, as the basic
+    optimization of ONNX Runtime does; after it there can be more to unroll. Raises TooManyNodesError, and
+    nothing changes, if the graph would get more than ``limit`` nodes.
     """
     wanted = refused & UNROLLED
     if not any(_is_wanted(node, wanted) for node in graph.nodes(model.graph)):
         return ()
-    known = inferred(model)
+    known = graph.inferred(model, types)
     unrolling = _Unrolling(model, wanted)
     builder = Builder(Names.of(model), _opset(model), limit)
     nodes = unrolling.expand(known.graph, Scope(), builder)

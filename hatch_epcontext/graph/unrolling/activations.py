@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.unrolling.builder import Builder
-from hatch_epcontext.worker.tensors import Array
 
 _PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softplus")}
 

@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.tensors import Array
+from hatch_epcontext.graph.arrays import Array
 
 _CONCAT_AT_A_TIME = 128
 """How many values one Concat joins: EPs have limits, QNN's simulator refuses many more."""

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.tensors import Array
+from hatch_epcontext.graph.arrays import Array
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.forms import Bounds
-from hatch_epcontext.worker.facts import Range, TensorFacts
+
+DEVIATIONS = 8.0
+"""Standard deviations up to which floats that nothing bounds go."""
 
 _MASK = re.compile(r"mask", re.IGNORECASE)
 _LENGTH = re.compile(

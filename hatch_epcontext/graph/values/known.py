@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.facts import TensorFacts
-from hatch_epcontext.worker.tensors import Array
+from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.facts import TensorFacts
 
 Sizes = tuple[int | None, ...]
 """A shape; an open dimension is None."""

@@ -14,8 +14,11 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import is_float, numpy_dtype
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.forms import Bounds, Form, Forms, follow
 from hatch_epcontext.graph.values.kinds import (
+    DEVIATIONS,
     image_range,
     is_length_name,
     is_mask_name,
@@ -24,9 +27,6 @@ from hatch_epcontext.graph.values.kinds import (
 )
 from hatch_epcontext.graph.values.known import Known
 from hatch_epcontext.graph.values.limits import Limit, limits
-from hatch_epcontext.worker.dummy.synthetic import DEVIATIONS
-from hatch_epcontext.worker.facts import Range, TensorFacts
-from hatch_epcontext.worker.tensors import is_float, numpy_dtype
 
 _MOST_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""

@@ -13,11 +13,12 @@ from pathlib import PurePosixPath
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.files import is_portable, is_sha256
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Record, Source, ValidationRun
 from hatch_epcontext.jobs.cache.envelope import DamagedError
 from hatch_epcontext.serialize import from_json
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.facts import Context, Coverage, TensorFacts
+from hatch_epcontext.worker.facts import Context, Coverage
 
 LAYOUT = "v4"
 """The folder of this format, below the root of a cache and of a shared one."""

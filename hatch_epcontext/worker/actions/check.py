@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import external, graph, reading
-from hatch_epcontext.graph.fix import feeds_for, fix_constants, fix_shapes, unknown_name
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals import known_limits as refusals
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.facts import ModelFacts, ModelSpec, TensorFacts
+from hatch_epcontext.worker.facts import ModelFacts, ModelSpec
+from hatch_epcontext.worker.fix import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.open_sizes import (
     how_to_fix,
     open_dimension_message,
     place_of_sizes,
     sizes_to_fix,
 )
-from hatch_epcontext.worker.requests import CheckReply, CheckRequest, ModelProfiles
+from hatch_epcontext.worker.requests import CheckReply, CheckRequest, ContextTarget, ModelProfiles
 from hatch_epcontext.worker.step import step
 
 
@@ -61,7 +64,7 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
         if given.model == spec.name:
             problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
     targets = [each for each in request.contexts if each.model == spec.name]
-    refused = list(refusals.problems(model, spec, targets))
+    refused = list(not_compilable(model, spec, targets))
     # Other outputs do not help where nothing is worth compiling; otherwise what makes them is refused too.
     hopeless = [each for each in refused if not each.settings]
     problems += hopeless or outputs_problems or refused
@@ -79,6 +82,23 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
         if value.name == facts.name and facts.name in spec.constants
     )
     return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(model))
+
+
+def not_compilable(
+    model: onnx.ModelProto, spec: ModelSpec, targets: Iterable[ContextTarget]
+) -> Iterator[Problem]:
+    """Yield a problem for each of ``targets`` that ``model``, with its constants, cannot become whole for.
+
+    Only where its coverage stays below the target's ``min_coverage`` whatever preparation does.
+    """
+    for target in targets:
+        provider = PROVIDERS[target.provider]
+        if provider.limits is None:
+            continue
+        findings = refusals.find(model, provider.limits)
+        if findings.share < target.min_coverage:
+            problem = refusals.problem(model, findings, provider.ep, spec.key, target.key)
+            yield replace(problem, targets=(target.target,))
 
 
 def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:

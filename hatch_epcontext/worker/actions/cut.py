@@ -11,8 +11,9 @@ import onnx
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.cutting import Part, extract, part_between
-from hatch_epcontext.graph.fix import fix_inputs
-from hatch_epcontext.worker.facts import PROTOBUF_LIMIT, ModelSpec, TensorFacts
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.fix import fix_inputs
 from hatch_epcontext.worker.requests import CutForm, CutReply, CutRequest
 from hatch_epcontext.worker.session import cpu_options, set_model_path
 from hatch_epcontext.worker.step import step

@@ -11,8 +11,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
-from hatch_epcontext.graph.fix import fix_inputs, ranges_for
-from hatch_epcontext.graph.precision.change import explained, write_dequantized
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
@@ -21,8 +20,10 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
-from hatch_epcontext.worker.facts import PROTOBUF_LIMIT, ModelSpec, Simplifier
+from hatch_epcontext.worker.facts import ModelSpec, Simplifier
+from hatch_epcontext.worker.fix import fix_inputs, ranges_for
 from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.quantization.change import explained, write_dequantized
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step

@@ -9,13 +9,14 @@ import onnx
 
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph, reading
-from hatch_epcontext.graph.fix import fix_inputs
 from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, Limits
 from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.refusals.conditions import advice
-from hatch_epcontext.providers import DYNAMIC_QUANTIZATION, PROVIDERS, Limits
-from hatch_epcontext.worker.actions.check import check_fixed
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.worker.actions.check import check_fixed, not_compilable
 from hatch_epcontext.worker.facts import NodeFacts
+from hatch_epcontext.worker.fix import fix_inputs
 from hatch_epcontext.worker.requests import PreviewReply, PreviewRequest
 
 
@@ -57,7 +58,7 @@ def handle(request: PreviewRequest) -> PreviewReply:
     fixed_for = provider.ep if provider.static_shapes else None
     problems = [
         *check_fixed(inputs, spec, fixed_for),
-        *refusals.problems(model, spec, [request.target]),
+        *not_compilable(model, spec, [request.target]),
         *(_likely(findings.flow, model, request) if provider.product == "context" else ()),
     ]
     return PreviewReply(

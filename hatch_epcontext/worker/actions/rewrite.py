@@ -14,7 +14,7 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
-from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.rewrites.base import Rewrite, Types
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
@@ -28,6 +28,7 @@ from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.value_types import value_types
 
 
 def handle(request: RewriteRequest) -> RewriteReply:
@@ -72,11 +73,15 @@ def dropped(name: str, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared."""
+    """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared.
+
+    ``types``: those of the values of the prepared model.
+    """
 
     request: RewriteRequest
     refused: frozenset[str]
     expected: Reference | None
+    types: Types
 
     @staticmethod
     def begin(request: RewriteRequest) -> Work:
@@ -91,7 +96,8 @@ class Work:
                 if request.reference is None
                 else read_reference(request.reference)
             )
-        return Work(request, frozenset(refused), expected)
+        types = value_types(model, Path(request.prepared))
+        return Work(request, frozenset(refused), expected, types)
 
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.prepared, load_external_data=False)
@@ -100,7 +106,7 @@ class Work:
         """The rewrites that do something."""
         # Only a comparison shows that both branches give what they should.
         all_ = REWRITES if self.request.compare else tuple(r for r in REWRITES if r is not BRANCHES)
-        names = rewrite(self.read(), self.refused, all_)
+        names = rewrite(self.read(), self.refused, self.types, all_)
         return tuple(each for each in all_ if each.name in names)
 
     def write(self, rewrites: tuple[Rewrite, ...]) -> RewriteReply:
@@ -108,7 +114,7 @@ class Work:
         request = self.request
         folder = Path(tempfile.mkdtemp(prefix="rewritten-", dir=request.folder))
         model = self.read()
-        names = rewrite(model, self.refused, rewrites)
+        names = rewrite(model, self.refused, self.types, rewrites)
         result, session = self.write_model(model, Path(request.prepared).parent, folder)
         self.compare(session)
         if self.expected is not None and (conditions := removed(self.read(), model)):
@@ -149,12 +155,15 @@ class Work:
         spec, source = self.request.model, Path(self.request.prepared).parent
         before, after = (
             open_session(
-                self._save(with_inputs(each, conditions), folder / f"{name}.onnx", source),
+                self._save(
+                    with_inputs(each, conditions, self.types), folder / f"{name}.onnx", source
+                ),
                 cpu_options(),
             )
             for name, each in (("branches-before", self.read()), ("branches-after", model))
         )
-        for fed in assignments(before, conditions):
+        shapes = {each.name: each.shape for each in before.get_inputs()}
+        for fed in assignments(conditions, shapes):
             for each in expected.runs:
                 feeds = {**each.feeds[0], **fed}
                 wanted = run_model(before, feeds, spec, "a branch of the model on the CPU")

@@ -15,13 +15,14 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph, reading
+from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.graph.values.forms import Form, Forms, follow
 from hatch_epcontext.graph.values.kinds import DimensionKind, dimension_kind, is_length_name
 from hatch_epcontext.graph.values.known import Known
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
-from hatch_epcontext.worker.facts import ModelSpec, Size, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import (
     OpenSize,
     SuggestedConstant,

@@ -31,7 +31,7 @@ def handle(request: UnrollRequest) -> RewriteReply:
         # The length of a loop can follow from what another one makes: it is constant only then.
         for _ in range(_MOST_ROUNDS if request.rewrite.simplify else 1):
             model = onnx.load(path, load_external_data=False)
-            if not (names := unroll(model, work.refused, request.limit)):
+            if not (names := unroll(model, work.refused, request.limit, work.types)):
                 break
             done += names
             folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.rewrite.folder))

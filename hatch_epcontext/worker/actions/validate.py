@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import reading
-from hatch_epcontext.graph.fix import feeds_for, fix_inputs
+from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
@@ -20,6 +20,7 @@ from hatch_epcontext.worker.comparison.runs import (
     run_model,
 )
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
+from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
 from hatch_epcontext.worker.session import (
@@ -30,7 +31,7 @@ from hatch_epcontext.worker.session import (
     set_model_path,
 )
 from hatch_epcontext.worker.step import step
-from hatch_epcontext.worker.tensors import Arrays, refuse_not_finite
+from hatch_epcontext.worker.tensors import refuse_not_finite
 
 
 def handle(request: ValidateRequest) -> ValidateReply:

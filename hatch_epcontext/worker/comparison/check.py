@@ -10,13 +10,14 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.facts import Agreement, AgreementStatus, ModelSpec, worst_agreements
 from hatch_epcontext.worker.step import step
-from hatch_epcontext.worker.tensors import Arrays, refuse_not_finite
+from hatch_epcontext.worker.tensors import refuse_not_finite
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 """A simplifier may change the order of additions, and nothing else."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import onnx
 
-from hatch_epcontext.worker.tensors import Arrays
+from hatch_epcontext.graph.arrays import Arrays
 
 _NEVER_LARGER = frozenset(
     {

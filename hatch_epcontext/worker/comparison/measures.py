@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.graph.arrays import STRING, Array
 from hatch_epcontext.providers import OutputLimits
 from hatch_epcontext.worker.facts import Agreement, Slice
-from hatch_epcontext.worker.tensors import STRING, Array
 
 Nature = Literal["any", "unit", "shares", "indices"]
 """What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1

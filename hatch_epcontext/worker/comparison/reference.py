@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.fix import ranges_for
+from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.worker.comparison import magnitudes
 from hatch_epcontext.worker.comparison.outputs import (
     ancestors,
@@ -29,9 +29,9 @@ from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import Sample
 from hatch_epcontext.worker.facts import Magnitude, ModelSpec
+from hatch_epcontext.worker.fix import ranges_for
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.step import step
-from hatch_epcontext.worker.tensors import Array, Arrays, is_float
 
 _STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""

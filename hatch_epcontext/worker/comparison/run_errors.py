@@ -11,11 +11,12 @@ import onnx
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.sizes import only_sizes_matter
 from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.facts import ModelSpec, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.open_sizes import place_of_sizes, sizes_to_fix
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")

@@ -12,11 +12,12 @@ import numpy as np
 import onnxruntime as ort
 
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
+from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Nature
 from hatch_epcontext.worker.facts import Magnitude, ModelSpec
 from hatch_epcontext.worker.step import step
-from hatch_epcontext.worker.tensors import Array, Arrays, TooSlowError, run
+from hatch_epcontext.worker.tensors import TooSlowError, run
 
 
 @dataclass(frozen=True)

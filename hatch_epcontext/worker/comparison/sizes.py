@@ -8,7 +8,7 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.flow import Flow
-from hatch_epcontext.providers.limits import FIXED_SHAPES
+from hatch_epcontext.graph.limits import FIXED_SHAPES
 
 _OF_EQUAL_SIZES = (
     "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Equal", "Greater",

@@ -8,8 +8,8 @@ import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.text import suggestion
-from hatch_epcontext.worker.facts import TensorFacts
 
 _SAME_VALUES = frozenset(
     {

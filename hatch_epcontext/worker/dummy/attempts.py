@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hatch_epcontext.errors import ModelError
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.kinds import is_length_name
 from hatch_epcontext.worker.dummy.samples import Sample, samples
-from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
 
 T = TypeVar("T")
 

@@ -15,9 +15,10 @@ import onnx
 from hatch_epcontext.config.settings import SYNTHETIC
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.files import unreadable
+from hatch_epcontext.graph.arrays import Array, numpy_dtype
+from hatch_epcontext.graph.facts import Range, Size, TensorFacts
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range, values
-from hatch_epcontext.worker.facts import ModelSpec, Range, Size, TensorFacts
-from hatch_epcontext.worker.tensors import Array, numpy_dtype
+from hatch_epcontext.worker.facts import ModelSpec
 
 _SEED = 20240229
 

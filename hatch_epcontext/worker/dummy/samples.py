@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range
-from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
-from hatch_epcontext.worker.tensors import Array, Arrays
+from hatch_epcontext.worker.facts import ModelSpec
 
 _MOST_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""

@@ -7,14 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from hatch_epcontext.worker.facts import Range, TensorFacts
-from hatch_epcontext.worker.tensors import Array, is_float, numpy_dtype
+from hatch_epcontext.graph.arrays import Array, is_float, numpy_dtype
+from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.values.kinds import DEVIATIONS
 
 SampleName = Literal["random", "zeros", "ones", "largest", "smallest", "scaled"]
 """The kinds of synthetic values."""
-
-DEVIATIONS = 8.0
-"""Standard deviations up to which floats that nothing bounds go."""
 
 _WORDS = ("alpha", "beta")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.graph.arrays import Array, numpy_dtype
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.worker.dummy.inputs import read_folder, read_npz
-from hatch_epcontext.worker.facts import TensorFacts
-from hatch_epcontext.worker.tensors import Array, numpy_dtype
 
 Sample = dict[str, Array]
 

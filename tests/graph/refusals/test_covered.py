@@ -4,7 +4,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from hatch_epcontext.config.settings import Cut
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.refusals.covered import largest_covered
 from tests.models import interrupted, model, value, weights
 

@@ -12,10 +12,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, Problem
-from hatch_epcontext.graph.fix import fix_constants
-from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.refusals.conditions import advice
+from hatch_epcontext.worker.actions.check import not_compilable
 from hatch_epcontext.worker.facts import ModelSpec
+from hatch_epcontext.worker.fix import fix_constants
 from hatch_epcontext.worker.requests import ContextTarget
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
@@ -42,7 +42,7 @@ def problems(
     given: onnx.ModelProto, provider: str = "qnn", min_coverage: float = 1.0
 ) -> list[Problem]:
     target = ContextTarget("m", "npu", provider, Key() / "targets" / "npu", min_coverage)
-    return list(refusals.problems(given, SPEC, [target]))
+    return list(not_compilable(given, SPEC, [target]))
 
 
 MATMUL = node("MatMul", "x w", "y")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from onnx import helper, numpy_helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites import rewrite
 from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.worker.value_types import value_types
 from tests.models import Shape, value
 
 Given = Mapping[str, tuple[int, Shape]]
@@ -81,7 +83,7 @@ def rewritten(
     """``model`` after the rewrite ``each``, which has done something, and has changed no results."""
     after = onnx.ModelProto.FromString(model.SerializeToString())
     wanted = frozenset(operators(model) if refused is None else refused)
-    assert rewrite(after, wanted, (each,)) == (each.name,)
+    assert rewrite(after, wanted, value_types(model, Path("unsaved.onnx")), (each,)) == (each.name,)
     onnx.checker.check_model(after)
     check_equal(model, after)
     return after
@@ -91,4 +93,7 @@ def untouched(model: onnx.ModelProto, each: Rewrite, refused: Sequence[str] | No
     """Whether the rewrite ``each`` leaves ``model`` as it is."""
     after = onnx.ModelProto.FromString(model.SerializeToString())
     wanted = frozenset(operators(model) if refused is None else refused)
-    return rewrite(after, wanted, (each,)) == () and after == model
+    return (
+        rewrite(after, wanted, value_types(model, Path("unsaved.onnx")), (each,)) == ()
+        and after == model
+    )

@@ -105,6 +105,6 @@ def test_a_condition_is_made_an_input() -> None:
     assert removed(model, model) == ()
     x: Any = {"x": np.ones((2, 3), np.float32), "i": np.ones((2, 3), np.int64)}
     for each in model, after:
-        session = ort.InferenceSession(with_inputs(each, ["c"]).SerializeToString())
+        session = ort.InferenceSession(with_inputs(each, ["c"], {}).SerializeToString())
         assert session.run(None, {**x, "c": np.array(True)})[0].max() == 2
         assert session.run(None, {**x, "c": np.array(False)})[0].max() == -1

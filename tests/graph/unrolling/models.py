@@ -12,9 +12,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.graph.unrolling.builder import TooManyNodesError
-from hatch_epcontext.worker.tensors import Array
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STEPS, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5
@@ -115,7 +115,7 @@ def unrolled(model: onnx.ModelProto, limit: int = 5000) -> tuple[onnx.ModelProto
     """A checked copy of ``model`` in which everything is unrolled that can be, and what was."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    done = unroll(result, UNROLLED, limit)
+    done = unroll(result, UNROLLED, limit, {})
     onnx.checker.check_model(result, full_check=True)
     return result, done
 
@@ -177,5 +177,5 @@ def assert_too_large(model: onnx.ModelProto, limit: int) -> None:
     result = onnx.ModelProto()
     result.CopyFrom(model)
     with pytest.raises(TooManyNodesError):
-        unroll(result, UNROLLED, limit)
+        unroll(result, UNROLLED, limit, {})
     assert result == model

@@ -167,7 +167,7 @@ def test_a_layer_of_unknown_length_stays() -> None:
 
 def test_only_what_is_refused_is_unrolled() -> None:
     model = recurrent("LSTM")
-    assert unroll(model, frozenset({"GRU", "Loop"}), 5000) == ()
+    assert unroll(model, frozenset({"GRU", "Loop"}), 5000, {}) == ()
     assert [node.op_type for node in model.graph.node] == ["LSTM"]
 
 

@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.ranges import input_ranges
-from hatch_epcontext.worker.facts import Range, TensorFacts
 from tests.models import value, weights
 
 I64, F32, BOOL = TensorProto.INT64, TensorProto.FLOAT, TensorProto.BOOL

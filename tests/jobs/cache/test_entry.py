@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import (
     Artifact,
     Record,
@@ -18,7 +19,7 @@ from hatch_epcontext.jobs.artifact import (
 from hatch_epcontext.jobs.cache.entry import Check, check_for, read_record, read_validation
 from hatch_epcontext.jobs.cache.envelope import DamagedError
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.worker.facts import Agreement, Coverage, ModelFacts, TensorFacts
+from hatch_epcontext.worker.facts import Agreement, Coverage, ModelFacts
 from tests.config.examples import read as load
 from tests.conftest import make_record
 

@@ -37,7 +37,7 @@ def rewritten(
     spec = ModelSpec("a", str(source), Key(("models", 0)))
     folders = [tmp_path / name for name in ("prepared", "rewritten")]
     for folder in folders:
-        folder.mkdir()
+        folder.mkdir(parents=True)
     reply = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), compare))
     return rewrite.handle(
         RewriteRequest(spec, reply.path, refused, str(folders[1]), True, compare, reply.reference)
@@ -84,6 +84,38 @@ def test_external_data_stays_outside(tmp_path: Path) -> None:
     reply = rewritten(source, tmp_path, ("Clip",))
     assert reply.path is not None
     assert [file.suffix for file in Path(reply.path).parent.iterdir() if file.suffix == ".data"]
+
+
+def test_external_data_hides_no_types(tmp_path: Path) -> None:
+    # As language models have them: each takes the sum that the one before it gives.
+    nodes = []
+    values = ["x", "x"]
+    for index in range(4):
+        outputs = [f"y{index}", "", "", f"sum{index}"]
+        nodes.append(
+            helper.make_node(
+                "SkipSimplifiedLayerNormalization",
+                [*values, "scale"],
+                outputs,
+                domain="com.microsoft",
+            )
+        )
+        nodes.append(helper.make_node("MatMul", [outputs[0], "w"], [f"m{index}"]))
+        values = [f"m{index}", outputs[3]]
+    shape = [1, 2, 32]
+    model = made(
+        nodes,
+        {"x": (TensorProto.FLOAT, shape)},
+        {values[0]: (TensorProto.FLOAT, shape), values[1]: (TensorProto.FLOAT, shape)},
+        {"scale": np.ones(32, np.float32), "w": np.eye(32, dtype=np.float32)},
+    )
+    inside = rewritten(save(model, tmp_path / "inside" / "a.onnx"), tmp_path / "1", None)
+    outside = rewritten(
+        save_with_data(model, tmp_path / "outside" / "a.onnx"), tmp_path / "2", None
+    )
+    assert inside.nodes == outside.nodes
+    assert outside.path is not None
+    assert "SkipSimplifiedLayerNormalization" not in str(operators(onnx.load(outside.path)))
 
 
 def test_nothing_to_rewrite(tmp_path: Path) -> None:

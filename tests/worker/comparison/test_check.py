@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from hatch_epcontext.errors import BuildError
+from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import OutputLimits, Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs
 from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.tensors import Arrays
 from tests.worker.actions.test_compile import MODEL
 
 SPEC = ModelSpec("a", "a.onnx", MODEL)

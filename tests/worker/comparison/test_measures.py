@@ -5,9 +5,9 @@ import pytest
 from numpy.typing import ArrayLike
 
 from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import OutputLimits
 from hatch_epcontext.worker.comparison.measures import Comparison, Nature, compare
-from hatch_epcontext.worker.tensors import Array
 
 HALF = OutputLimits(20, 0.99, unit=0.1)
 RNG = np.random.default_rng(1)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.samples import Sample
-from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
 
 SPEC = ModelSpec("a", "a.onnx", Key(("models", 0)))
 X = TensorFacts("x", "float32", (1, 7, 12))

@@ -13,8 +13,9 @@ import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
-from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
 
 
 def spec(inputs: object) -> ModelSpec:

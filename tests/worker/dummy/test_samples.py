@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.samples import samples
-from hatch_epcontext.worker.facts import ModelSpec, Range, TensorFacts
+from hatch_epcontext.worker.facts import ModelSpec
 
 X = TensorFacts("x", "float32", (2, 50))
 I = TensorFacts("i", "int64", (300,))  # noqa: E741

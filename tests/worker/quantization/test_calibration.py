@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from hatch_epcontext.errors import Key, ModelError
-from hatch_epcontext.worker.facts import TensorFacts
+from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.worker.quantization.calibration import samples
 
 KEY = Key(("models", 0)) / "quantize" / "inputs"

@@ -8,11 +8,12 @@ import onnx
 
 from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, collect
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import suggestion
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
-from hatch_epcontext.worker.facts import ModelSpec, Range
-from hatch_epcontext.worker.tensors import Array
+from hatch_epcontext.worker.facts import ModelSpec
 
 
 def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:

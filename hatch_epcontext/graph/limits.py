@@ -1,4 +1,4 @@
-"""What EPs compile in no form, for graphs that are known before anything is compiled."""
+"""What EPs cannot compile, for graphs that are known before anything is compiled."""
 
 from __future__ import annotations
 

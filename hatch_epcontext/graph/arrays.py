@@ -1,0 +1,34 @@
+"""Arrays of every ONNX dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.generic]
+Arrays = Mapping[str, Array]
+
+STRING = np.dtype(object)
+"""The dtype of strings."""
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """Return the NumPy dtype of a `TensorFacts` dtype, from ml_dtypes where NumPy has none.
+
+    Raises TypeError when neither has one.
+    """
+    if name == "string":
+        return STRING
+    if hasattr(ml_dtypes, name):
+        name = getattr(ml_dtypes, name)
+    dtype: np.dtype[np.generic] = np.dtype(name)
+    return dtype
+
+
+def is_float(dtype: np.dtype[np.generic]) -> bool:
+    """Whether ``dtype`` is a floating-point type, ml_dtypes' included."""
+    # In ml_dtypes, integers of four bits and fewer have the kind "V" too.
+    return dtype.kind == "f" or (dtype.kind == "V" and "int" not in dtype.name)

@@ -1,0 +1,71 @@
+"""Facts of graphs as data: others use them without onnx.
+
+Shapes are lists of sizes; an open dimension is its name, or None if it has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Size = int | str | None
+
+PROTOBUF_LIMIT = 2**31 - 1
+"""Bytes that a protobuf file can have, and so an ONNX file without its external data."""
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """An input or output: ``dtype`` is NumPy's name (``"float32"``), or ONNX's where NumPy has none."""
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of ``shape`` fits: an open dimension takes any size."""
+        return len(shape) == len(self.shape) and all(
+            not isinstance(size, int) or size == given
+            for given, size in zip(shape, self.shape, strict=True)
+        )
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no dimension is open."""
+        return all(isinstance(size, int) for size in self.shape)
+
+    @property
+    def shape_text(self) -> str:
+        """The shape for a message, such as ``"batch x 3 x ?"``."""
+        return " x ".join("?" if size is None else str(size) for size in self.shape)
+
+
+@dataclass(frozen=True)
+class Range:
+    """What values an input takes, from ``low`` to ``high``, both included.
+
+    ``known``: whether the graph says so; otherwise nothing bounds the input, and the range is a guess.
+    ``usual``: the value that the input has in normal use, such as 1 in a mask or the whole length; None if
+    any value is as good. ``whole``: whether the graph uses the values as integers, whatever their dtype.
+    """
+
+    low: float
+    high: float
+    known: bool
+    usual: float | None = None
+    whole: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether these are floats that nothing bounds: values have a normal distribution."""
+        return not (self.known or self.whole) and self.low < 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a graph that is kept, by the names of tensors; without names, up to the graph's own end."""
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.outputs)
