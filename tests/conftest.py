@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Preparation, Record, Times
+from hatch_epcontext.jobs.artifact import Artifact, Preparation, Recipe, Record, Times
 from hatch_epcontext.jobs.processes import process
 from hatch_epcontext.worker.facts import Context
 from tests.kept_server import KeptServers, inherited
@@ -163,6 +163,7 @@ def make_record(files: dict[str, FileRecord]) -> Record:
     tensor = TensorFacts("x", "float32", (1, 4))
     context = Context("a", "a_ctx.onnx", (tensor,), (tensor,))
     return Record(
+        Recipe("onnxruntime"),
         "context",
         (Preparation("onnxruntime", 5, 4),),
         (context,),

@@ -13,6 +13,7 @@ from hatch_epcontext.jobs.artifact import (
     Artifact,
     Built,
     Preparation,
+    Recipe,
     Record,
     Result,
     Source,
@@ -80,6 +81,7 @@ def _built(job: Job, folder: Path) -> Built:
         contexts.append(Context(model.name, name, (_input(model),), (output,), coverage))
     (folder / "sidecar.bin").write_text(job.location, encoding="utf-8")
     record = Record(
+        Recipe("onnxruntime"),
         product,
         tuple(Preparation("onnxruntime", 5, 4) for _ in job.models),
         tuple(contexts),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Problem
@@ -45,6 +47,67 @@ class Preparation:
     tried: tuple[str, ...] = ()
 
 
+Operators = tuple[str, ...]
+"""Operators, as `graph.operator` writes them, sorted."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a job's prepared models: rewriting, or unrolling.
+
+    ``refused``: the operators that the EP refuses in each model; None for all, where it does not say which.
+    """
+
+    kind: Literal["rewrite", "unroll"]
+    refused: tuple[Operators, ...] | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to compile a job.
+
+    ``fuse``: whether scales are folded into the weights of convolutions. ``changes`` are applied to the
+    prepared models one after the other. ``options``: of the EP, in addition to the target's. Without
+    ``control_flow`` it is compiled only if preparation leaves none.
+    """
+
+    simplifier: Simplifier
+    fuse: bool = True
+    changes: tuple[Change, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+    control_flow: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the models are compiled as they are prepared, with the target's options."""
+        return self.fuse and not self.changes and not self.options
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether something is unrolled."""
+        return any(each.kind == "unroll" for each in self.changes)
+
+    def changed(
+        self, kind: Literal["rewrite", "unroll"], refused: tuple[Operators, ...] | None
+    ) -> Recipe:
+        """This recipe with one more `Change`."""
+        return dataclasses.replace(self, changes=(*self.changes, Change(kind, refused)))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a recipe gave no artifact: the simplifier does not work or leaves ``control_flow`` (``"prepare"``),
+    nothing was there to change (``"change"``), or the EP refuses the result (``"compile"``).
+
+    ``rewrites``: what was done to the models.
+    """
+
+    step: Literal["prepare", "change", "compile"]
+    problems: tuple[Problem, ...] = ()
+    control_flow: tuple[str, ...] = ()
+    rewrites: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds that the models of a job took to prepare and to compile."""
@@ -55,10 +118,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Record:
-    """What a job compiled. ``preparations`` and ``contexts``: one for each of the job's models, in
+    """What a job compiled with ``recipe``. ``preparations`` and ``contexts``: one for each of its models, in
     order; ``files``: by name in the artifact's folder; ``versions``: of the packages that compiled it.
     """
 
+    recipe: Recipe
     product: Product
     preparations: tuple[Preparation, ...]
     contexts: tuple[Context, ...]

@@ -9,7 +9,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
-from hatch_epcontext.worker.facts import Coverage, NodeFacts
+from hatch_epcontext.worker.facts import Context, Coverage, NodeFacts
 
 _MOST_NODES = 10
 """The number of uncovered nodes that a message names."""
@@ -21,6 +21,13 @@ def describe_coverage(coverage: Coverage | None) -> str:
         return "optimized graph"
     contexts = count(coverage.partitions, "context")
     return f"{coverage.compiled}/{coverage.nodes} nodes in {contexts}"
+
+
+def reaches_minimum(contexts: Iterable[Context], target: Target) -> bool:
+    """Whether as much of all models was compiled as ``target`` requires; see `check_coverage`."""
+    return all(
+        each.coverage is None or each.coverage.share >= target.min_coverage for each in contexts
+    )
 
 
 def check_coverage(coverage: Coverage | None, target: Target, model: Model, location: str) -> None:

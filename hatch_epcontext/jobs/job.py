@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.jobs.artifact import Artifact, Built, Source, ValidationRun, ValidationStatus
-from hatch_epcontext.jobs.attempts import with_notes
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+    Built,
+    Recipe,
+    Record,
+    Refused,
+    Source,
+    ValidationRun,
+    ValidationStatus,
+)
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.entry import Check, check_for
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint, value_sha256
@@ -20,6 +29,7 @@ from hatch_epcontext.jobs.coverage import check_coverage
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
+from hatch_epcontext.jobs.recipes import Attempt, acceptable, best, recipes
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
     input_files,
@@ -27,12 +37,18 @@ from hatch_epcontext.jobs.validation import (
     not_run_error,
     validation_key,
     validation_of_alone,
+    validation_settings,
     validation_without_run,
 )
+from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.facts import Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
 """What an EP can compute rightly in another form of the model."""
+
+
+Runs = dict[str, ValidationRun]
+"""The validation of each model of a job, by its name."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class JobRunner:
     executor: Executor
     staging: Path
     log: Callable[[str], None]
+    _built_alone: dict[str, Sequence[Built]] = field(default_factory=dict)
 
     def run(self, job: Job) -> Built:
         """Take the job's artifact from the cache or compile it, and validate it.
@@ -58,154 +75,121 @@ class JobRunner:
 
     def dry_run(self, job: Job) -> tuple[str, bool]:
         """The job's fingerprint, and whether the cache has its artifact; nothing is compiled."""
+        key: str | None
         if job.target.from_cache:
-            settings_key = self._fingerprint(job, {})
-            latest = self.cache.latest(settings_key)
-            check = self._check(job)
-            return settings_key, latest is not None and self.cache.has(latest, check)
-        key = self._key(job)
-        return key, self._cache(job).has(key, self._check(job))
+            fingerprint = self._fingerprint(job, {})
+            key = self.cache.latest(fingerprint)
+        else:
+            fingerprint = self._fingerprint(job, self.executor.versions(job))
+            key = self._cache(job).latest(self._choice(job, fingerprint))
+        return fingerprint, key is not None and self._cache(job).has(key, self._check(job))
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
-        folder = self.staging / "artifacts" / job.folder
+        runs: Runs | None = None
         if job.target.from_cache:
+            folder = self.staging / "artifacts" / job.folder
             key, artifact = self._latest(job, settings_key, folder)
+            _check_coverage(job, artifact.record)
             cached = True
         else:
-            key = self._key(job)
-            artifact, cached = self._artifact(job, key, folder)
+            key, artifact, cached, runs = self._best(job)
             self._cache(job).set_latest(settings_key, key)
-        record = artifact.record
-        for model, preparation, context in zip(
-            job.models, record.preparations, record.contexts, strict=True
-        ):
-            try:
-                check_coverage(context.coverage, job.target, model, job.location)
-            except BuildError as error:
-                raise with_notes(error, preparation.tried) from None
-        alone = [self.run(each) for each in job.alone]
-        if job.other_forms and not job.target.from_cache:
-            artifact, runs = self._agreeing(job, key, artifact, cached=cached)
-        else:
-            runs = self._validations(job, key, artifact, alone)
+        if runs is None:
+            runs = self.validations(job, key, artifact)
+        alone = self._alone(job)
         saved = sum(built.artifact.size for built in alone) - artifact.size if alone else 0
         validations = {name: run.validation for name, run in runs.items()}
         loads = {name: run.load for name, run in runs.items() if run.load is not None}
         return Built(job, artifact, validations, cached, saved, loads)
 
-    def _validations(
-        self, job: Job, key: str, artifact: Artifact, alone: Sequence[Built] = ()
-    ) -> dict[str, ValidationRun]:
-        """The validations of the job's models; ``alone`` are the results of its jobs of that name."""
+    def _best(self, job: Job) -> tuple[str, Artifact, bool, Runs | None]:
+        """The job's artifact, its key, whether the cache had it, and its validations if they are new.
+
+        It covers enough, and agrees with the CPU.
+        """
+        cache, check = self._cache(job), self._check(job)
+        fingerprint = self._fingerprint(job, self.executor.versions(job))
+        choice = self._choice(job, fingerprint)
+        folder = self.staging / "artifacts" / job.folder
+
+        def known() -> tuple[str, Artifact, bool, None] | None:
+            key = cache.latest(choice)
+            artifact = None if key is None else cache.take(key, folder, check)
+            return None if key is None or artifact is None else (key, artifact, True, None)
+
+        if found := known():
+            return found
+        self._check_embeddable(job)
+        with cache.lock(fingerprint, self._waiting(job)):
+            # Another build may have compiled it in the meantime.
+            if found := known():
+                return found
+            attempt, artifact, runs = _Search(self, job, fingerprint).run()
+            cache.set_latest(choice, attempt.key)
+            return attempt.key, artifact, attempt.cached, runs
+
+    def attempt(self, job: Job, recipe: Recipe, fingerprint: str, folder: Path) -> Attempt:
+        """Compile ``job`` as ``recipe`` says into ``folder``, unless the cache has the result."""
+        key = value_sha256([fingerprint, to_plain(recipe)])
+        if artifact := self._cache(job).take(key, folder, self._check(job)):
+            return Attempt(recipe, key, artifact, cached=True)
+        with self._unchanged(job):
+            result = self.executor.compile(job, recipe, folder)
+        if isinstance(result, Refused):
+            shutil.rmtree(folder, ignore_errors=True)
+            return Attempt(recipe, key, result)
+        return Attempt(recipe, key, Artifact(folder, result))
+
+    def partial(self, job: Job, fingerprint: str, folder: Path) -> Attempt | None:
+        """The best attempt of a build in which each left nodes to the CPU, if the cache has it."""
+        key = self._cache(job).latest(_partial(fingerprint))
+        artifact = None if key is None else self._cache(job).take(key, folder, self._check(job))
+        if key is None or artifact is None:
+            return None
+        return Attempt(artifact.record.recipe, key, artifact, cached=True)
+
+    def set_partial(self, job: Job, fingerprint: str, key: str) -> None:
+        """Remember the artifact for `partial`, whatever the job requires of it."""
+        self._cache(job).set_latest(_partial(fingerprint), key)
+
+    def store(self, job: Job, attempt: Attempt, record: Record, folder: Path) -> None:
+        """Store the artifact of ``attempt`` in ``folder``, with ``record``, in the cache."""
+        self._cache(job).store(attempt.key, folder, record, self._check(job))
+
+    def _alone(self, job: Job) -> Sequence[Built]:
+        """The results of the job's jobs of that name, which are built once."""
+        key = job.folder
+        if key not in self._built_alone:
+            self._built_alone[key] = [self.run(each) for each in job.alone]
+        return self._built_alone[key]
+
+    def validations(self, job: Job, key: str, artifact: Artifact) -> Runs:
+        """The validations of the job's models: those in the cache, or new ones."""
         return {
-            context.model: ValidationRun(
-                validation_of_alone(
-                    job,
-                    model,
-                    [
-                        each.validations[model.name]
-                        for each in alone
-                        if model.name in each.validations
-                    ],
-                )
-            )
+            context.model: self._validation_alone(job, model)
             if job.needs_device
             else self._validate(job, model, key, artifact, context)
             for model, context in zip(job.models, artifact.record.contexts, strict=True)
         }
 
-    def _agreeing(
-        self, job: Job, key: str, artifact: Artifact, *, cached: bool
-    ) -> tuple[Artifact, dict[str, ValidationRun]]:
-        """The job's artifact and its validations; in another form if it disagrees with the CPU as it is."""
-        if cached and not self._is_validated(job, key, artifact):
-            # Perhaps because it disagreed in an earlier build.
-            for other in job.other_forms:
-                if found := self._cached_in_form(job, other, key):
-                    return found
-        try:
-            return artifact, self._validations(job, key, artifact)
-        except BuildError as error:
-            if not all(problem.kind in _DISAGREEMENTS for problem in error.problems):
-                raise
-            disagreement = error
-        notes: list[str] = []
-        for other in job.other_forms:
-            try:
-                if found := self._in_form(other, key, notes):
-                    self._set_latest(job, other, key)
-                    return found
-            finally:
-                self.executor.finished(other)
-        raise with_notes(disagreement, tuple(notes))
+    def _validation_alone(self, job: Job, model: Model) -> ValidationRun:
+        built = (each.validations for each in self._alone(job))
+        validations = [each[model.name] for each in built if model.name in each]
+        return ValidationRun(validation_of_alone(job, model, validations))
 
-    def _cached_in_form(
-        self, job: Job, other: Job, key: str
-    ) -> tuple[Artifact, dict[str, ValidationRun]] | None:
-        """The artifact of ``job`` in the form of ``other``, if the cache has it, and it agrees."""
-        other_key, folder = _key_in_form(other, key), self.staging / "artifacts" / other.folder
-        artifact = self._cache(job).take(other_key, folder, self._check(job))
-        if artifact is None:
-            return None
-        try:
-            runs = self._validations(other, other_key, artifact)
-        except BuildError:
-            return None
-        self._set_latest(job, other, key)
-        return artifact, runs
-
-    def _in_form(
-        self, job: Job, key: str, notes: list[str]
-    ) -> tuple[Artifact, dict[str, ValidationRun]] | None:
-        """The artifact of ``job``, which is in another form, and its validations; None if it disagrees too.
-
-        ``key`` is the fingerprint of the plain one.
-        """
-        own_key = _key_in_form(job, key)
-        try:
-            artifact, _ = self._artifact(job, own_key, self.staging / "artifacts" / job.folder)
-        except BuildError as error:
-            if any(problem.kind is Kind.INTERRUPTED for problem in error.problems):
-                raise
-            # Most models have nothing to unroll, and many no convolutions.
-            return None
-        try:
-            return artifact, self._validations(job, own_key, artifact)
-        except BuildError as error:
-            if any(problem.kind is Kind.INTERRUPTED for problem in error.problems):
-                raise
-            rewrites = "; ".join(artifact.record.preparations[0].rewrites)
-            notes.append(f"{rewrites}: {error.problems[0].message.splitlines()[0]}")
-            return None
-
-    def _set_latest(self, job: Job, other: Job, key: str) -> None:
-        self._cache(job).set_latest(self._fingerprint(job, {}), _key_in_form(other, key))
-
-    def _is_validated(self, job: Job, key: str, artifact: Artifact) -> bool:
-        """Whether the cache has a validation of all models of the job."""
-        return all(
-            validation_without_run(job, model, self.executor.reason_not_to_run(job))
-            or self._cache(job).validation(
-                key, validation_key(job, model, artifact.record, self.index)
-            )
-            for model in job.models
+    def _choice(self, job: Job, fingerprint: str) -> str:
+        """What identifies the choice of an artifact: what is compiled, and what must be true of it."""
+        return value_sha256(
+            [
+                fingerprint,
+                job.target.min_coverage,
+                [
+                    [validation_settings(job, model, self.index), str(model.validate.mode)]
+                    for model in job.models
+                ],
+            ]
         )
-
-    def _artifact(self, job: Job, key: str, folder: Path) -> tuple[Artifact, bool]:
-        """The job's artifact with its files in ``folder``, and whether it is from the cache."""
-        cache, check = self._cache(job), self._check(job)
-        if artifact := cache.take(key, folder, check):
-            return artifact, True
-        self._check_embeddable(job)
-        with cache.lock(key, self._waiting(job)):
-            # Another build may have compiled it in the meantime.
-            if artifact := cache.take(key, folder, check):
-                return artifact, True
-            with self._unchanged(job):
-                record = self.executor.compile(job, key, folder)
-            cache.store(key, folder, record, check)
-            return Artifact(folder, record), False
 
     @contextlib.contextmanager
     def _unchanged(self, job: Job) -> Iterator[None]:
@@ -286,9 +270,6 @@ class JobRunner:
         versions = {} if job.target.from_cache else self.executor.versions(job)
         return check_for([self.sources[m.name] for m in job.models], job.target, versions)
 
-    def _key(self, job: Job) -> str:
-        return self._fingerprint(job, self.executor.versions(job))
-
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         sha256 = {name: source.sha256 for name, source in self.sources.items()}
         given = job.target.calibration
@@ -334,7 +315,7 @@ class JobRunner:
                 )
             )
         with self._unchanged(job):
-            run = self.executor.validate(job, model, key, artifact, context)
+            run = self.executor.validate(job, model, artifact, context)
         unavailable = run.validation.status is not ValidationStatus.RAN
         if unavailable and model.validate.mode == "require":
             raise not_run_error(job, model, run.validation.reason or "it was not run")
@@ -343,9 +324,147 @@ class JobRunner:
         return run
 
 
-def _key_in_form(job: Job, key: str) -> str:
-    """The fingerprint of ``job``, whose fingerprint in the plain form is ``key``."""
-    return value_sha256([key, job.form.value])
+class _Search:
+    """Tries recipes for a job until one is good enough; each is tried once, and validated at most once."""
+
+    def __init__(self, runner: JobRunner, job: Job, fingerprint: str) -> None:
+        self._runner = runner
+        self._job = job
+        self._fingerprint = fingerprint
+        self._folder = runner.staging / "attempts" / job.folder
+        self._attempts: list[Attempt] = []
+        self._validated: dict[str, Runs | BuildError] = {}
+        self._stored: set[str] = set()
+
+    def run(self) -> tuple[Attempt, Artifact, Runs]:
+        """The chosen attempt, its artifact, and its validations; raises BuildError if none is good enough."""
+        chosen = self._known_partial() or self._first_whole() or self._best()
+        artifact, runs = chosen.result, self._validated[chosen.key]
+        assert isinstance(artifact, Artifact), "only what was compiled is chosen"
+        assert not isinstance(runs, BuildError), "only what agrees is chosen"
+        for each in self._attempts:
+            if each is not chosen and isinstance(each.result, Artifact):
+                shutil.rmtree(each.result.folder, ignore_errors=True)
+        return chosen, replace(artifact, record=self._record(chosen)), runs
+
+    def _known_partial(self) -> Attempt | None:
+        """The best of an earlier build in which nothing was whole, if it is good enough now."""
+        attempt = self._runner.partial(self._job, self._fingerprint, self._folder / "partial")
+        if attempt is None or not acceptable(self._job, [attempt]) or not self._agrees(attempt):
+            return None
+        self._attempts.append(attempt)
+        return attempt
+
+    def _first_whole(self) -> Attempt | None:
+        for recipe in recipes(self._job, self._attempts, self._agrees):
+            folder = self._folder / f"attempt-{len(self._attempts)}"
+            attempt = self._runner.attempt(self._job, recipe, self._fingerprint, folder)
+            self._attempts.append(attempt)
+            if attempt.is_whole and self._agrees(attempt):
+                return attempt
+        return None
+
+    def _best(self) -> Attempt:
+        """The attempt that covers most of those that cover enough and agree with the CPU."""
+        found = best(self._attempts)
+        if found.counts and not found.is_whole and isinstance(found.result, Artifact):
+            self._store(found)
+            self._runner.set_partial(self._job, self._fingerprint, found.key)
+        candidates = acceptable(self._job, self._attempts)
+        for attempt in candidates:
+            if self._agrees(attempt):
+                return attempt
+        for attempt in self._attempts:
+            if (error := self._disagreement(attempt)) is not None:
+                raise with_notes(error, self._notes(attempt))
+        if found.counts and isinstance(found.result, Artifact):
+            try:
+                _check_coverage(self._job, found.result.record)
+            except BuildError as error:
+                raise with_notes(error, self._notes(found)) from None
+        # What the EP says of the models as they are; or the last simplifier, if none works.
+        refused = [each for each in self._attempts if each.stopped_in == "compile"]
+        first = (refused or self._attempts[-1:])[0]
+        assert isinstance(first.result, Refused), "nothing was compiled"
+        raise with_notes(BuildError(*first.result.problems), self._notes(first))
+
+    def _agrees(self, attempt: Attempt) -> bool:
+        """Whether the artifact agrees with the CPU, or cannot be compared here; it is stored before that."""
+        if attempt.key not in self._validated:
+            assert isinstance(attempt.result, Artifact), "only what was compiled can be run"
+            self._store(attempt)
+            try:
+                self._validated[attempt.key] = self._runner.validations(
+                    self._job, attempt.key, attempt.result
+                )
+            except BuildError as error:
+                if not all(problem.kind in _DISAGREEMENTS for problem in error.problems):
+                    raise
+                self._validated[attempt.key] = error
+        return self._disagreement(attempt) is None
+
+    def _store(self, attempt: Attempt) -> None:
+        assert isinstance(attempt.result, Artifact), "only what was compiled is stored"
+        if not attempt.cached and attempt.key not in self._stored:
+            self._stored.add(attempt.key)
+            record, folder = self._record(attempt), attempt.result.folder
+            self._runner.store(self._job, attempt, record, folder)
+
+    def _disagreement(self, attempt: Attempt) -> BuildError | None:
+        found = self._validated.get(attempt.key)
+        return found if isinstance(found, BuildError) else None
+
+    def _notes(self, other_than: Attempt) -> tuple[str, ...]:
+        """What else was tried, and what came out of it."""
+        notes = (
+            note
+            for each in self._attempts
+            # What works when it is tried again has crashed by chance.
+            if each.recipe != other_than.recipe
+            for note in each.notes(self._disagreement(each))
+        )
+        return tuple(dict.fromkeys(notes))
+
+    def _record(self, attempt: Attempt) -> Record:
+        """The record of ``attempt`` with what else was tried, and the simplifiers that did not work."""
+        assert isinstance(attempt.result, Artifact), "only what was compiled has one"
+        record, tried = attempt.result.record, self._notes(attempt)
+        failed = tuple(
+            dict.fromkeys(
+                note
+                for each in self._attempts
+                if each.stopped_in == "prepare" and each.recipe != attempt.recipe
+                for note in each.notes(None)
+            )
+        )
+        preparations = (
+            replace(
+                each,
+                failed=failed,
+                tried=tuple(n for n in dict.fromkeys((*each.tried, *tried)) if n not in failed),
+            )
+            for each in record.preparations
+        )
+        return replace(record, preparations=tuple(preparations))
+
+
+def _partial(fingerprint: str) -> str:
+    return value_sha256([fingerprint, "partial"])
+
+
+def _check_coverage(job: Job, record: Record) -> None:
+    """Raise BuildError if less was compiled of a model than the job's target requires."""
+    for model, context in zip(job.models, record.contexts, strict=True):
+        check_coverage(context.coverage, job.target, model, job.location)
+
+
+def with_notes(error: BuildError, notes: tuple[str, ...]) -> BuildError:
+    """``error`` with what else was tried."""
+    if not notes:
+        return error
+    tried = "".join(f"\nAlso tried: {note}" for note in notes)
+    first, *others = error.problems
+    return type(error)(replace(first, message=first.message + tried), *others)
 
 
 def _build_elsewhere(job: Job) -> str:

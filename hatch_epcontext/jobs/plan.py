@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
@@ -14,30 +13,18 @@ from hatch_epcontext.text import file_name, pairs
 from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
 
 
-class Form(Enum):
-    """A form in which the models of a job are compiled."""
-
-    PLAIN = "plain"
-    UNFUSED = "unfused"
-    """Nothing is folded into the weights of convolutions, which costs accuracy in float16."""
-    UNROLLED = "unrolled"
-    """All loops and recurrent layers are unrolled that can be: some EPs compute them wrong."""
-
-
 @dataclass(frozen=True)
 class Job:
     """Models that are compiled together for one target; several only when they share weights.
 
     ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that
-    name its chip, if its target is one of several chips. ``form``: another one than the plain one is compiled
-    where the EP's results for that disagree with the CPU's.
+    name its chip, if its target is one of several chips.
     """
 
     models: tuple[Model, ...]
     target: Target
     group: str | None = None
     chip: str = ""
-    form: Form = Form.PLAIN
 
     @property
     def name(self) -> str:
@@ -68,17 +55,6 @@ class Job:
         return shared or self.has_several_chips
 
     @property
-    def other_forms(self) -> tuple[Job, ...]:
-        """The job in the forms that are tried if it disagrees with the CPU, the gentlest first."""
-        single = not (self.group or self.has_several_chips or self.form is not Form.PLAIN)
-        if self.target.provider.product != "context" or not single:
-            return ()
-        settings = self.target.settings
-        forms = [Form.UNFUSED] if settings.optimization == "basic" else []
-        forms += [Form.UNROLLED] if settings.unroll_limit > 0 else []
-        return tuple(dataclasses.replace(self, form=form) for form in forms)
-
-    @property
     def alone(self) -> tuple[Job, ...]:
         """A job for each of the models on each of the chips; empty for one model on one chip."""
         if not self.group and not self.has_several_chips:
@@ -92,9 +68,7 @@ class Job:
     @property
     def folder(self) -> str:
         """The artifact's folder below the output folder; a job for one of several chips is not shipped."""
-        # No target's name has a plus.
-        form = "" if self.form is Form.PLAIN else f"+{self.form.value}"
-        folder = f"{self.name}/{self.target.name}{form}"
+        folder = f"{self.name}/{self.target.name}"
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:

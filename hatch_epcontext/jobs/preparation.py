@@ -1,61 +1,48 @@
-"""Preparing models with the strongest simplifier that works, once for all jobs that want the same."""
+"""Preparing models as recipes say, once for all jobs that want the same."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.graph.facts import Range
-from hatch_epcontext.jobs.artifact import Preparation
+from hatch_epcontext.jobs.artifact import Preparation, Recipe
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
-from hatch_epcontext.jobs.plan import Form, Job, model_spec_for
+from hatch_epcontext.jobs.plan import Job, model_spec_for
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.facts import SIMPLIFIERS, Precision, Simplifier
+from hatch_epcontext.worker.facts import Precision
 
 if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import PrepareReply, RewriteReply
+    from hatch_epcontext.worker.requests import RewriteReply
 
-
-_CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
-"""What can happen by chance: it is the simplifier's fault when it happens again."""
-
-_FAULTS_OF_SIMPLIFIERS = _CRASHES | {
-    Kind.COMPILE_FAILED,
-    Kind.OUTPUT_DIFFERS,
-    Kind.NOT_FINITE,
-    Kind.OUTPUT_SHAPE,
-}
-"""The faults of a simplifier itself. After any other one, such as a worker that was killed, the result of
-the next simplifier would stay in the cache, although it is weaker, and although this one works."""
+CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
+"""What can happen by chance: it is a recipe's fault when it happens again."""
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A prepared model: its absolute path, how it was prepared, and the ranges of its dummy inputs.
-    ``reference``: the absolute path of the outputs of its source, if there is a file of them.
+
+    ``reference``: the absolute path of the outputs of its source, if there is a file of them. ``changed``:
+    whether the last step of its recipe did something; ``dropped``: what it would have changed wrongly.
     """
 
     path: str
     preparation: Preparation
     ranges: Mapping[str, Range]
     reference: str | None = None
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A model in another form, None if there is none; ``notes``: the rewrites that changed its results."""
-
-    prepared: Prepared | None
-    notes: tuple[str, ...] = ()
+    changed: bool = True
+    dropped: tuple[str, ...] = ()
 
 
 class Preparations:
@@ -67,7 +54,8 @@ class Preparations:
         self._lock = threading.Lock()
         self._busy: dict[str, threading.Lock] = {}
         self._prepared: dict[str, Prepared] = {}
-        self._failed: dict[str, tuple[Job, BuildError]] = {}
+        self._failed: dict[str, list[tuple[Job, BuildError]]] = {}
+        self._numbers = itertools.count()
         self._wanted = Counter[tuple[str, str]]()
         for job in jobs:
             for each in (job, *job.alone):
@@ -78,55 +66,72 @@ class Preparations:
         with self._lock:
             self._wanted.update((_key(job, model), job.folder) for model in job.models)
 
-    def get(self, job: Job, model: Model) -> Prepared:
-        """``model`` as ``job`` wants it prepared; raises BuildError when no simplifier works."""
-        key = _key(job, model)
-        with self._lock:
-            busy = self._busy.setdefault(key, threading.Lock())
-        with busy:
-            if key in self._failed:
-                raise _for_job(job, *self._failed[key])
-            if key not in self._prepared:
-                scratch = self._folder / key[:16]
-                scratch.mkdir(parents=True)
-                try:
-                    self._prepared[key] = self._prepare(job, model, scratch)
-                except BuildError as error:
-                    self._failed[key] = job, error
-                    raise
-            return self._prepared[key]
+    def get(self, job: Job, recipe: Recipe) -> tuple[Prepared, ...]:
+        """The models of ``job`` as ``recipe`` prepares and changes them.
 
-    def _prepare(self, job: Job, model: Model, scratch: Path) -> Prepared:
-        if job.form is not Form.UNFUSED:
-            return prepare(job, model, scratch, self._workers)
-        plain = self.get(replace(job, form=Form.PLAIN), model)
-        prepared = prepare(job, model, scratch, self._workers, plain.reference)
-        if prepared.preparation.nodes == plain.preparation.nodes:
-            message = "there is nothing that was folded into convolutions."
-            raise BuildError(Problem(Kind.COMPILE_FAILED, job.location, message))
-        rewrites = ("nothing folded into convolutions",)
-        return replace(prepared, preparation=replace(prepared.preparation, rewrites=rewrites))
+        Raises BuildError when that fails. What has crashed is tried once more the next time.
+        """
+        return tuple(self._get(job, index, recipe) for index in range(len(job.models)))
 
     def reference(self, job: Job, model: Model) -> str | None:
         """The file with the outputs of the source model, if ``model`` was prepared and it has one."""
-        prepared = self._prepared.get(_key(job, model))
-        return prepared.reference if prepared else None
+        folder = self._folder_of(job, model)
+        found = (each.reference for each in list(self._prepared.values()) if each.reference)
+        return next((each for each in found if Path(each).is_relative_to(folder)), None)
 
     def release(self, job: Job) -> None:
         """Remove what was prepared for ``job`` and no other job wants."""
         for model in job.models:
-            key = _key(job, model)
+            key, folder = _key(job, model), self._folder_of(job, model)
             with self._lock:
-                if not self._wanted[key, job.folder]:
-                    # Nothing is kept for a job that was not known, such as one that is unrolled.
-                    continue
                 self._wanted[key, job.folder] -= 1
-                unwanted = not any(
-                    number for (other, _), number in self._wanted.items() if other == key
-                )
-            if unwanted:
-                self._prepared.pop(key, None)
-                shutil.rmtree(self._folder / key[:16], ignore_errors=True)
+                if any(number > 0 for (other, _), number in self._wanted.items() if other == key):
+                    continue
+                for name, each in list(self._prepared.items()):
+                    if Path(each.path).is_relative_to(folder):
+                        del self._prepared[name]
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder_of(self, job: Job, model: Model) -> Path:
+        return self._folder / _key(job, model)[:16]
+
+    def _get(self, job: Job, index: int, recipe: Recipe) -> Prepared:
+        key = _recipe_key(job, index, recipe)
+        with self._lock:
+            busy = self._busy.setdefault(key, threading.Lock())
+        with busy:
+            failed = self._failed.setdefault(key, [])
+            if failed and (len(failed) > 1 or not _has_crashed(failed[0][1])):
+                raise _for_job(job, *failed[-1])
+            if key not in self._prepared:
+                scratch = self._folder_of(job, job.models[index]) / str(next(self._numbers))
+                try:
+                    self._prepared[key] = self._make(job, index, recipe, scratch)
+                except BuildError as error:
+                    failed.append((job, error))
+                    raise
+            return self._prepared[key]
+
+    def _make(self, job: Job, index: int, recipe: Recipe, scratch: Path) -> Prepared:
+        model = job.models[index]
+        if recipe.changes:
+            before = self._get(job, index, replace(recipe, changes=recipe.changes[:-1]))
+            return change(job, index, before, recipe, scratch, self._workers)
+        if recipe.fuse:
+            reference = self.reference(job, model)
+            return prepare(job, model, recipe, scratch, self._workers, reference)
+        fused = self._get(job, index, replace(recipe, fuse=True))
+        prepared = prepare(job, model, recipe, scratch, self._workers, fused.reference)
+        rewrites = ("nothing folded into convolutions",)
+        return replace(
+            prepared,
+            preparation=replace(prepared.preparation, rewrites=rewrites),
+            changed=prepared.preparation.nodes != fused.preparation.nodes,
+        )
+
+
+def _has_crashed(error: BuildError) -> bool:
+    return all(problem.kind in CRASHES for problem in error.problems)
 
 
 def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
@@ -140,18 +145,18 @@ def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
 
 
 def _key(job: Job, model: Model) -> str:
-    """What identifies how ``job`` wants ``model`` prepared."""
+    """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
     spec = to_plain(model_spec_for(model, job.target))
-    return value_sha256(
-        [
-            spec,
-            _simplifiers(job),
-            _compare(model),
-            _avoids_control_flow(job),
-            to_plain(_precision(job, model)),
-            job.form is Form.UNFUSED,
-        ]
-    )
+    return value_sha256([spec, _compare(model), to_plain(_precision(job, model))])
+
+
+def _recipe_key(job: Job, index: int, recipe: Recipe) -> str:
+    changes: list[Any] = [
+        (each.kind, None if each.refused is None else each.refused[index])
+        for each in recipe.changes
+    ]
+    how = [recipe.simplifier, recipe.fuse, changes, job.target.settings.unroll_limit]
+    return value_sha256([_key(job, job.models[index]), how])
 
 
 def _precision(job: Job, model: Model) -> Precision | None:
@@ -163,162 +168,93 @@ def _precision(job: Job, model: Model) -> Precision | None:
     return Precision(settings.dequantize, settings.quantize, job.target.calibration, tolerance)
 
 
-def _simplifiers(job: Job) -> tuple[Simplifier, ...]:
-    return SIMPLIFIERS if job.target.settings.optimization != "none" else SIMPLIFIERS[-1:]
-
-
 def _compare(model: Model) -> bool:
     return model.validate.tolerance is not None
 
 
-def _avoids_control_flow(job: Job) -> bool:
-    # EPs for fixed shapes compile none.
-    return job.target.provider.static_shapes
-
-
 def prepare(
-    job: Job, model: Model, scratch: Path, workers: Workers, reference: str | None = None
+    job: Job,
+    model: Model,
+    recipe: Recipe,
+    scratch: Path,
+    workers: Workers,
+    reference: str | None = None,
 ) -> Prepared:
-    """Prepare ``model`` below ``scratch``; ``reference`` is the file with the outputs of its source, if any.
+    """Prepare ``model`` as ``recipe`` begins, below ``scratch``, which is made.
 
-    EPs for fixed shapes compile no control flow: if a simplifier leaves some, the next one is tried,
-    and the result with less of it is taken. Raises BuildError when no simplifier works, or when one fails
-    for a reason that is not its own.
+    ``reference`` is the file with the outputs of its source, if there is one. Raises BuildError when the
+    simplifier does not work.
     """
-    best: tuple[Simplifier, PrepareReply] | None = None
-    failures: list[tuple[Simplifier, BuildError]] = []
-    for simplifier in _simplifiers(job):
-        if best is not None and simplifier == "none":
-            break
-        try:
-            reply = _simplify(job, model, simplifier, scratch, workers, reference)
-            # Other simplifiers are compared with the same.
-            reference = reply.reference
-        except ModelError:
-            raise
-        except BuildError as error:
-            if not _is_only(error, _FAULTS_OF_SIMPLIFIERS):
-                raise
-            failures.append((simplifier, error))
-            continue
-        if best is None or len(reply.control_flow) < len(best[1].control_flow):
-            best = simplifier, reply
-        if not (best[1].control_flow and _avoids_control_flow(job)):
-            break
-    if best is None:
-        raise failures[-1][1]
-    simplifier, reply = best
-    failed = tuple(_describe(name, each) for name, error in failures for each in error.problems)
-    preparation = Preparation(
-        simplifier, reply.nodes_before, reply.nodes, reply.control_flow, failed, reply.precision
-    )
-    return Prepared(reply.path, preparation, reply.ranges, reply.reference)
-
-
-def _describe(simplifier: Simplifier, problem: Problem) -> str:
-    # The model is whole, and so is the build: no signal must alarm who reads this.
-    if problem.kind is Kind.WORKER_CRASHED:
-        return f"{simplifier} crashes on this model, in a process of its own"
-    return f"{simplifier} failed: {problem.message}"
-
-
-def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:
-    return all(problem.kind in kinds for problem in error.problems)
-
-
-def _simplify(
-    job: Job,
-    model: Model,
-    simplifier: Simplifier,
-    scratch: Path,
-    workers: Workers,
-    reference: str | None,
-) -> PrepareReply:
-    """The reply of ``simplifier``; after a crash that of a second try."""
-    try:
-        return _try(job, model, simplifier, scratch / simplifier, workers, reference)
-    except BuildError as error:
-        if not _is_only(error, _CRASHES):
-            raise
-    return _try(job, model, simplifier, scratch / f"{simplifier}-again", workers, reference)
-
-
-def _try(
-    job: Job,
-    model: Model,
-    simplifier: Simplifier,
-    scratch: Path,
-    workers: Workers,
-    reference: str | None,
-) -> PrepareReply:
     from hatch_epcontext.worker.requests import PrepareRequest
 
     folder = scratch / "result"
     with writing("a prepared model", folder, job.location):
         folder.mkdir(parents=True)
-    return workers.call(
-        PrepareRequest(
-            model_spec_for(model, job.target),
-            simplifier,
-            str(folder),
-            _compare(model),
-            reference,
-            precision=_precision(job, model),
-            fuse=job.form is not Form.UNFUSED,
-        ),
-        scratch / "call",
-        location=f"{job.location}: preparation",
+    request = PrepareRequest(
+        model_spec_for(model, job.target),
+        recipe.simplifier,
+        str(folder),
+        _compare(model),
+        reference,
+        precision=_precision(job, model),
+        fuse=recipe.fuse,
     )
+    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+    preparation = Preparation(
+        recipe.simplifier,
+        reply.nodes_before,
+        reply.nodes,
+        reply.control_flow,
+        precision=reply.precision,
+    )
+    return Prepared(reply.path, preparation, reply.ranges, reply.reference)
 
 
-def rewrite(
-    job: Job,
-    model: Model,
-    prepared: Prepared,
-    refused: frozenset[str] | None,
-    scratch: Path,
-    workers: Workers,
-    *,
-    unroll: bool = False,
-) -> Rewritten:
-    """``prepared``, which is ``model`` as ``job`` wants it, without the operators that its EP refuses.
+def change(
+    job: Job, index: int, before: Prepared, recipe: Recipe, scratch: Path, workers: Workers
+) -> Prepared:
+    """``before``, the model of ``job`` with that index, after the last change of ``recipe``.
 
-    ``refused`` is None where that is not known. With ``unroll``, the refused loops and recurrent layers are
-    unrolled. Raises BuildError when the source model fails.
+    Raises BuildError when the source model fails.
     """
     from hatch_epcontext.worker.requests import RewriteRequest, UnrollRequest
 
-    folder = scratch / "result"
+    last = recipe.changes[-1]
+    refused = None if last.refused is None else last.refused[index]
+    if refused == ():
+        return replace(before, changed=False, dropped=())
+    model, folder = job.models[index], scratch / "result"
     with writing("a rewritten model", folder, job.location):
         folder.mkdir(parents=True)
     request = RewriteRequest(
         model_spec_for(model, job.target),
-        prepared.path,
-        None if refused is None else tuple(sorted(refused)),
+        before.path,
+        refused,
         str(folder),
-        simplify=prepared.preparation.simplifier != "none",
+        simplify=before.preparation.simplifier != "none",
         compare=_compare(model),
-        reference=prepared.reference,
-        tolerance=model.tolerance_for(job.target) if prepared.preparation.precision else None,
+        reference=before.reference,
+        tolerance=model.tolerance_for(job.target) if before.preparation.precision else None,
     )
-    limit = job.target.settings.unroll_limit
     reply = workers.call(
-        UnrollRequest(request, limit) if unroll else request,
+        UnrollRequest(request, job.target.settings.unroll_limit)
+        if last.kind == "unroll"
+        else request,
         scratch / "call",
         location=f"{job.location}: preparation",
     )
-    return _rewritten(prepared, reply)
+    return _changed(before, reply)
 
 
-def _rewritten(prepared: Prepared, reply: RewriteReply) -> Rewritten:
-    notes = tuple(f"{each} (not taken)" for each in reply.dropped)
+def _changed(before: Prepared, reply: RewriteReply) -> Prepared:
     if reply.path is None:
-        return Rewritten(None, notes)
-    before = prepared.preparation
+        return replace(before, changed=False, dropped=reply.dropped)
     preparation = replace(
-        before,
+        before.preparation,
         nodes=reply.nodes,
         control_flow=reply.control_flow,
-        rewrites=(*before.rewrites, *reply.rewrites),
+        rewrites=(*before.preparation.rewrites, *reply.rewrites),
     )
-    return Rewritten(replace(prepared, path=reply.path, preparation=preparation), notes)
+    return replace(
+        before, path=reply.path, preparation=preparation, changed=True, dropped=reply.dropped
+    )

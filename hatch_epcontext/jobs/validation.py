@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
@@ -90,18 +90,21 @@ def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
 
 def validation_key(job: Job, model: Model, record: Record, index: Index) -> str:
     """What identifies the validation of a model: the artifact's files, inputs, tolerance and options."""
+    files = {name: file.sha256 for name, file in record.files.items()}
+    return value_sha256({**validation_settings(job, model, index), "files": files})
+
+
+def validation_settings(job: Job, model: Model, index: Index) -> dict[str, Any]:
+    """What decides whether an artifact of ``model`` agrees with the CPU."""
     tolerance = model.tolerance_for(job.target)
-    return value_sha256(
-        {
-            "format": FORMAT,
-            "model": model.name,
-            "files": {name: file.sha256 for name, file in record.files.items()},
-            "inputs": inputs_digest(model.validate.inputs, index),
-            "tolerance": asdict(tolerance) if tolerance else None,
-            "states": dict(model.validate.states),
-            "load_options": job.target.load_options,
-        }
-    )
+    return {
+        "format": FORMAT,
+        "model": model.name,
+        "inputs": inputs_digest(model.validate.inputs, index),
+        "tolerance": asdict(tolerance) if tolerance else None,
+        "states": dict(model.validate.states),
+        "load_options": dict(job.target.load_options),
+    }
 
 
 def inputs_digest(inputs: str, index: Index) -> str:

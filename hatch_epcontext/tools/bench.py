@@ -11,7 +11,7 @@ from typing import Literal
 
 import hatch_epcontext
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.jobs.artifact import GENERATOR, Artifact
+from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cutting import cut_plan
 from hatch_epcontext.jobs.plan import Job, Plan, model_spec_to_run, target_spec
@@ -134,9 +134,9 @@ def bench(
                 built = runner.run(job)
                 if job.name not in subjects:
                     scratch = folder / "prepared" / job.name
-                    scratch.mkdir(parents=True)
+                    recipe = Recipe(built.artifact.record.recipe.simplifier)
                     subjects[job.name] = _Subject(
-                        job, prepare(job, job.models[0], scratch, workers)
+                        job, prepare(job, job.models[0], recipe, scratch, workers)
                     )
             except BuildError as error:
                 failures += error.problems

@@ -20,13 +20,14 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.artifact import Artifact, Validation
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Validation
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.jobs.preparation import Prepared
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.recipes import Attempt, best, recipes
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, installed, owners
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
@@ -472,7 +473,7 @@ class _Tried:
     def trial(self) -> Trial:
         """Take all steps; one that fails is a result."""
         try:
-            prepared = self.executor.preparations.get(self.job, self.job.models[0])
+            (prepared,) = self.executor.preparations.get(self.job, Recipe("onnxruntime"))
         except BuildError as error:
             return Trial(self.graph, {}, {}, _failed(error), _SKIPPED, _SKIPPED)
         run, nodes = self._run(prepared)
@@ -510,16 +511,15 @@ class _Tried:
         return node.ep == self.job.target.provider.ep
 
     def _compile(self, nodes: Iterable[AssignedNode]) -> tuple[Step, Artifact | None]:
-        folder = self.folder / "artifact"
         try:
-            record = self.executor.compile(self.job, "", folder)
+            artifact = self._compiled()
         except BuildError as error:
             # An EP that logs errors has not refused the graph: often a library of its own is missing.
             if any(each.kind is not Kind.NOTHING_COMPILED or each.log for each in error.problems):
                 return _failed(error), None
             text = "no context" if any(map(self._takes, nodes)) else "takes no node"
             return Step(StepStatus.REFUSED, text, error.problems), None
-        artifact = Artifact(folder, record)
+        record = artifact.record
         rewrites = record.preparations[0].rewrites
         parts = [
             describe_coverage(record.contexts[0].coverage),
@@ -528,12 +528,28 @@ class _Tried:
         ]
         return Step(StepStatus.DONE, ", ".join(parts)), artifact
 
+    def _compiled(self) -> Artifact:
+        """What covers most of the graph; raises BuildError if the EP takes nothing of it."""
+        attempts: list[Attempt] = []
+        for recipe in recipes(self.job, attempts, lambda attempt: True):
+            folder = self.folder / f"artifact-{len(attempts)}"
+            made = self.executor.compile(self.job, recipe, folder)
+            result = made if isinstance(made, Refused) else Artifact(folder, made)
+            attempts.append(Attempt(recipe, "", result))
+            if attempts[-1].is_whole:
+                break
+        found = best(attempts).result
+        if isinstance(found, Artifact):
+            return found
+        refused = (each.result for each in attempts if isinstance(each.result, Refused))
+        raise BuildError(*next(each.problems for each in refused if each.step == "compile"))
+
     def _load(self, artifact: Artifact) -> Step:
         if reason := reason_not_to_run(self.job):
             return Step(StepStatus.SKIPPED, reason)
         (model,), (context,) = self.job.models, artifact.record.contexts
         try:
-            run = self.executor.validate(self.job, model, "", artifact, context)
+            run = self.executor.validate(self.job, model, artifact, context)
         except BuildError as error:
             return _failed(error)
         return Step(StepStatus.DONE, _agreement(run.validation))

@@ -42,7 +42,7 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
         "Clip as Max and Min",
         "Einsum as MatMul, Mul and ReduceSum",
     )
-    assert compiled.preparation.tried == ("as it is: 2 nodes left to the CPU",)
+    assert compiled.preparation.tried == ("unmodified: 2 nodes on the CPU",)
     assert compiled.validation.status is ValidationStatus.RAN
     assert any("rewritten (Clip as Max and Min; Einsum" in line for line in lines)
     assert source.read_bytes() == before

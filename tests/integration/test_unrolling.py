@@ -55,6 +55,6 @@ def test_a_layer_that_qnn_computes_wrong_is_unrolled(tmp_path: Path) -> None:
         (model,) = result.report.jobs[0].models
         assert model.preparation is not None
         assert model.preparation.rewrites == ("LSTM unrolled 3 times",)
-        assert "differ from the CPU's" in model.preparation.tried[0]
+        assert "differs from the CPU's" in model.preparation.tried[0]
         assert model.validation.status is ValidationStatus.RAN
     assert result.report.jobs[0].cached

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-import pytest
 from onnx import helper
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import BuildError
-from hatch_epcontext.jobs.plan import Form, plan
+from hatch_epcontext.jobs.artifact import Recipe, Refused
+from hatch_epcontext.jobs.executors.local import LocalExecutor
+from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.preparation import Preparations
 from hatch_epcontext.jobs.processes.process import Workers
 from tests.models import network, save, weights
@@ -32,10 +31,12 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     folded, other = plan(load(project, parse(toml), {}, {})).jobs
     with Workers(60) as started:
         preparations = Preparations(started, tmp_path / "prepared", [folded, other])
-        before = preparations.get(folded, folded.models[0])
-        unfused = dataclasses.replace(folded, form=Form.UNFUSED)
-        after = preparations.get(unfused, folded.models[0])
+        plain, unfused = Recipe("onnxruntime"), Recipe("onnxruntime", fuse=False)
+        (before,) = preparations.get(folded, plain)
+        (after,) = preparations.get(folded, unfused)
         assert after.preparation.nodes == before.preparation.nodes + 1
         assert after.preparation.rewrites == ("nothing folded into convolutions",)
-        with pytest.raises(BuildError, match="nothing that was folded into convolutions"):
-            preparations.get(dataclasses.replace(other, form=Form.UNFUSED), other.models[0])
+        assert [each.changed for each in preparations.get(folded, unfused)] == [True]
+        assert [each.changed for each in preparations.get(other, unfused)] == [False]
+        executor = LocalExecutor(started, tmp_path, 1, {}, preparations)
+        assert executor.compile(other, unfused, tmp_path / "out") == Refused("change")

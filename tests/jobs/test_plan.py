@@ -10,7 +10,6 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.jobs.plan import (
-    Form,
     model_spec_for,
     model_spec_to_run,
     plan,
@@ -220,28 +219,3 @@ def test_the_same_chip_twice_is_one_job_alone(project: Path) -> None:
     )
     job = plan(config(project, toml)).jobs[0]
     assert (job.needs_device, len(job.alone)) == (True, 1)
-
-
-@newer_python
-@pytest.mark.parametrize(
-    ("keys", "forms"),
-    [
-        ("", [Form.UNFUSED, Form.UNROLLED]),
-        ('optimization = "none"', [Form.UNROLLED]),
-        ("unroll-limit = 0", [Form.UNFUSED]),
-    ],
-)
-def test_a_job_that_disagrees_is_tried_in_other_forms(
-    project: Path, keys: str, forms: list[Form]
-) -> None:
-    toml = f'provider = "qnn"\nmodels = ["models/a.onnx"]\n{keys}'
-    (job,) = plan(config(project, toml)).jobs
-    assert [each.form for each in job.other_forms] == forms
-    folders = {job.folder, *(each.folder for each in job.other_forms)}
-    assert len(folders) == 1 + len(forms)
-    assert all(each.other_forms == () for each in job.other_forms)
-
-
-def test_an_optimized_graph_has_one_form(project: Path) -> None:
-    (job,) = plan(config(project, 'provider = "cpu"\nmodels = ["models/a.onnx"]')).jobs
-    assert job.other_forms == ()

@@ -12,9 +12,14 @@ import pytest
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.files import record_file
+from hatch_epcontext.jobs.artifact import Preparation, Source
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.executors.local import LocalExecutor
+from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.jobs.preparation import Prepared, prepare
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.worker.facts import ModelFacts
 from tests.altered_workers import workers_with
 from tests.models import network, save
 
@@ -55,10 +60,17 @@ def job(project: Path) -> Job:
     return job
 
 
-def prepared(job: Job, tmp_path: Path, workers: Workers, body: Path, source: str) -> Prepared:
+def prepared(job: Job, tmp_path: Path, workers: Workers, body: Path, source: str) -> Preparation:
     body.write_text(source, encoding="utf-8")
     body.with_name("tries").write_bytes(b"")
-    return prepare(job, job.models[0], tmp_path / "scratch", workers)
+    (model,) = job.models
+    record = record_file(model.path)
+    found = Source(model, ModelFacts((), (), ()), record.sha256, {model.path.name: record})
+    executor = LocalExecutor.make(workers, tmp_path, 1, {}, [job])
+    cache = Cache(None, pytest.fail)
+    runner = JobRunner({"a": found}, cache, cache.index(), executor, tmp_path, pytest.fail)
+    (preparation,) = runner.run(job).artifact.record.preparations
+    return preparation
 
 
 @pytest.mark.parametrize(
@@ -96,8 +108,8 @@ def test_a_crash_that_does_not_happen_again_changes_nothing(
 ) -> None:
     crash = "if tries == 1:\n    import os\n    os.abort()\n"
     found = prepared(job, tmp_path, workers, body, crash)
-    assert found.preparation.simplifier == "onnxruntime"
-    assert found.preparation.failed == ()
+    assert found.simplifier == "onnxruntime"
+    assert found.failed == ()
 
 
 def test_a_crash_and_then_a_kill_fail_the_job(
@@ -124,7 +136,7 @@ def test_the_simplifiers_own_fault_leads_to_the_next_one(
     job: Job, tmp_path: Path, workers: Workers, body: Path, source: str, tries: int, words: str
 ) -> None:
     found = prepared(job, tmp_path, workers, body, source)
-    assert found.preparation.simplifier == "onnxslim"
-    (failed,) = found.preparation.failed
+    assert found.simplifier == "onnxslim"
+    (failed,) = found.failed
     assert failed.startswith(f"onnxruntime {words}")
     assert len(body.with_name("tries").read_bytes()) == tries

@@ -25,7 +25,7 @@ from typing import Any, cast
 from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings, Model
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.artifact import Artifact, Record, Source, ValidationRun
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source, ValidationRun
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.executors import dask_worker
@@ -202,32 +202,38 @@ class DaskExecutor:
         """Why the job's result cannot be run on any worker that may take the job."""
         return reason_not_to_run(job) if job.target.from_cache else self._find(job).reason
 
-    def compile(self, job: Job, key: str, folder: Path) -> Record:
+    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` on a worker, and fetch its artifact into ``folder``."""
         versions = self.versions(job)
         reason = ""
         for _ in range(_ATTEMPTS):
             step = CompileStep(
-                self._info, _token(job), _portable(job), key, self._models(job), versions
+                self._info, _token(job), _portable(job), self._models(job), versions, recipe
             )
-            running = self._submit(step)
-            compiled = cast("Compiled", self._result(running))
+            # If possible where an earlier recipe has left what this one starts from.
+            running = self._submit(step, self._compiled.get(step.token))
+            compiled = cast("Compiled | Refused", self._result(running))
+            place = running.place if isinstance(compiled, Refused) else compiled.worker
+            with self._lock:
+                self._compiled[step.token] = running.future
+                self._places.setdefault(step.token, set()).update(filter(None, [place]))
+            if isinstance(compiled, Refused):
+                return compiled
             try:
                 self._fetch(compiled, folder)
             except _LostError as error:
                 reason = str(error)
                 self._check_running(job)
                 shutil.rmtree(folder, ignore_errors=True)
+                with self._lock:
+                    self._compiled.pop(step.token, None)
                 continue
-            with self._lock:
-                self._compiled[step.token] = running.future
-                self._places.setdefault(step.token, set()).add(compiled.worker)
             return compiled.record
         message = f"the worker was lost {_ATTEMPTS} times before its artifact was fetched: {reason}"
         raise BuildError(Problem(Kind.WORKER_LOST, job.location, message))
 
     def validate(
-        self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
+        self, job: Job, model: Model, artifact: Artifact, context: Context
     ) -> ValidationRun:
         """Validate on a worker, if possible on the one that compiled the artifact."""
         fitting = self._find(job)
@@ -237,7 +243,6 @@ class DaskExecutor:
             self._info,
             _token(job),
             _portable(job),
-            key,
             self._models(job),
             fitting.versions,
             job.models.index(model),
@@ -412,7 +417,7 @@ class DaskExecutor:
             self._running[step.token] = running
         return running
 
-    def _result(self, running: _Running) -> Compiled | ValidationRun:
+    def _result(self, running: _Running) -> Compiled | Refused | ValidationRun:
         from distributed import CancelledError, KilledWorker
 
         job, future = running.job, running.future
@@ -420,7 +425,7 @@ class DaskExecutor:
             # Too late for `stop`.
             future.cancel(force=True)
         try:
-            outcome: Compiled | ValidationRun | EpcontextError = future.result()
+            outcome: Compiled | Refused | ValidationRun | EpcontextError = future.result()
         except CancelledError as error:
             self._check_running(job)
             raise running.reason or _lost_scheduler(job.location, error) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pickle
 import shutil
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256
-from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.executors.store import ArrivalError, Store, read_chunk, room
@@ -83,14 +84,15 @@ class Step:
     build: BuildInfo
     token: str
     job: Job
-    key: str
     models: tuple[ModelFiles, ...]
     versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class CompileStep(Step):
-    """Compile the job."""
+    """Compile the job with ``recipe``."""
+
+    recipe: Recipe
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ def _check_library(job: Job) -> None:
         raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, job.location, message, hint))
 
 
-def run_step(data: bytes, after: object = None) -> Compiled | ValidationRun | EpcontextError:
+def run_step(
+    data: bytes, after: object = None
+) -> Compiled | Refused | ValidationRun | EpcontextError:
     """Run a pickled `Step`; foreseen errors are returned, because dask logs those that are raised.
 
     ``after`` is the result of an earlier step of the job: dask prefers the worker that has it.
@@ -380,6 +384,7 @@ class _Job:
         self._build = build
         self._folder = build.folder / "jobs" / step.token
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._places = [_Places.of(build.folder / "models", each) for each in step.models]
         self._job = replace(
             step.job,
@@ -396,11 +401,7 @@ class _Job:
         """The folders of its models and their inputs, which other jobs may use too."""
         return {folder for place in self._places for folder in place.folders}
 
-    @property
-    def _artifact(self) -> Path:
-        return self._folder / "artifact"
-
-    def run(self, step: Step) -> Compiled | ValidationRun:
+    def run(self, step: Step) -> Compiled | Refused | ValidationRun:
         try:
             return self._run(step)
         except ArrivalError as error:
@@ -413,7 +414,7 @@ class _Job:
         self._build.executor.finished(self._job)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _run(self, step: Step) -> Compiled | ValidationRun:
+    def _run(self, step: Step) -> Compiled | Refused | ValidationRun:
         for place in self._places:
             self._place(place.files)
         executor = replace(self._build.executor, installed=self._build.installed(step.job))
@@ -424,20 +425,24 @@ class _Job:
             )
             raise BuildError(Problem(Kind.UNEQUAL_WORKERS, step.job.location, message))
         if isinstance(step, ValidateStep):
+            folder = self._folder / _digest(step.record.files)
             with self._lock:
                 self._place(
-                    (self._artifact / PurePosixPath(name), record)
+                    (folder / PurePosixPath(name), record)
                     for name, record in step.record.files.items()
                 )
-            artifact = Artifact(self._artifact, step.record)
+            artifact = Artifact(folder, step.record)
             model = self._job.models[step.model]
-            return executor.validate(self._job, model, step.key, artifact, step.context)
-        # A lost connection makes dask run it again.
-        shutil.rmtree(self._artifact, ignore_errors=True)
-        record = executor.compile(self._job, step.key, self._artifact)
-        for name, file in record.files.items():
-            self._build.store.adopt(self._artifact / PurePosixPath(name), file)
-        return Compiled(self._build.address, str(self._artifact), record)
+            return executor.validate(self._job, model, artifact, step.context)
+        assert isinstance(step, CompileStep), "there are two"
+        folder = self._folder / f"{next(self._numbers)}"
+        result = executor.compile(self._job, step.recipe, folder)
+        if isinstance(result, Refused):
+            shutil.rmtree(folder, ignore_errors=True)
+            return replace(result, problems=tuple(map(self._as_sent, result.problems)))
+        for name, file in result.files.items():
+            self._build.store.adopt(folder / PurePosixPath(name), file)
+        return Compiled(self._build.address, str(folder), result)
 
     def _place(self, files: Iterable[tuple[Path, FileRecord]]) -> None:
         for path, record in files:
@@ -472,15 +477,12 @@ class _Places:
 
     @staticmethod
     def of(root: Path, sent: ModelFiles) -> _Places:
-        def digest(files: Mapping[str, FileRecord]) -> str:
-            return value_sha256({name: record.sha256 for name, record in files.items()})[:32]
-
         def place(name: str, files: Mapping[str, FileRecord]) -> str:
-            return str(root / f"inputs-{digest(files)}" / name) if files else name
+            return str(root / f"inputs-{_digest(files)}" / name) if files else name
 
         return _Places(
             sent,
-            root / digest(sent.files),
+            root / _digest(sent.files),
             place(sent.inputs, sent.input_files),
             place(sent.calibration, sent.calibration_files),
         )
@@ -507,6 +509,10 @@ class _Places:
             path=self.folder / self.sent.name,
             validate=replace(model.validate, inputs=self.inputs),
         )
+
+
+def _digest(files: Mapping[str, FileRecord]) -> str:
+    return value_sha256({name: record.sha256 for name, record in files.items()})[:32]
 
 
 def _below(folder: str, files: Mapping[str, FileRecord]) -> Sequence[tuple[Path, FileRecord]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.worker.facts import Context
 
@@ -28,16 +28,16 @@ class Executor(Protocol):
     def reason_not_to_run(self, job: Job) -> str | None:
         """Why the job's result cannot be run there, if that is known without asking the EP."""
 
-    def compile(self, job: Job, key: str, folder: Path) -> Record:
-        """Compile ``job``, whose fingerprint is ``key``, into ``folder``, which it makes.
+    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
+        """Compile ``job`` as ``recipe`` says into ``folder``, which it makes.
 
-        Raises BuildError with the job's problems.
+        Raises BuildError for problems that no other recipe can solve.
         """
 
     def validate(
-        self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
+        self, job: Job, model: Model, artifact: Artifact, context: Context
     ) -> ValidationRun:
-        """Validate the ``context`` of ``model`` in ``artifact``, whose fingerprint is ``key``.
+        """Validate the ``context`` of ``model`` in ``artifact``.
 
         Raises BuildError when it is not as it should be.
         """

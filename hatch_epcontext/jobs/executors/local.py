@@ -7,34 +7,24 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Setting
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.files import link_or_copy, record_files
-from hatch_epcontext.jobs.artifact import Artifact, Preparation, Record, Times, ValidationRun
-from hatch_epcontext.jobs.attempts import (
-    REFUSALS,
-    Compile,
-    Refused,
-    Ways,
-    compile_best,
-    compile_unrolled,
-)
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Times, ValidationRun
 from hatch_epcontext.jobs.plan import (
-    Form,
     Job,
     model_spec_for,
     model_spec_to_run,
     target_spec,
     with_options,
 )
-from hatch_epcontext.jobs.preparation import Preparations, Prepared, Rewritten, rewrite
+from hatch_epcontext.jobs.preparation import CRASHES, Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import versions_of
 from hatch_epcontext.jobs.validation import (
@@ -42,12 +32,41 @@ from hatch_epcontext.jobs.validation import (
     validation_from_reply,
     with_limits_of_target,
 )
-from hatch_epcontext.providers import MoreCoverage
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.facts import Context
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CompileReply
+
+REFUSALS = frozenset(
+    {
+        Kind.NOTHING_COMPILED,
+        Kind.COMPILE_FAILED,
+        Kind.WORKER_CRASHED,
+        Kind.WRONG_RESULT,
+        Kind.NOT_EMBEDDABLE,
+    }
+)
+"""The problems of an EP that another form of the model can solve."""
+
+_FAULTS_OF_SIMPLIFIERS = CRASHES | {
+    Kind.COMPILE_FAILED,
+    Kind.OUTPUT_DIFFERS,
+    Kind.NOT_FINITE,
+    Kind.OUTPUT_SHAPE,
+}
+"""The faults of a simplifier itself. After any other one, such as a worker that was killed, the result of
+the next simplifier would stay in the cache, although it is weaker, and although this one works."""
+
+_ACCIDENTS = frozenset(
+    {
+        Kind.INTERRUPTED,
+        Kind.SYSTEM_ERROR,
+        Kind.WORKER_KILLED,
+        Kind.WORKER_LOST,
+    }
+)
+"""What says nothing about a recipe: a weaker result would stay in the cache."""
 
 _SMALL = 1 << 20
 """Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
@@ -104,19 +123,32 @@ class LocalExecutor:
         """Why the job's result cannot be run on this machine, if that is known without the EP."""
         return reason_not_to_run(job)
 
-    def compile(self, job: Job, key: str, folder: Path) -> Record:
+    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Prepare and compile ``job`` into ``folder``, which it makes."""
         start = time.monotonic()
-        prepared = tuple(self.preparations.get(job, model) for model in job.models)
+        prepared = self._prepared(job, recipe)
+        if isinstance(prepared, Refused):
+            return prepared
+        dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
+        if (recipe.changes or not recipe.fuse) and not any(each.changed for each in prepared):
+            return Refused("change", _problems(dropped, job))
         prepare_seconds = time.monotonic() - start
+        options = tuple(f"{name} = {value}" for name, value in recipe.options)
+        preparations = tuple(
+            replace(each.preparation, options=options, tried=dropped) for each in prepared
+        )
         try:
-            prepared, reply = self._compile_best(job, prepared, folder)
+            reply = self._compile(job, recipe, prepared, folder)
         except BuildError as error:
-            failed = _with_static_shapes(error, job)
-            raise _with_preparations(failed, [each.preparation for each in prepared]) from None
+            if _has_accident(error) or (recipe.is_plain and not _is_only(error, REFUSALS)):
+                raise
+            rewrites = dict.fromkeys(n for e in preparations for n in (*e.options, *e.rewrites))
+            problems = _with_static_shapes(error, job).problems
+            return Refused("compile", problems, rewrites=tuple(rewrites))
         return Record(
+            recipe,
             reply.product,
-            tuple(each.preparation for each in prepared),
+            preparations,
             reply.contexts,
             # Hashed before any other process opens them.
             record_files(folder),
@@ -124,53 +156,38 @@ class LocalExecutor:
             Times(prepare_seconds, reply.seconds),
         )
 
-    def _compile_best(
-        self, job: Job, prepared: tuple[Prepared, ...], folder: Path
-    ) -> tuple[tuple[Prepared, ...], CompileReply]:
-        """Compile ``job`` into ``folder``; returns the models as they were compiled best, and the reply."""
-        if job.target.provider.product != "context":
-            return prepared, self._compile(job, prepared, folder)
+    def _prepared(self, job: Job, recipe: Recipe) -> tuple[Prepared, ...] | Refused:
+        """The models of ``job``, prepared and changed; or why they are not."""
+        plain = replace(recipe, changes=(), fuse=True)
+        try:
+            prepared = self.preparations.get(job, plain)
+        except ModelError:
+            raise
+        except BuildError as error:
+            if not _is_only(error, _FAULTS_OF_SIMPLIFIERS):
+                raise
+            return Refused("prepare", error.problems)
+        control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
+        if control_flow and not recipe.control_flow:
+            return Refused("prepare", control_flow=tuple(control_flow))
+        try:
+            return self.preparations.get(job, recipe)
+        except BuildError as error:
+            if _has_accident(error):
+                raise
+            return Refused("change", error.problems)
 
-        def rewritten(
-            index: int, model: Prepared, refused: Refused, *, unroll: bool = False
-        ) -> Rewritten:
-            scratch = self._scratch("unroll" if unroll else "rewrite")
-            return rewrite(
-                job, job.models[index], model, refused, scratch, self.workers, unroll=unroll
-            )
-
-        unrolled = partial(rewritten, unroll=True)
-        if job.form is Form.UNFUSED:
-            return prepared, self._compile(job, prepared, folder)
-        if job.form is Form.UNROLLED:
-            return compile_unrolled(
-                prepared, folder, lambda models, into: self._compile(job, models, into), unrolled
-            )
-        ways = Ways(
-            lambda models, into: self._compile(job, models, into),
-            rewritten,
-            unrolled if job.target.settings.unroll_limit else None,
-            self._options(job),
-        )
-        return compile_best(prepared, folder, lambda: self._scratch("artifact"), ways)
-
-    def _options(self, job: Job) -> tuple[MoreCoverage, Compile] | None:
-        """The options that are tried where the EP leaves nodes, unless the target has them."""
-        more = job.target.provider.more_coverage
-        if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
-            return None
-        other = replace(job, target=with_options(job.target, more.options))
-        return more, lambda models, into: self._compile(other, models, into)
-
-    def _compile(self, job: Job, prepared: Sequence[Prepared], folder: Path) -> CompileReply:
+    def _compile(
+        self, job: Job, recipe: Recipe, prepared: Sequence[Prepared], folder: Path
+    ) -> CompileReply:
         """Compile the models of ``job`` as they are ``prepared`` into ``folder``, which it makes."""
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.worker.requests import CompileRequest
 
         with writing("an artifact", folder, job.location):
             folder.mkdir(parents=True)
-        target = target_spec(job.target)
-        if job.form is Form.UNFUSED:
+        target = target_spec(with_options(job.target, dict(recipe.options)))
+        if not recipe.fuse:
             # ONNX Runtime would fuse what preparation has left as it is.
             target = replace(target, settings=replace(target.settings, optimization="none"))
         request = CompileRequest(
@@ -183,7 +200,7 @@ class LocalExecutor:
             return self.workers.call(request, self._scratch("compile"), location=job.location)
 
     def validate(
-        self, job: Job, model: Model, key: str, artifact: Artifact, context: Context
+        self, job: Job, model: Model, artifact: Artifact, context: Context
     ) -> ValidationRun:
         """Run a moved copy of the artifact in a process that has compiled nothing."""
         from hatch_epcontext.worker.requests import ValidateRequest
@@ -264,13 +281,13 @@ def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
     )
 
 
-def _with_preparations(error: BuildError, preparations: list[Preparation]) -> BuildError:
-    """``error`` with the failed preparations before it, which may be the cause."""
-    failures = "".join(
-        f"\nThe model was prepared with {preparation.simplifier}, because\n{failure}"
-        for preparation in preparations
-        for failure in preparation.failed
-    )
-    return BuildError(
-        *(replace(problem, message=problem.message + failures) for problem in error.problems)
-    )
+def _problems(messages: Iterable[str], job: Job) -> tuple[Problem, ...]:
+    return tuple(Problem(Kind.COMPILE_FAILED, job.location, message) for message in messages)
+
+
+def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:
+    return all(problem.kind in kinds for problem in error.problems)
+
+
+def _has_accident(error: BuildError) -> bool:
+    return any(problem.kind in _ACCIDENTS for problem in error.problems)

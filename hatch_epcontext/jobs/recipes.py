@@ -1,0 +1,230 @@
+"""All ways in which a job is ever compiled, and when each of them is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.jobs.artifact import Artifact, Operators, Recipe, Refused
+from hatch_epcontext.jobs.coverage import reaches_minimum
+from hatch_epcontext.jobs.plan import Job
+from hatch_epcontext.text import count
+from hatch_epcontext.worker.facts import SIMPLIFIERS, Coverage, Simplifier
+
+_MAX_ROUNDS = 3
+"""How often a model is rewritten: what one rewrite leaves, an EP can refuse too."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A recipe that was tried: its artifact, or why there is none. ``key`` is the artifact's in the cache."""
+
+    recipe: Recipe
+    key: str
+    result: Artifact | Refused
+    cached: bool = False
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether its simplifier works."""
+        return self.stopped_in != "prepare" or bool(self.control_flow)
+
+    @property
+    def stopped_in(self) -> str | None:
+        """The step that has refused it, see `Refused`; None if it has an artifact."""
+        return self.result.step if isinstance(self.result, Refused) else None
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether a process has crashed, or has answered with nonsense: that can happen by chance."""
+        crashes = (Kind.WORKER_CRASHED, Kind.INVALID_REPLY)
+        problems = self.result.problems if isinstance(self.result, Refused) else ()
+        return bool(problems) and all(each.kind in crashes for each in problems)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left to the CPU."""
+        return isinstance(self.result, Artifact) and not self.uncovered
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may be taken: what is unrolled only if nothing is left to the CPU."""
+        return isinstance(self.result, Artifact) and (self.is_whole or not self.recipe.unrolls)
+
+    @property
+    def can_be_helped(self) -> bool:
+        """Whether other forms of the models can give a better result."""
+        return self.stopped_in == "compile" or (self.stopped_in is None and not self.is_whole)
+
+    @property
+    def uncovered(self) -> int:
+        """The number of nodes that are left to the CPU."""
+        return sum(len(each.uncovered) for each in self._coverages)
+
+    @property
+    def quality(self) -> tuple[bool, float, int]:
+        """The larger the better: how much was compiled, then in how few parts."""
+        share = min((each.share for each in self._coverages), default=0.0)
+        return self.counts, share, -sum(each.partitions for each in self._coverages)
+
+    @property
+    def refused(self) -> tuple[Operators, ...] | None:
+        """The operators that the EP refuses in each of the models; None if it does not say which."""
+        if isinstance(self.result, Refused):
+            return None
+        return tuple(tuple(sorted({n.op for n in each.uncovered})) for each in self._coverages)
+
+    @property
+    def _coverages(self) -> tuple[Coverage, ...]:
+        contexts = self.result.record.contexts if isinstance(self.result, Artifact) else ()
+        return tuple(each.coverage for each in contexts if each.coverage is not None)
+
+    @property
+    def control_flow(self) -> tuple[str, ...]:
+        """The operators for which it was not compiled, see `Recipe`."""
+        return self.result.control_flow if isinstance(self.result, Refused) else ()
+
+    def notes(self, disagreement: BuildError | None) -> Iterator[str]:
+        """What came out of it, for a report; ``disagreement``: that of its outputs with the CPU's, if any."""
+        if isinstance(self.result, Artifact):
+            done = self.result.record.preparations
+            names = dict.fromkeys(n for each in done for n in (*each.options, *each.rewrites))
+            result = f"{count(self.uncovered, 'node')} on the CPU"
+            if disagreement is not None:
+                result = _first_line(disagreement.problems[0].message)
+            yield f"{'; '.join(names) or 'unmodified'}: {result}"
+        elif self.stopped_in == "prepare":
+            crashed, simplifier = self.has_crashed, self.recipe.simplifier
+            # Do not show the signal: another recipe may succeed.
+            text = f"{simplifier} crashes on this model, in a process of its own"
+            for problem in self.result.problems:
+                yield text if crashed else f"{simplifier} failed: {problem.message}"
+        elif self.stopped_in == "change":
+            yield from (problem.message for problem in self.result.problems)
+        else:
+            result = _first_line(self.result.problems[0].message)
+            if self.has_crashed:
+                result = "the EP crashes on this form, in a process of its own"
+            yield f"{'; '.join(self.result.rewrites) or 'unmodified'}: {result}"
+
+
+def _first_line(message: str) -> str:
+    return message.split("\n", 1)[0].rstrip(".")
+
+
+def best(attempts: Sequence[Attempt]) -> Attempt:
+    """The one that covers most, in the fewest parts; of equals the first, which is the least invasive."""
+    return max(attempts, key=lambda each: each.quality)
+
+
+def recipes(
+    job: Job, attempts: Sequence[Attempt], agrees: Callable[[Attempt], bool]
+) -> Iterator[Recipe]:
+    """Yield the recipes for ``job``, the least invasive first.
+
+    ``attempts`` are those so far: each recipe is chosen by what they have shown, and may start from the
+    graph of one of them. Whoever tries the recipes stops when one is whole and ``agrees`` with the CPU.
+    """
+    yield from _simplifiers(job, attempts)
+    if job.target.provider.product != "context" or attempts[-1].stopped_in == "prepare":
+        # An optimized graph is the same in every other form.
+        return
+    yield from _options(job, attempts)
+    yield from _rewrites(attempts)
+    if job.target.settings.unroll_limit:
+        yield from _unrolled(attempts)
+    if job.group is None and not job.has_several_chips:
+        yield from _other_numbers(job, attempts, agrees)
+
+
+def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
+    """The libraries that simplify the graph: the next one where one fails, or leaves control flow."""
+    # EPs for fixed shapes compile none.
+    control_flow = not job.target.provider.static_shapes
+    for simplifier in _simplifiers_of(job):
+        if simplifier == "none" and any(each.is_prepared for each in attempts):
+            break
+        recipe = Recipe(simplifier, control_flow=control_flow)
+        yield recipe
+        if attempts[-1].stopped_in == "prepare" and attempts[-1].has_crashed:
+            # What happens again is its own fault.
+            yield recipe
+        if attempts[-1].stopped_in != "prepare":
+            return
+    prepared = [each for each in attempts if each.is_prepared]
+    if prepared:
+        least = min(prepared, key=lambda each: len(each.control_flow))
+        yield replace(least.recipe, control_flow=True)
+
+
+def _simplifiers_of(job: Job) -> tuple[Simplifier, ...]:
+    return SIMPLIFIERS if job.target.settings.optimization != "none" else SIMPLIFIERS[-1:]
+
+
+def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
+    """Options of the EP with which it takes operators that it leaves without them."""
+    more, last = job.target.provider.more_coverage, attempts[-1]
+    if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
+        return
+    if any(more.operators.intersection(each) for each in last.refused or ()):
+        yield replace(last.recipe, options=tuple(sorted(more.options.items())))
+
+
+def _rewrites(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
+    """Rewrites of what the EP refuses, and then of what it still refuses."""
+    last = best(attempts[-2:]) if attempts[-1].recipe.options else attempts[-1]
+    for _ in range(_MAX_ROUNDS):
+        if not last.can_be_helped:
+            return
+        yield last.recipe.changed("rewrite", last.refused)
+        last = attempts[-1]
+
+
+def _unrolled(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
+    """Loops and recurrent layers of known length, step by step; what was inside an EP can refuse too."""
+    last = best(attempts)
+    if not last.can_be_helped:
+        return
+    yield last.recipe.changed("unroll", last.refused)
+    for _ in range(_MAX_ROUNDS - 1):
+        last = attempts[-1]
+        if not last.can_be_helped:
+            return
+        yield last.recipe.changed("rewrite", last.refused)
+        if attempts[-1].stopped_in == "change":
+            yield last.recipe.changed("unroll", last.refused)
+
+
+def _other_numbers(
+    job: Job, attempts: Sequence[Attempt], agrees: Callable[[Attempt], bool]
+) -> Iterator[Recipe]:
+    """Forms in which an EP may compute rightly what it computes wrong.
+
+    Scales that are folded into the weights of convolutions cost accuracy in float16, and some EPs compute
+    loops and recurrent layers wrong.
+    """
+    found = best(attempts)
+    if not _is_enough(job, found) or agrees(found):
+        return
+    plain = Recipe(found.recipe.simplifier)
+    if job.target.settings.optimization == "basic":
+        yield replace(plain, fuse=False)
+        if _is_enough(job, attempts[-1]) and agrees(attempts[-1]):
+            return
+    if job.target.settings.unroll_limit:
+        yield plain.changed("unroll", None)
+
+
+def _is_enough(job: Job, attempt: Attempt) -> bool:
+    return (
+        attempt.counts
+        and isinstance(attempt.result, Artifact)
+        and reaches_minimum(attempt.result.record.contexts, job.target)
+    )
+
+
+def acceptable(job: Job, attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The ``attempts`` that cover enough, the best first."""
+    enough = [each for each in attempts if _is_enough(job, each)]
+    return sorted(enough, key=lambda each: each.quality, reverse=True)

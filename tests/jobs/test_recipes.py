@@ -1,0 +1,385 @@
+"""Which recipes are tried, and which result is taken; what each recipe gives is said by the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.config.load import load
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.files import record_file, record_files
+from hatch_epcontext.jobs.artifact import (
+    Artifact,
+    Built,
+    Preparation,
+    Recipe,
+    Record,
+    Refused,
+    Source,
+    Times,
+    Validation,
+    ValidationRun,
+    ValidationStatus,
+)
+from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.job import JobRunner
+from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts, NodeFacts
+from tests.conftest import needs_qnn
+
+pytestmark = needs_qnn
+
+Outcome = Sequence[str] | Refused | Problem
+"""The operators that are left to the CPU of ten nodes; or what ends the attempt."""
+
+CRASH = Refused("compile", (Problem(Kind.WORKER_CRASHED, "a -> npu", "the compiler crashed."),))
+TOML = """
+provider = "qnn"
+models = [{ path = "models/a.onnx", validate = { tolerance = { cosine = 0.9 } } }]
+"""
+
+
+def name_of(recipe: Recipe) -> str:
+    """A short name: the simplifier if it is not the first, the options, and the changes."""
+    parts: list[str] = [] if recipe.simplifier == "onnxruntime" else [recipe.simplifier]
+    parts += [] if recipe.fuse else ["unfused"]
+    parts += [f"{name}={value}" for name, value in recipe.options]
+    parts += [each.kind for each in recipe.changes]
+    return " ".join(parts) or "plain"
+
+
+@dataclass
+class Compiler:
+    """Gives each recipe its outcome, by its name, and nothing to change for others.
+
+    ``wrong``: the recipes whose results differ from the CPU's.
+    """
+
+    outcomes: Mapping[str, Outcome]
+    wrong: Sequence[str] = ()
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    recipes: list[Recipe] = field(default_factory=list)
+    validated: list[str] = field(default_factory=list)
+    at_once: int = 1
+    stopped: bool = False
+
+    @property
+    def tried(self) -> list[str]:
+        return [name_of(recipe) for recipe in self.recipes]
+
+    def versions(self, job: Job) -> Mapping[str, str]:
+        return {}
+
+    def reason_not_to_run(self, job: Job) -> str | None:
+        return None
+
+    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
+        self.recipes.append(recipe)
+        name = name_of(recipe)
+        outcome = self.outcomes.get(name)
+        if outcome is None:
+            message = "Clip: it differs (not taken)"
+            return Refused("change", (Problem(Kind.COMPILE_FAILED, job.location, message),))
+        if isinstance(outcome, Refused):
+            return outcome
+        if isinstance(outcome, Problem):
+            raise BuildError(outcome)
+        folder.mkdir(parents=True)
+        (folder / "a_ctx.onnx").write_text(name, encoding="utf-8")
+        uncovered = tuple(NodeFacts(f"n{index}", op) for index, op in enumerate(outcome))
+        coverage = Coverage(10, 10 - len(outcome), self.contexts.get(name, 1), uncovered)
+        preparation = Preparation(
+            recipe.simplifier, 9, 9, rewrites=tuple(each.kind for each in recipe.changes)
+        )
+        return Record(
+            recipe,
+            "context",
+            (preparation,),
+            (Context("a", "a_ctx.onnx", (), (), coverage),),
+            record_files(folder),
+            {},
+            Times(0, 0),
+        )
+
+    def validate(
+        self, job: Job, model: Model, artifact: Artifact, context: Context
+    ) -> ValidationRun:
+        name = (artifact.folder / "a_ctx.onnx").read_text(encoding="utf-8")
+        self.validated.append(name)
+        if name in self.wrong:
+            raise BuildError(Problem(Kind.OUTPUT_DIFFERS, job.location, f"{name} is wrong."))
+        return ValidationRun(Validation(ValidationStatus.RAN))
+
+    def finished(self, job: Job) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Builder:
+    """Builds the only job of the project."""
+
+    project: Path
+    staging: Path
+
+    toml: str = TOML
+
+    def job(self, keys: str = "") -> Job:
+        toml = f"{self.toml}{keys}\n"
+        (job,) = plan(load(self.project, parse(toml), {}, {})).jobs
+        return job
+
+    def build(self, compiler: Compiler, keys: str = "", cache: Path | None = None) -> Built:
+        job = self.job(keys)
+        (model,) = job.models
+        record = record_file(model.path)
+        source = Source(model, ModelFacts((), (), ()), record.sha256, {model.path.name: record})
+        kept = Cache(cache, pytest.fail)
+        runner = JobRunner(
+            {model.name: source}, kept, kept.index(), compiler, self.staging, pytest.fail
+        )
+        return runner.run(job)
+
+    def name(self, built: Built) -> str:
+        """The recipe of what was built, whose files are what was compiled with it."""
+        name = name_of(built.artifact.record.recipe)
+        assert (built.artifact.folder / "a_ctx.onnx").read_text(encoding="utf-8") == name
+        return name
+
+
+@pytest.fixture
+def builder(project: Path, tmp_path: Path) -> Builder:
+    return Builder(project, tmp_path / "staging")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "tried", "taken"),
+    [
+        # A whole result costs nothing more.
+        ({"plain": ()}, ["plain"], "plain"),
+        ({"plain": ("Clip",), "rewrite": ()}, ["plain", "rewrite"], "rewrite"),
+        (
+            {"plain": ("Clip", "If"), "rewrite": ("If",), "rewrite rewrite": ()},
+            ["plain", "rewrite", "rewrite rewrite"],
+            "rewrite rewrite",
+        ),
+        ({"plain": CRASH, "rewrite": ()}, ["plain", "rewrite"], "rewrite"),
+        (
+            {"plain": ("GRU",), "unroll": ()},
+            ["plain", "rewrite", "unroll"],
+            "unroll",
+        ),
+        # What was inside a loop, an EP can refuse too.
+        (
+            {"plain": ("Loop",), "unroll": ("Clip",), "unroll rewrite": ()},
+            ["plain", "rewrite", "unroll", "unroll rewrite"],
+            "unroll rewrite",
+        ),
+        (
+            {"plain": ("Loop",), "unroll": ("Loop",), "unroll unroll": ()},
+            ["plain", "rewrite", "unroll", "unroll rewrite", "unroll unroll"],
+            "unroll unroll",
+        ),
+    ],
+)
+def test_each_recipe_follows_from_what_the_ones_before_it_have_shown(
+    builder: Builder, outcomes: Mapping[str, Outcome], tried: list[str], taken: str
+) -> None:
+    compiler = Compiler(outcomes)
+    assert builder.name(builder.build(compiler)) == taken
+    assert compiler.tried == tried
+    assert compiler.validated == [taken]
+
+
+def test_a_change_gets_the_operators_that_were_refused(builder: Builder) -> None:
+    compiler = Compiler({"plain": ("If", "Clip", "If"), "rewrite": CRASH, "rewrite rewrite": ()})
+    builder.build(compiler)
+    changes = compiler.recipes[-1].changes
+    assert [each.refused for each in changes] == [(("Clip", "If"),), None]
+
+
+@pytest.mark.parametrize("other", [("Clip",), ("Clip", "If"), CRASH])
+def test_the_least_invasive_of_equals_is_taken(builder: Builder, other: Outcome) -> None:
+    compiler = Compiler({"plain": ("If",), "rewrite": other})
+    assert builder.name(builder.build(compiler, "min-coverage = 0.5")) == "plain"
+
+
+def test_fewer_contexts_are_better(builder: Builder) -> None:
+    compiler = Compiler({"plain": ("If",), "rewrite": ("Where",)}, contexts={"plain": 2})
+    assert builder.name(builder.build(compiler, "min-coverage = 0.5")) == "rewrite"
+
+
+def test_unrolling_does_not_count_if_something_is_left(builder: Builder) -> None:
+    compiler = Compiler({"plain": ("GRU", "If"), "unroll": ("If",)})
+    built = builder.build(compiler, "min-coverage = 0.5")
+    assert builder.name(built) == "plain"
+    (preparation,) = built.artifact.record.preparations
+    assert preparation.tried == ("Clip: it differs (not taken)", "unroll: 1 node on the CPU")
+
+
+def test_too_little_coverage_is_an_error_with_what_was_tried(builder: Builder) -> None:
+    compiler = Compiler({"plain": ("If", "If"), "rewrite": ("If",)})
+    with pytest.raises(BuildError) as raised:
+        builder.build(compiler)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.LOW_COVERAGE
+    assert "9 of 10 nodes" in problem.message
+    assert "Also tried: unmodified: 2 nodes on the CPU" in problem.message
+    assert compiler.validated == []
+
+
+def test_the_first_error_stands_if_nothing_helps(builder: Builder) -> None:
+    with pytest.raises(BuildError) as raised:
+        builder.build(Compiler({"plain": CRASH, "rewrite": CRASH}))
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.WORKER_CRASHED
+    lines = problem.message.splitlines()
+    assert lines[0] == "the compiler crashed."
+    assert (
+        lines[1] == "Also tried: unmodified: the EP crashes on this form, in a process of its own"
+    )
+
+
+@pytest.mark.parametrize("kind", [Kind.WORKER_TIMEOUT, Kind.WORKER_KILLED])
+def test_an_accident_ends_the_job(builder: Builder, kind: Kind) -> None:
+    accident = Problem(kind, "a -> npu", "it ended.")
+    ends: tuple[dict[str, Outcome], ...] = (
+        {"plain": accident},
+        {"plain": ("If",), "rewrite": accident},
+    )
+    for outcomes in ends:
+        with pytest.raises(BuildError) as raised:
+            builder.build(Compiler(outcomes))
+        assert raised.value.problems == (accident,)
+
+
+MORE = "backend=a"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "taken"),
+    [
+        ({"plain": ("QuantizeLinear",), "{}": ()}, "{}"),
+        # What is left then is rewritten, and compiled with the same options.
+        ({"plain": ("QuantizeLinear", "Clip"), "{}": ("Clip",), "{} rewrite": ()}, "{} rewrite"),
+        ({"plain": ("QuantizeLinear",), "{}": ("QuantizeLinear", "If"), "rewrite": ()}, "rewrite"),
+        ({"plain": ("Clip",), "rewrite": ()}, "rewrite"),
+    ],
+)
+def test_options_with_which_an_ep_takes_more_are_tried_first(
+    builder: Builder, outcomes: Mapping[str, Outcome], taken: str
+) -> None:
+    more = builder.job().target.provider.more_coverage
+    assert more is not None
+    assert "QuantizeLinear" in more.operators
+    options = " ".join(f"{name}={value}" for name, value in sorted(more.options.items()))
+    compiler = Compiler({name.format(options): each for name, each in outcomes.items()})
+    assert builder.name(builder.build(compiler)) == taken.format(options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "keys", "tried", "taken"),
+    [
+        (["plain"], "", ["plain", "unfused"], "unfused"),
+        (["plain", "unfused"], "", ["plain", "unfused", "unroll"], "unroll"),
+        (["plain"], 'optimization = "none"', ["none", "none unroll"], "none unroll"),
+        (["plain"], "unroll-limit = 0", ["plain", "unfused"], "unfused"),
+    ],
+)
+def test_what_differs_is_compiled_in_other_forms(
+    builder: Builder, wrong: list[str], keys: str, tried: list[str], taken: str
+) -> None:
+    outcomes: dict[str, Outcome] = {"unfused": (), "unroll": (), "none unroll": ()}
+    compiler = Compiler({**outcomes, "plain": (), "none": ()}, [*wrong, "none"])
+    built = builder.build(compiler, keys)
+    assert builder.name(built) == taken
+    assert compiler.tried == tried
+    assert "is wrong" in built.artifact.record.preparations[0].tried[0]
+
+
+def test_what_differs_in_every_form_is_an_error(builder: Builder) -> None:
+    with pytest.raises(BuildError, match="plain is wrong") as raised:
+        builder.build(Compiler({"plain": (), "unfused": ()}, ["plain", "unfused"]))
+    assert "Also tried: unmodified: unfused is wrong" in str(raised.value)
+
+
+def test_a_rewrite_that_differs_leads_back_to_what_was_compiled_before(builder: Builder) -> None:
+    compiler = Compiler({"plain": ("If",), "rewrite": ()}, ["rewrite"])
+    built = builder.build(compiler, "min-coverage = 0.5")
+    assert builder.name(built) == "plain"
+    assert compiler.validated == ["rewrite", "plain"]
+
+
+NO_SIMPLIFIER = Refused("prepare", (Problem(Kind.COMPILE_FAILED, "a -> npu", "it fails."),))
+NO_REPLY = Refused("prepare", (Problem(Kind.WORKER_CRASHED, "a -> npu", "it crashed."),))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "tried"),
+    [
+        ({"plain": NO_SIMPLIFIER, "onnxslim": ()}, ["plain", "onnxslim"]),
+        # What happens once can happen by chance.
+        ({"plain": NO_REPLY, "onnxslim": ()}, ["plain", "plain", "onnxslim"]),
+        (
+            {"plain": NO_SIMPLIFIER, "onnxslim": NO_SIMPLIFIER, "none": ()},
+            ["plain", "onnxslim", "none"],
+        ),
+    ],
+)
+def test_the_next_simplifier_follows_one_that_does_not_work(
+    builder: Builder, outcomes: Mapping[str, Outcome], tried: list[str]
+) -> None:
+    compiler = Compiler(outcomes)
+    built = builder.build(compiler)
+    assert compiler.tried == tried
+    assert builder.name(built) == tried[-1]
+    (preparation,) = built.artifact.record.preparations
+    assert len(preparation.failed) == len(set(tried)) - 1
+
+
+def test_the_last_failure_stands_if_no_simplifier_works(builder: Builder) -> None:
+    outcomes = dict.fromkeys(("plain", "onnxslim", "none"), NO_SIMPLIFIER)
+    with pytest.raises(BuildError, match="it fails") as raised:
+        builder.build(Compiler(outcomes))
+    assert "Also tried: onnxruntime failed: it fails." in str(raised.value)
+
+
+def test_what_leaves_the_least_control_flow_is_compiled_in_the_end(builder: Builder) -> None:
+    @dataclass
+    class Leaving(Compiler):
+        def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
+            if not recipe.control_flow:
+                self.recipes.append(recipe)
+                left = ("If", "Loop") if recipe.simplifier == "onnxruntime" else ("If",)
+                return Refused("prepare", control_flow=left)
+            return super().compile(job, recipe, folder)
+
+    compiler = Leaving({"onnxslim": ()})
+    assert builder.name(builder.build(compiler)) == "onnxslim"
+    assert compiler.tried == ["plain", "onnxslim", "onnxslim"]
+
+
+def test_the_choice_is_kept_and_other_limits_validate_again(
+    builder: Builder, tmp_path: Path
+) -> None:
+    outcomes: dict[str, Outcome] = {"plain": (), "unfused": ()}
+    first = Compiler(outcomes, ["plain"])
+    cache = tmp_path / "cache"
+    assert builder.name(builder.build(first, cache=cache)) == "unfused"
+    again = Compiler({})
+    built = builder.build(again, cache=cache)
+    assert (builder.name(built), built.cached) == ("unfused", True)
+    assert (again.tried, again.validated) == ([], [])
+    # With another tolerance the plain one is looked at again, and not compiled again.
+    other = Compiler(outcomes)
+    builder.toml = TOML.replace("0.9", "0.8")
+    built = builder.build(other, cache=cache)
+    assert (builder.name(built), built.cached) == ("plain", True)
+    assert (other.tried, other.validated) == ([], ["plain"])
