@@ -115,7 +115,7 @@ def _first_line(message: str) -> str:
 
 def best(attempts: Sequence[Attempt]) -> Attempt:
     """The one that covers most, in the fewest parts; of equals the first, which is the least invasive."""
-    return max(attempts, key=lambda each: each.quality)
+    return max(attempts, key=lambda each: (each.stopped_in in (None, "compile"), each.quality))
 
 
 def recipes(

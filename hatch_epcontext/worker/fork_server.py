@@ -17,15 +17,16 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hatch_epcontext.serialize import make_ready
 from hatch_epcontext.worker.__main__ import main
 from hatch_epcontext.worker.keeper import (
-    Keeper,
     adopt_orphans,
     do_nothing,
     end_with_parent,
+    kill,
     kill_children,
     leave,
 )
@@ -63,37 +64,52 @@ def _preload() -> None:
 
 
 class _Server:
-    """Forks a keeper for each order, which forks the worker, and sends its exit code to the build."""
+    """Forks a worker for each order, and sends its exit code to the build.
+
+    Workers adopt what they leave behind while they live. So orphans that come to the server are those of a
+    worker that has ended: they end too.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._orders: set[socket.socket] = set()
-        self._keepers: set[int] = set()
-        self._awake, wake = socket.socketpair()
-        for each in (self._awake, wake):
+        self._workers: dict[int, socket.socket] = {}
+        self._awake, self._wake = socket.socketpair()
+        for each in (self._awake, self._wake):
             each.setblocking(False)
-        self._wake = wake
+        self._must_end = False
 
     def serve(self) -> None:
-        """Work until the build process closes its end."""
-        # A keeper that is killed leaves its worker's processes to this one.
+        """Work until the build process closes its end, or the supervisor has ended."""
         adopt_orphans()
         signal.signal(signal.SIGCHLD, do_nothing)
+        signal.signal(signal.SIGTERM, self._end)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for each in (self._control, self._awake):
             self._selector.register(each, selectors.EVENT_READ)
-        while True:
+        while not self._must_end:
             for key, _ in self._selector.select():
                 found: Any = key.fileobj
                 if found is self._awake:
                     self._awake.recv(4096)
                     self._reap()
-                elif found is not self._control:
+                elif found is self._control:
+                    self._must_end = not self._accept()
+                elif found in self._orders:
                     self._receive(found)
-                elif not self._accept():
-                    self._end()
-                    return
+                elif worker := self._worker_of(found):
+                    # The build process does not want it any more.
+                    self._selector.unregister(found)
+                    kill(worker)
+        for worker in self._workers:
+            kill(worker)
+        kill_children()
+
+    def _worker_of(self, connection: socket.socket) -> int | None:
+        """The worker that still runs for ``connection``."""
+        found = (pid for pid, each in self._workers.items() if each is connection)
+        return next(found, None)
 
     def _accept(self) -> bool:
         """Take the connection for the next order; False when the build process has closed its end."""
@@ -110,15 +126,18 @@ class _Server:
             order = connection.recv(1 << 20)
         except OSError:
             order = b""
-        self._selector.unregister(connection)
         self._orders.remove(connection)
-        # The keeper has the connection from now on.
-        with connection:
-            if order:
-                self._fork(json.loads(order), connection)
+        worker = self._fork(json.loads(order)) if order else None
+        if worker is None:
+            self._selector.unregister(connection)
+            connection.close()
+            return
+        self._workers[worker] = connection
+        with contextlib.suppress(OSError):
+            connection.sendall(STARTED)
 
-    def _fork(self, order: dict[str, Any], connection: socket.socket) -> None:
-        parent = os.getpid()
+    def _fork(self, order: dict[str, Any]) -> int | None:
+        server = os.getpid()
         with warnings.catch_warnings():
             # Python 3.12 warns of threads, whose locks a fork inherits and nobody releases. There is one
             # here, which ONNX Runtime starts when it is imported: it sleeps until there is work for it,
@@ -127,52 +146,54 @@ class _Server:
                 "ignore", "This process .* is multi-threaded", DeprecationWarning
             )
             try:
-                keeper = os.fork()
+                worker = os.fork()
             except OSError:
                 # Too many processes, or too little memory: the build process sees that nobody answers.
-                return
-            if keeper:
-                self._keepers.add(keeper)
-                return
-            leave(lambda: self._keep(order, connection, parent))
+                return None
+        if not worker:
+            leave(lambda: self._work(order, server))
+        return worker
 
-    def _keep(self, order: dict[str, Any], connection: socket.socket, server: int) -> int:
-        """Be the keeper of a worker."""
-        end_with_parent(server, signal.SIGTERM)
+    def _work(self, order: dict[str, Any], server: int) -> int:
+        """Be a worker."""
         signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         self._selector.close()
-        for each in (self._control, self._awake, self._wake, *self._orders):
+        own = (self._control, self._awake, self._wake, *self._orders, *self._workers.values())
+        for each in own:
             each.close()
-        keeper = Keeper(connection.fileno())
-
-        def work() -> int:
-            connection.close()
-            _become_worker(order)
-            return main(*order["arguments"])
-
-        def started() -> None:
-            with contextlib.suppress(OSError):
-                connection.sendall(STARTED)
-
-        code = keeper.run(work, started)
-        with contextlib.suppress(OSError):
-            connection.sendall(str(code).encode())
-        return 0
+        # A group of its own, so that what it starts can be ended with it at once.
+        os.setsid()
+        adopt_orphans()
+        end_with_parent(server, signal.SIGKILL)
+        _become_worker(order)
+        return main(*order["arguments"])
 
     def _reap(self) -> None:
-        for keeper in list(self._keepers):
-            process_id, status = os.waitpid(keeper, os.WNOHANG)
-            if process_id:
-                self._keepers.remove(keeper)
-                if status:
-                    kill_children(keep=self._keepers)
+        """Send the exit codes of workers that have ended, after the end of all that they started."""
+        # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        for worker in [pid for pid in self._workers if os.waitid(os.P_PID, pid, options)]:
+            kill(worker)
+            code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+            connection = self._workers.pop(worker)
+            kill_children(keep=self._workers)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(connection)
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(str(code).encode())
 
-    def _end(self) -> None:
-        """End all workers, and wait for their keepers."""
-        for keeper in self._keepers:
-            os.kill(keeper, signal.SIGTERM)
-        for keeper in self._keepers:
-            os.waitpid(keeper, 0)
+    def _end(self, signal_number: int, frame: FrameType | None) -> None:
+        self._must_end = True
+
+
+def _supervise(server: int) -> None:
+    """End the server, and what it leaves behind, when it ends, or at SIGTERM."""
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: kill(server))
+    os.waitpid(server, 0)
+    kill_children()
 
 
 def _become_worker(order: dict[str, Any]) -> None:
@@ -186,7 +207,19 @@ def _become_worker(order: dict[str, Any]) -> None:
     os.close(log)
 
 
+def _serve(descriptor: int, supervisor: int) -> int:
+    end_with_parent(supervisor, signal.SIGTERM)
+    with socket.socket(fileno=descriptor) as control:
+        _preload()
+        _Server(control).serve()
+    return 0
+
+
 if __name__ == "__main__":
-    _preload()
-    with socket.socket(fileno=int(sys.argv[1])) as _control:
-        _Server(_control).serve()
+    _descriptor, _supervisor = int(sys.argv[1]), os.getpid()
+    # Before this process has threads, and much memory.
+    _process = os.fork()
+    if not _process:
+        leave(lambda: _serve(_descriptor, _supervisor))
+    os.close(_descriptor)
+    _supervise(_process)

@@ -1,8 +1,9 @@
-"""A process that forks a worker, and ends all that the worker started, also daemons (Linux).
+"""Ends all that a worker started, also daemons (Linux).
 
-The keeper adopts what its worker leaves behind, also processes with a session of their own: it kills its
-children, then theirs, until it has none. So it does when the worker has ended in any way, when the build
-process closes its end of a connection, and when the process that forked the keeper dies.
+Who keeps workers adopts what they leave behind, also processes with a session of their own, and kills its
+children, then theirs, until it has none. The server of forks keeps its workers itself. A worker that is a fresh
+interpreter has a keeper of its own: it does so when the worker has ended in any way, when the build process
+closes its end of a connection, and when the process that has started the keeper dies.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def kill_children(keep: Container[int] = ()) -> None:
     """End all children of this process except those to ``keep``, with all that they started."""
     end = time.monotonic() + _GRACE
     while _has_children() and time.monotonic() < end:
-        found = [child for child in _children() if child not in keep]
+        # A list is only complete when nobody ends while it is read.
+        found = [child for child in {*_children(), *_children()} if child not in keep]
         if not found:
             return
         for child in found:
@@ -66,6 +68,11 @@ def _has_children() -> bool:
 
 def _children() -> list[int]:
     own = os.getpid()
+    with contextlib.suppress(OSError):
+        # One file for each thread, without a look at all processes of the system.
+        lists = [each.read_text("ascii") for each in Path("/proc/self/task").glob("*/children")]
+        if lists:
+            return [int(number) for number in " ".join(lists).split()]
     names = (each.name for each in Path("/proc").iterdir())
     return [int(name) for name in names if name.isdigit() and _parent(name) == own]
 

@@ -364,6 +364,9 @@ def test_what_leaves_the_least_control_flow_is_compiled_in_the_end(builder: Buil
     compiler = Leaving({"onnxslim": ()})
     assert builder.name(builder.build(compiler)) == "onnxslim"
     assert compiler.tried == ["plain", "onnxslim", "onnxslim"]
+    compiler = Leaving({"onnxslim": CRASH, "onnxslim unroll": ()})
+    assert builder.name(builder.build(compiler)) == "onnxslim unroll"
+    assert compiler.tried[2:] == ["onnxslim", "onnxslim rewrite", "onnxslim unroll"]
 
 
 def test_the_choice_is_kept_and_other_limits_validate_again(

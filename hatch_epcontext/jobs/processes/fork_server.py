@@ -5,9 +5,9 @@ frameworks of macOS do not survive a fork, and Windows has none.
 
 The build process and the server (`hatch_epcontext.worker.fork_server`) share a socket. For each worker
 the build process sends one end of a new connection over it, and on that the order as JSON; the answer is
-the exit code. The server forks a keeper (`hatch_epcontext.worker.keeper`), which forks the worker and ends
-with it all that it started. A connection that is closed before ends its worker, so no worker outlives the
-build, however that ends.
+the exit code, which comes when all has ended that the worker started. A connection that is closed before
+ends its worker, so no worker outlives the build, however that ends. The server's own parent, its supervisor,
+ends what the server leaves behind if it is killed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ForkServer:
 
     def kill(self) -> None:
         """End the server at once, and all its workers with it: it is stopped, or stuck."""
-        self._process.kill()
+        self._process.terminate()
         self.close()
 
     def close(self) -> None:
@@ -129,9 +129,13 @@ class ForkServer:
             try:
                 self._process.wait(_GRACE)
             except subprocess.TimeoutExpired:
-                # Stopped, or stuck: its workers end with it.
-                self._process.kill()
-                self._process.wait()
+                # Stopped, or stuck: its supervisor ends it, and its workers with it.
+                self._process.terminate()
+                try:
+                    self._process.wait(_GRACE)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait()
 
 
 def _plain(order: Order) -> str:

@@ -25,6 +25,7 @@ from hatch_epcontext.serialize import to_json
 from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from tests.altered_workers import write_start_code
+from tests.conftest import REPOSITORY
 from tests.jobs.processes.test_process import KEY, LEAVING_FILES, request_for
 from tests.models import network, save
 
@@ -240,7 +241,76 @@ def test_a_daemon_that_a_worker_started_ends_with_it(
             assert not is_running(int((folder / "daemon").read_text("ascii"))), name
 
 
-def test_a_daemon_ends_when_the_keeper_of_its_worker_is_killed(
+@pytest.mark.parametrize("by", ["build", "server", "supervisor"])
+def test_daemons_of_four_workers_live_and_end_with_their_own(
+    tmp_path: Path, check: Path, by: str
+) -> None:
+    ends = {"one": "raise ValueError", "two": "os.abort()", "three": "pass", "four": "pass"}
+    source = "import os, time\n"
+    for name, end in ends.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        own = textwrap.indent(
+            f"{daemon(folder)}"
+            f"while not os.path.exists({str(folder / 'end')!r}): time.sleep(0.01)\n{end}\n",
+            "    ",
+        )
+        source += f"if os.getcwd() == {str(folder / 'call')!r}:\n{own}"
+    check.write_text(source, encoding="utf-8")
+    script = textwrap.dedent(f"""
+        import sys, threading
+        from pathlib import Path
+        from hatch_epcontext.jobs.processes.process import Workers
+        from tests.jobs.processes.test_process import request_for
+        with Workers(600) as workers:
+            def call(name):
+                folder = Path({str(tmp_path)!r}, name)
+                try:
+                    workers.call(request_for(folder / "a.onnx"), folder / "call", location="a")
+                except Exception:
+                    (folder / "ended").touch()
+            threads = [threading.Thread(target=call, args=(name,)) for name in {list(ends)}]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        """)
+    build = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY)
+    try:
+        daemons = {name: number_in(tmp_path / name / "daemon") for name in ends}
+        for name in ("one", "two"):
+            (tmp_path / name / "end").touch()
+            wait_for(tmp_path / name / "ended")
+            assert not is_running(daemons.pop(name))
+            assert all(map(is_running, daemons.values()))
+        (supervisor,) = children_of(build.pid)
+        (server,) = children_of(supervisor)
+        os.kill({"build": build.pid, "server": server, "supervisor": supervisor}[by], 9)
+        for number in daemons.values():
+            wait_until_gone(number)
+    finally:
+        build.kill()
+        build.wait()
+
+
+def number_in(file: Path) -> int:
+    wait_for(file)
+    return int(file.read_text(encoding="ascii"))
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < end, f"{file} does not appear"
+        time.sleep(0.02)
+
+
+def children_of(process_id: int) -> list[int]:
+    lists = Path(f"/proc/{process_id}/task").glob("*/children")
+    return [int(each) for found in lists for each in found.read_text(encoding="ascii").split()]
+
+
+def test_a_daemon_ends_when_the_server_of_its_worker_is_killed(
     tmp_path: Path, check: Path, workers: Workers
 ) -> None:
     check.write_text(
@@ -317,7 +387,7 @@ def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Work
     thread = threading.Thread(target=lambda: found.append(problem(workers, tmp_path)))
     thread.start()
     end = time.monotonic() + 60
-    while not (tmp_path / "pid").exists():
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text(encoding="ascii"):
         assert time.monotonic() < end
         time.sleep(0.05)
     workers.stop()
