@@ -1,9 +1,9 @@
 """Ends all that a worker started, also daemons (Linux).
 
-Who keeps workers adopts what they leave behind, also processes with a session of their own, and kills
-its children, then theirs, until it has none. The server of forks keeps its workers itself. A worker that is a fresh
-interpreter has a keeper of its own: it does so when the worker has ended in any way, when the build process
-closes its end of a connection, and when the process that has started the keeper dies.
+Who keeps workers adopts what they leave behind, also processes with a session of their own, and kills its
+children, then theirs, until it has none. The server of forks keeps its workers itself. A worker that is a
+fresh interpreter has a keeper of its own: it does so when the worker has ended in any way, when the build
+process closes its end of a connection, and when the process that has started the keeper dies.
 """
 
 from __future__ import annotations
