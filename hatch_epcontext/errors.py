@@ -43,12 +43,6 @@ class Kind(Enum):
         "A table has a key that does not exist.",
         "Check the spelling. All keys are in `docs/configuration.md`.",
     )
-    MOVED_KEY = (
-        "EPC002",
-        "Moved key",
-        "The key has another place now.",
-        "Move it to the place that the message names.",
-    )
     WRONG_TYPE = (
         "EPC003",
         "Wrong type",

@@ -28,7 +28,7 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn, override
 
-from hatch_epcontext.errors import Checked, Key, Kind, Problem, Setting
+from hatch_epcontext.errors import Checked, Key, Kind, Problem
 from hatch_epcontext.text import show, suggestion, toml_key
 
 T = TypeVar("T")
@@ -256,38 +256,14 @@ def _problems(key: Key, path: _Place, error: BaseException, table: Any) -> Itera
     place = Key((*key.parts, *path))
     if isinstance(error, ForbiddenExtraKeysError):
         name = str(path[-1])
-        moved: Mapping[str, str] = getattr(error.cl, "MOVED", {})
-        if name in moved:
-            setting = _moved(Key(place.parts[:-1]), name, moved, _value_at(table, path[:-1]))
-            message = f"has moved to {moved[name]}."
-            yield Problem.at(place, Kind.MOVED_KEY, message, None, setting)
-        else:
-            allowed = sorted(toml_key(f.name) for f in dataclasses.fields(error.cl))
-            hint = suggestion(name, allowed)
-            yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", hint)
+        allowed = sorted(toml_key(f.name) for f in dataclasses.fields(error.cl))
+        hint = suggestion(name, allowed)
+        yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", hint)
     else:
         hint = None
         if isinstance(error, _Mismatch) and error.is_table_for_list:
             hint = f"A list of tables has two brackets: [[{place}]]."
         yield Problem.at(place, Kind.WRONG_TYPE, str(error), hint)
-
-
-def _moved(key: Key, name: str, moved: Mapping[str, str], table: Mapping[str, Any]) -> Setting:
-    """The setting for the key ``name`` in its new place; ``table``, at ``key``, has the old ones."""
-    group, *inside = moved[name].split(".")
-    if not key.parts or len(inside) != 1:
-        return Setting(Key((*key.parts, group, *inside)), table[name])
-    # An inline table is written as a whole: with its other keys, and with all that move there.
-    current = table.get(group, {})
-    whole = dict(current) if isinstance(current, dict) else {"mode": current}
-    whole |= {new.split(".")[1]: table[old] for old, new in moved.items() if old in table}
-    return Setting(key / group, whole)
-
-
-def _value_at(table: Any, path: _Place) -> Any:
-    for part in path:
-        table = table[part]
-    return table
 
 
 def from_json(text: str | bytes, type_: type[T]) -> T:

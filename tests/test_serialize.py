@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -24,8 +24,6 @@ TOOL = Key() / "tool"
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    MOVED: ClassVar[Mapping[str, str]] = {"old": "tables.new.place"}
-
     path: str = ""
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -109,17 +107,6 @@ def test_an_unknown_key_has_a_suggestion() -> None:
     assert problem.kind is Kind.UNKNOWN_KEY
     assert problem.hint is not None
     assert problem.hint.startswith('Did you mean "seconds"? Allowed: how-many,')
-
-
-def test_a_moved_key_names_its_new_place_with_its_value() -> None:
-    table = {"items": ["a", {"path": "p", "old": [1, 2]}], "tables": {"x y": {"old": 3}}}
-    parsed, (first, second) = collect(from_toml(table, Outer, TOOL))
-    assert (first.kind, second.kind) == (Kind.MOVED_KEY, Kind.MOVED_KEY)
-    item, entry = TOOL / "items" / 1, TOOL / "tables" / "x y"
-    assert (first.key, second.key) == (item / "old", entry / "old")
-    assert first.settings == (Setting(item / "tables" / "new" / "place", [1, 2]),)
-    assert second.settings == (Setting(entry / "tables" / "new" / "place", 3),)
-    assert parsed == Outer(items=("a", Inner(path="p")), tables={"x y": Inner()})
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,9 @@ def _load(
     yield from mistyped
     resolver = Resolver(parsed, environment, finder)
     models, invalid = collect(resolver.models())
-    # An invalid part is left out: nothing else is reported about it. A moved key leaves no gap.
-    gaps = [each for each in mistyped if each.kind is not Kind.MOVED_KEY]
     _, missing = collect(_check_combinations(parsed, environment))
-    yield from (each for each in (*invalid, *missing) if not _is_about(each, gaps))
+    # An invalid part is left out: nothing else is reported about it.
+    yield from (each for each in (*invalid, *missing) if not _is_about(each, mistyped))
     cluster = (Key() / "build" / "executor", Key() / "build" / "scheduler")
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
         yield from _check_executor(parsed, environment)

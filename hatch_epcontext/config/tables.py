@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
@@ -398,11 +398,6 @@ class CutTable:
 class ModelTable(NarrowableTable):
     """``[[tool.epcontext.models]]``."""
 
-    MOVED: ClassVar[Mapping[str, str]] = {
-        "inputs": "validate.inputs",
-        "tolerance": "validate.tolerance",
-    }
-
     path: str = _required("The ONNX file, relative to `pyproject.toml`.", "")
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="`default-targets`")
@@ -524,13 +519,6 @@ class WheelTable:
 @dataclass(frozen=True, kw_only=True)
 class RootTable(_WholeTarget):
     """``[tool.epcontext]``: with ``provider`` the short form, which has one target named after it."""
-
-    MOVED: ClassVar[Mapping[str, str]] = {
-        "jobs": "build.jobs",
-        "timeout": "build.timeout",
-        "max-size": "wheel.max-size",
-        "wheel-tag": "wheel.tag",
-    }
 
     provider: str | None = _key("The short form: the provider of the only target.")
     models: tuple[str | ModelTable, ...] = _required("Paths, globs or tables.", ())

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.settings import Config, Fallback
-from hatch_epcontext.config.tables import BuildTable, ModelTable, RootTable, TargetTable
-from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
+from hatch_epcontext.config.tables import BuildTable, ModelTable, TargetTable
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.text import file_name, show, suggestion, toml_key
 
 _GROUP = "shared-weights"
@@ -204,19 +204,16 @@ def _validate_table(value: Any) -> _Tables:
 
 
 def _check_settable(settings: Mapping[str, Any]) -> None:
-    moved = {**RootTable.MOVED, **ModelTable.MOVED}
-    problems = []
-    for name, value in settings.items():
-        key = Key(tuple(name.split(".")))
-        if name in SETTABLE:
-            continue
-        if (new := moved.get(name)) in SETTABLE:
-            assert new is not None
-            setting = Setting(Key(tuple(new.split("."))), value)
-            problems.append(Problem.at(key, Kind.MOVED_KEY, f"has moved to {new}.", None, setting))
-        else:
-            message = f"{show(name)} is not a key that can be set."
-            problems.append(Problem.at(key, Kind.UNKNOWN_KEY, message, suggestion(name, SETTABLE)))
+    problems = [
+        Problem.at(
+            Key(tuple(name.split("."))),
+            Kind.UNKNOWN_KEY,
+            f"{show(name)} is not a key that can be set.",
+            suggestion(name, SETTABLE),
+        )
+        for name in settings
+        if name not in SETTABLE
+    ]
     if problems:
         raise ConfigError(*problems)
 

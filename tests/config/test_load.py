@@ -99,74 +99,12 @@ def test_the_environment_wins(project: Path, tmp_path: Path) -> None:
     assert "HATCH_EPCONTEXT_TARGETS=cpu" in config.overrides
 
 
-@pytest.mark.parametrize(
-    ("toml", "key", "new"),
-    [
-        ("jobs = 3", "jobs", "build.jobs = 3"),
-        ('jobs = "auto"', "jobs", 'build.jobs = "auto"'),
-        ("timeout = 2.5", "timeout", "build.timeout = 2.5"),
-        ('max-size = "250 MB"', "max-size", 'wheel.max-size = "250 MB"'),
-        ('wheel-tag = "any"', "wheel-tag", 'wheel.tag = "any"'),
-    ],
-)
-def test_an_old_key_of_the_root_is_an_error_that_names_the_new_one(
-    project: Path, toml: str, key: str, new: str
-) -> None:
-    location, found = only_problem(project, f"{CPU}{toml}")
-    assert (location, found.kind) == (key, Kind.MOVED_KEY)
-    assert f"Set tool.epcontext.{new}" in found.text().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("toml", "key", "new"),
-    [
-        ('inputs = "ones"', "inputs", '{ inputs = "ones" }'),
-        ("tolerance = false", "tolerance", "{ tolerance = false }"),
-        ("tolerance = { rtol = 0.1 }", "tolerance", "{ tolerance = { rtol = 0.1 } }"),
-        (
-            'tolerance = false, validate = "require"',
-            "tolerance",
-            '{ mode = "require", tolerance = false }',
-        ),
-    ],
-)
-def test_an_old_key_of_a_model_is_an_error_that_names_the_new_one(
-    project: Path, toml: str, key: str, new: str
-) -> None:
-    text = f'{CPU}models = ["models/b.onnx", {{ path = "models/a.onnx", {toml} }}]'
-    ((location, found),) = problems(project, text).items()
-    assert (location, found.kind) == (f"models[1].{key}", Kind.MOVED_KEY)
-    assert f"has moved to validate.{key}." in found.text()
-    assert f"Set validate = {new} in the model's table: {{ path =" in found.text()
-
-
 @pytest.mark.parametrize("text", ["apache 2", "MIT AND", ""])
 def test_a_license_that_is_no_expression_is_an_error(project: Path, text: str) -> None:
     toml = f'{CPU}models = [{{ path = "models/a.onnx", license = "{text}" }}]'
     ((location, found),) = problems(project, toml).items()
     assert (location, found.kind) == ("models[0].license", Kind.INVALID_VALUE)
     assert "an SPDX license expression" in found.text()
-
-
-def test_every_moved_key_is_reported_at_once(project: Path) -> None:
-    toml = """
-    provider = "cpu"
-    jobs = 1
-    timeout = 1
-    max-size = 1
-    wheel-tag = "any"
-    models = [{ path = "models/a.onnx", inputs = "ones", tolerance = false }]
-    """
-    found = problems(project, toml)
-    assert found.keys() == {
-        "jobs",
-        "timeout",
-        "max-size",
-        "wheel-tag",
-        "models[0].inputs",
-        "models[0].tolerance",
-    }
-    assert {problem.kind for problem in found.values()} == {Kind.MOVED_KEY}
 
 
 def test_every_problem_of_any_kind_is_reported_at_once(project: Path) -> None:

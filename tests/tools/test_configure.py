@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.config.settings import Config, ToleranceSettings
-from hatch_epcontext.errors import ConfigError, Kind
+from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.providers import SomeLimits
 from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure, name_models
 
@@ -64,23 +64,6 @@ def test_settings_of_validate_are_merged(tmp_path: Path) -> None:
 def test_an_unknown_key_is_an_error_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='Did you mean "min-coverage"'):
         config(tmp_path, settings={"min-coverag": 1})
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("tolerance", "validate.tolerance"),
-        ("inputs", "validate.inputs"),
-        ("timeout", "build.timeout"),
-        ("jobs", "build.jobs"),
-    ],
-)
-def test_a_moved_key_is_an_error_with_its_new_place(tmp_path: Path, old: str, new: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        config(tmp_path, settings={old: 1})
-    (problem,) = raised.value.problems
-    assert problem.kind is Kind.MOVED_KEY
-    assert str(problem.settings[0]) == f"tool.epcontext.{new} = 1"
 
 
 def test_keys_of_flags_and_of_wheels_cannot_be_set() -> None:
