@@ -235,7 +235,7 @@ class Kind(Enum):
         "The scheduler of the dask cluster does not answer, or the connection to it was lost.",
         "Check `build.scheduler`, the network, and TLS. An empty `HATCH_EPCONTEXT_SCHEDULER` builds here.",
     )
-    UNEQUAL_WORKERS = (
+    VERSION_MISMATCH = (
         "EPC108",
         "Workers of the cluster have different versions",
         "Machines of the dask cluster and this one have different versions of packages.",
@@ -417,7 +417,7 @@ class Kind(Enum):
     )
     SYSTEM_ERROR = (
         "EPC316",
-        "The system refused",
+        "Operating system error",
         "A disk is full, a folder cannot be written, or there are too many open files.",
         "Free space, or move the folder that the message names: `TMPDIR`, `HATCH_EPCONTEXT_CACHE_DIR`.",
     )
@@ -459,7 +459,7 @@ class Kind(Enum):
     )
     INCONCLUSIVE = (
         "EPC406",
-        "Comparison proves nothing",
+        "Inconclusive comparison",
         "Validation is required, and the CPU's values of an output are not finite, or always the same.",
         "Give real inputs with `validate.inputs`.",
     )
@@ -665,11 +665,11 @@ def _indented(text: str, prefix: str) -> str:
     return textwrap.indent(printable(text, lines=True), prefix)
 
 
-Checked = Generator[Problem, None, T]
+Diagnosed = Generator[Problem, None, T]
 """What a function gives that yields the problems it finds, and returns a value all the same."""
 
 
-def collect(checks: Checked[T]) -> tuple[T, list[Problem]]:
+def collect(checks: Diagnosed[T]) -> tuple[T, list[Problem]]:
     """Run ``checks`` to the end: the value that it returns, and all problems that it yields."""
     problems: list[Problem] = []
     while True:

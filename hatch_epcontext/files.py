@@ -42,7 +42,7 @@ _LOCKED_BYTE = 1000
 
 _BINARY = getattr(os, "O_BINARY", 0)
 
-MOST_BYTES = 256 * 10**9
+MAX_BYTES = 256 * 10**9
 """Bytes of one file or of all weights of a model: more than today's machines can compile."""
 
 _NAMED = 40
@@ -51,7 +51,7 @@ _NAMED = 40
 _LARGE = 10**9
 """Bytes from which a file is read only if it is known to be needed."""
 
-_MOST_UNUSED = 100
+_MAX_UNUSED = 100
 """How much larger than what is used of it, or was written to it, such a file may be."""
 
 
@@ -344,20 +344,20 @@ def too_large(status: os.stat_result, used: int | None = None) -> str | None:
     ``used``: its bytes that are used, if that is known. A file without contents can have any size.
     """
     size = status.st_size
-    if size > MOST_BYTES:
-        return f"is larger than {show_size(MOST_BYTES)}: {show_size(size)}"
+    if size > MAX_BYTES:
+        return f"is larger than {show_size(MAX_BYTES)}: {show_size(size)}"
     if size < _LARGE:
         return None
-    if used is not None and size > _MOST_UNUSED * used:
+    if used is not None and size > _MAX_UNUSED * used:
         return f"has {show_size(size)}, and the model uses {show_size(used)} of it"
     # Windows does not count them.
     blocks: int | None = getattr(status, "st_blocks", None)
-    if blocks is not None and size > _MOST_UNUSED * 512 * blocks:
+    if blocks is not None and size > _MAX_UNUSED * 512 * blocks:
         return f"has {show_size(size)}, of which only {show_size(512 * blocks)} were ever written"
     return None
 
 
-_MOST_OF_OUTPUT = 100 * 10**6
+_MAX_OF_OUTPUT = 100 * 10**6
 """Bytes that a report, measurements or a chart can have."""
 
 
@@ -375,7 +375,7 @@ class Output(Enum):
 
     def is_at(self, path: Path) -> bool:
         """Whether this package wrote such a file at ``path``; raises OSError."""
-        if not is_regular(path) or path.stat().st_size > _MOST_OF_OUTPUT:
+        if not is_regular(path) or path.stat().st_size > _MAX_OF_OUTPUT:
             return False
         return re.match(self.value, path.read_bytes(), re.DOTALL) is not None
 

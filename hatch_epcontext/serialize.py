@@ -28,7 +28,7 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn, override
 
-from hatch_epcontext.errors import Checked, Key, Kind, Problem
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.text import show, suggestion, toml_key
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class InvalidJsonError(ValueError):
         self.reasons = reasons
 
 
-def from_toml(table: Any, type_: type[T], key: Key) -> Checked[T]:
+def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     """Return ``table``, which is at ``key``, as a ``type_``; yield all wrong types.
 
     Invalid parts are left out of the result, so that the rest can be checked too: every field must

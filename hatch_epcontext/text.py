@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_MOST_ALLOWED = 12
+_MAX_ALLOWED = 12
 """With a near name, longer lists of allowed names are not printed."""
 
 _UNPRINTABLE = re.compile(
@@ -193,7 +193,7 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
     """A hint for an unknown ``name``: the nearest of ``allowed``, and all of them if they are few."""
     allowed = list(allowed)
     question = near_name(name, allowed)
-    if question and len(allowed) > _MOST_ALLOWED:
+    if question and len(allowed) > _MAX_ALLOWED:
         return question
     choices = f"Allowed: {', '.join(allowed)}." if allowed else None
     return " ".join(filter(None, [question, choices]))

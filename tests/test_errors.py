@@ -9,8 +9,8 @@ import pytest
 import hatch_epcontext
 from hatch_epcontext.errors import (
     BuildError,
-    Checked,
     ConfigError,
+    Diagnosed,
     Key,
     KeyNames,
     Kind,
@@ -197,11 +197,11 @@ def test_a_problem_without_hint_and_settings_has_no_advice() -> None:
 def test_collecting_gives_the_value_and_all_problems() -> None:
     one, two = (Problem(Kind.VALUE_MISMATCH, name, "message") for name in "ab")
 
-    def inner() -> Checked[int]:
+    def inner() -> Diagnosed[int]:
         yield two
         return 1
 
-    def outer() -> Checked[int]:
+    def outer() -> Diagnosed[int]:
         yield one
         return 1 + (yield from inner())
 

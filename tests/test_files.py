@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.files import (
-    MOST_BYTES,
+    MAX_BYTES,
     FileRecord,
     file_sha256,
     is_intact,
@@ -417,7 +417,7 @@ def test_files_that_nothing_can_need_are_too_large(tmp_path: Path) -> None:
     assert "of which only" in (too_large(file.stat()) or "")
     assert "the model uses 7 bytes of it" in (too_large(file.stat(), 7) or "")
     with file.open("r+b") as opened:
-        opened.truncate(MOST_BYTES + 1)
+        opened.truncate(MAX_BYTES + 1)
     assert "is larger than 256.0 GB" in (too_large(file.stat()) or "")
 
 

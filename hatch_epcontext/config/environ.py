@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from hatch_epcontext.config.cache_keys import private_bytes
 from hatch_epcontext.config.settings import SECRET_VARIABLES, Editable, ValidationMode
 from hatch_epcontext.config.tables import BuildTable, WheelTable
-from hatch_epcontext.errors import Checked, Kind, Problem
+from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.serialize import from_text
 from hatch_epcontext.text import hide_url_credentials, show, suggestion, toml_key
 
@@ -65,7 +65,7 @@ class Variable:
     hidden: bool = False
 
 
-def read_environment(environ: Mapping[str, str]) -> Checked[Environment]:
+def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
     """Return the settings in ``environ``, and yield what is invalid.
 
     An empty variable counts as unset, unless it switches something off.
@@ -205,7 +205,7 @@ VARIABLES: Mapping[str, Variable] = {
     ),
     "CACHE_KEY": Variable(
         "ed25519-private:...",
-        "The private key of who writes to the shared cache. It is never printed.",
+        "The signing key of the shared cache. It is never printed.",
         _private_key,
         hidden=True,
     ),

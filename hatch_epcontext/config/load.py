@@ -22,7 +22,16 @@ from hatch_epcontext.config.settings import (
     WheelSettings,
 )
 from hatch_epcontext.config.tables import BuildTable, RootTable
-from hatch_epcontext.errors import ROOT, Checked, ConfigError, Key, Kind, Problem, Setting, collect
+from hatch_epcontext.errors import (
+    ROOT,
+    ConfigError,
+    Diagnosed,
+    Key,
+    Kind,
+    Problem,
+    Setting,
+    collect,
+)
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size
 
@@ -55,7 +64,7 @@ def load(
 
 def _load(
     finder: Finder, table: object, hook_table: Mapping[str, Any], environ: Mapping[str, str]
-) -> Checked[Config | None]:
+) -> Diagnosed[Config | None]:
     environment = yield from read_environment(environ)
     if environment.no_cache and environment.from_cache:
         yield Problem(
@@ -116,12 +125,12 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
     )
 
 
-def _check_combinations(table: RootTable, environment: Environment) -> Checked[None]:
+def _check_combinations(table: RootTable, environment: Environment) -> Diagnosed[None]:
     yield from _check_scheduler(table, environment)
     yield from _check_trust(_build_table(table, environment), environment)
 
 
-def _check_trust(build: BuildTable, environment: Environment) -> Checked[None]:
+def _check_trust(build: BuildTable, environment: Environment) -> Diagnosed[None]:
     if build.cache is None or environment.no_cache or build.cache_trust == "all":
         return
     key = Key() / "build" / "cache-keys"
@@ -129,13 +138,13 @@ def _check_trust(build: BuildTable, environment: Environment) -> Checked[None]:
         yield Problem.at(
             key,
             Kind.MISSING_KEY,
-            "is required with a shared cache: the public keys of those whose artifacts are used.",
+            "is required with a shared cache: the trusted public keys.",
             "Make a pair of keys with `epcontext cache new-key`. Or use what anybody can write there:",
             Setting(Key() / "build" / "cache-trust", "all"),
         )
 
 
-def _check_scheduler(table: RootTable, environment: Environment) -> Checked[None]:
+def _check_scheduler(table: RootTable, environment: Environment) -> Diagnosed[None]:
     build = _build_table(table, environment)
     if (
         build.executor == "dask"
@@ -150,7 +159,7 @@ def _check_scheduler(table: RootTable, environment: Environment) -> Checked[None
         )
 
 
-def _check_executor(table: RootTable, environment: Environment) -> Checked[None]:
+def _check_executor(table: RootTable, environment: Environment) -> Diagnosed[None]:
     build = _build_table(table, environment)
     # A variable may switch the cluster of a project on or off.
     if (

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks
-from hatch_epcontext.errors import Checked, Key, Kind, Problem
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import Rejection, is_missing, is_regular, unreadable
 from hatch_epcontext.text import show
 
@@ -27,7 +27,7 @@ class Finder:
     hooks: BuildHooks = NO_HOOKS
     pending: bool = False
 
-    def models(self, key: Key, pattern: str) -> Checked[list[Path]]:
+    def models(self, key: Key, pattern: str) -> Diagnosed[list[Path]]:
         """The models that a path or a glob names, in order."""
         if not any(character in pattern for character in "*?["):
             path = yield from self.file(key, pattern, "model")
@@ -48,7 +48,7 @@ class Finder:
 
     def file(
         self, key: Key, path: str, what: str, *, or_folder: bool = False
-    ) -> Checked[Path | None]:
+    ) -> Diagnosed[Path | None]:
         """The file at ``path``, or with ``or_folder`` the file or folder; ``what`` is its name in words."""
         if not (yield from self._is_allowed(key, path)):
             return None
@@ -64,7 +64,7 @@ class Finder:
             return place
         return None
 
-    def library(self, key: Key, written: str | None, path: Path) -> Checked[None]:
+    def library(self, key: Key, written: str | None, path: Path) -> Diagnosed[None]:
         """Check that the library at ``path``, which may be anywhere, exists."""
         if not self.pending and not is_regular(path):
             hint = (
@@ -79,7 +79,7 @@ class Finder:
                 f"{hint}\n{advice}" if advice else hint,
             )
 
-    def _is_allowed(self, key: Key, path: str) -> Checked[bool]:
+    def _is_allowed(self, key: Key, path: str) -> Diagnosed[bool]:
         pure = Path(path)
         if not path:
             yield Problem.at(key, Kind.MISSING_KEY, "is required: a path inside the project.")

@@ -30,7 +30,7 @@ from hatch_epcontext.config.settings import (
     ToleranceSettings,
     ValidateSettings,
 )
-from hatch_epcontext.config.shapes import Form, check_name_length, expand, forms
+from hatch_epcontext.config.shapes import SizeVariant, check_name_length, expand, forms
 from hatch_epcontext.config.tables import (
     LimitsTable,
     ModelTable,
@@ -42,7 +42,7 @@ from hatch_epcontext.config.tables import (
     ValidateTable,
 )
 from hatch_epcontext.config.targets import NamedTarget, named_target
-from hatch_epcontext.errors import Checked, Key, Kind, Problem
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider, SomeLimits
@@ -63,7 +63,7 @@ class Resolver:
         self._targets: Mapping[str, NamedTarget] = {}
         self._hashes: dict[str, str | None] = {}
 
-    def models(self) -> Checked[list[Model]]:
+    def models(self) -> Diagnosed[list[Model]]:
         """Return all models, each with those of its targets that are selected; yield all problems."""
         yield from check_root(self._table)
         self._targets = yield from self._read_targets()
@@ -74,7 +74,7 @@ class Resolver:
             (_without_all(self._environment.from_cache), f"{PREFIX}FROM_CACHE"),
         ):
             yield from self._check_names(names, location)
-        found: list[tuple[Model, tuple[Form, ...]]] = []
+        found: list[tuple[Model, tuple[SizeVariant, ...]]] = []
         pending: list[Model] = []
         for index, item in enumerate(self._table.models):
             key = Key(("models", index))
@@ -108,7 +108,7 @@ class Resolver:
         inside = path.is_relative_to(self._root)
         return (path.relative_to(self._root) if inside else path).as_posix()
 
-    def _read_targets(self) -> Checked[Mapping[str, NamedTarget]]:
+    def _read_targets(self) -> Diagnosed[Mapping[str, NamedTarget]]:
         table = self._table
         found: dict[str, tuple[Key, TargetTable]] = {}
         if table.targets:
@@ -127,7 +127,7 @@ class Resolver:
         yield from check_duplicates(((each.key, each.name) for each in targets.values()), "target")
         return targets
 
-    def _check_names(self, names: tuple[str, ...] | None, location: Key | str) -> Checked[None]:
+    def _check_names(self, names: tuple[str, ...] | None, location: Key | str) -> Diagnosed[None]:
         for name in names or ():
             if name not in self._targets:
                 message = f"{show(name)} is not a target."
@@ -137,7 +137,7 @@ class Resolver:
                 else:
                     yield Problem(Kind.UNKNOWN_TARGET, location, message, hint)
 
-    def _model(self, key: Key, table: ModelTable, path: Path) -> Checked[Model]:
+    def _model(self, key: Key, table: ModelTable, path: Path) -> Diagnosed[Model]:
         name = table.name if table.name is not None else path.stem
         yield from check_name(key / "name", name)
         yield from check_model(key, table)
@@ -159,7 +159,7 @@ class Resolver:
             license=table.license,
         )
 
-    def _validate(self, key: Key, given: Any) -> Checked[ValidateSettings]:
+    def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateSettings]:
         table = given if isinstance(given, ValidateTable) else ValidateTable(mode=given)
         inputs = table.inputs
         if inputs not in SYNTHETIC:
@@ -176,7 +176,7 @@ class Resolver:
             tolerance = _tolerance(table.tolerance)
         return ValidateSettings(table.mode, inputs, tolerance, table.timeout, table.states)
 
-    def _targets_of(self, key: Key, table: ModelTable) -> Checked[tuple[Target, ...]]:
+    def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
         yield from self._check_names(table.targets, key / "targets")
         names = table.targets
         if names is None:
@@ -199,7 +199,7 @@ class Resolver:
 
     def _narrow(
         self, model_key: Key, table: ModelTable, named: NamedTarget, others: list[NamedTarget]
-    ) -> Checked[Target]:
+    ) -> Diagnosed[Target]:
         provider, unchecked = named.provider, named.table.allow_unknown_options
         assert provider is not None
         model = applicable(table, named, others)
@@ -239,7 +239,7 @@ class Resolver:
 
     def _calibration(
         self, model_key: Key, model: ModelTable, target_key: Key, merged: TargetTable
-    ) -> Checked[str]:
+    ) -> Diagnosed[str]:
         """The absolute path of the inputs for which the model is quantized, empty if it is not."""
         if not isinstance(merged.quantize, QuantizeTable):
             return ""
@@ -265,7 +265,7 @@ def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(name for name in names or () if name != ALL)
 
 
-def _check_model_names(models: Sequence[Model]) -> Checked[None]:
+def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
     """The names of all models and of their weight-sharing groups."""
     named: list[tuple[Key, str, str | None]] = []
     for model in models:

@@ -20,7 +20,7 @@ _Table = TypeVar("_Table", bound=Mapping[str, Any])
 
 
 @dataclass(frozen=True)
-class Form:
+class SizeVariant:
     """One form of a model: the sizes that it gets.
 
     ``suffix`` is the end of its name, empty if the model has only this form. ``listed`` is the place of
@@ -82,13 +82,13 @@ def _check_list(key: Key, tables: tuple[Mapping[str, Any], ...]) -> Iterator[Pro
             )
 
 
-def forms(table: ModelTable) -> tuple[Form, ...]:
+def forms(table: ModelTable) -> tuple[SizeVariant, ...]:
     """The forms of a model in the configured order; a list of one table is like a table."""
     for name, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
         if len(listed := _tables(getattr(table, name))) > 1:
             other = {each: _first(getattr(table, each)) for each in _KEYS if each != name}
             return tuple(
-                Form(
+                SizeVariant(
                     suffix(each, tuple(listed[0])),
                     **{name: each, **other},
                     listed=Listed(name, index),
@@ -97,10 +97,10 @@ def forms(table: ModelTable) -> tuple[Form, ...]:
             )
     single = next((name for name in _KEYS if isinstance(getattr(table, name), tuple)), None)
     listed_one = None if single is None else Listed(single, 0)
-    return (Form("", _first(table.dims), _first(table.shapes), listed_one),)
+    return (SizeVariant("", _first(table.dims), _first(table.shapes), listed_one),)
 
 
-def expand(model: Model, forms: Sequence[Form]) -> tuple[Model, ...]:
+def expand(model: Model, forms: Sequence[SizeVariant]) -> tuple[Model, ...]:
     """``model``, whose sizes do not count yet, in all of its ``forms``.
 
     There is one model for each form, with the targets that fix shapes; and for the targets that leave
@@ -136,7 +136,7 @@ def check_name_length(model: Model) -> Iterator[Problem]:
         )
 
 
-def _in_form(model: Model, form: Form) -> Model:
+def _in_form(model: Model, form: SizeVariant) -> Model:
     return dataclasses.replace(model, dims=form.dims, shapes=form.shapes, listed=form.listed)
 
 

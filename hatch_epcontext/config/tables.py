@@ -460,7 +460,8 @@ class BuildTable:
         is_url=True,
     )
     cache_keys: tuple[str, ...] = _key(
-        "The public keys of those whose artifacts in the shared cache are used. `epcontext cache new-key` "
+        "The trusted public keys: only artifacts that are signed with one of them are taken from the "
+        "shared cache. `epcontext cache new-key` "
         "makes a pair of keys; builds that write have the private one in `HATCH_EPCONTEXT_CACHE_KEY`.",
         (),
         check=check_public_keys,

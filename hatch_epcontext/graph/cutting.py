@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, Setting, collect
+from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, Setting, collect
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.text import listing, suggestion
@@ -62,7 +62,7 @@ def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInf
 
 def _part(
     main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: Key
-) -> Checked[Part | None]:
+) -> Diagnosed[Part | None]:
     own = [value.name for value in graph.inputs(main)]
     makers = {name: index for index, node in enumerate(main.node) for name in node.output if name}
     stored = {tensor.name for tensor in main.initializer}

@@ -15,7 +15,7 @@ from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.files import (
     CIRCLE,
     FORBIDDEN,
-    MOST_BYTES,
+    MAX_BYTES,
     Rejection,
     dangling,
     is_lfs_pointer,
@@ -72,8 +72,8 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
             add(f"the external data {name!r} {reason}.")
         else:
             total += found.st_size
-    if total > MOST_BYTES:
-        add(f"the external data is larger than {show_size(MOST_BYTES)}: {show_size(total)}.")
+    if total > MAX_BYTES:
+        add(f"the external data is larger than {show_size(MAX_BYTES)}: {show_size(total)}.")
     if problems:
         raise ModelError(*problems)
     return tuple(PurePosixPath(name).as_posix() for name in sorted(ends))
@@ -102,7 +102,7 @@ _MISSING = Rejection("is missing.", "The model needs it beside its own file, in 
 _NO_FILE = Rejection("is not a regular file.", "Save the model and its data again.")
 _LFS_POINTER = Rejection("is a Git LFS pointer, not the data itself.", "Run: git lfs pull")
 
-_MOST_OF_A_POINTER = 1024
+_MAX_OF_A_POINTER = 1024
 """Bytes below which a file can be a pointer of Git LFS, as its specification says."""
 
 
@@ -154,7 +154,7 @@ def _unusable(path: Path, status: os.stat_result) -> Rejection | None:
         return _NO_FILE
     if not os.access(path, os.R_OK):
         return FORBIDDEN
-    if status.st_size < _MOST_OF_A_POINTER and is_lfs_pointer(path):
+    if status.st_size < _MAX_OF_A_POINTER and is_lfs_pointer(path):
         return _LFS_POINTER
     return None
 

@@ -18,7 +18,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import show_size
 
-_MOST_NODES = 1_000_000
+_MAX_NODES = 1_000_000
 """Nodes to which the functions of a model may expand: EPs and simplifiers take them one by one."""
 
 _FEW_BITS: dict[int, int] = {
@@ -172,15 +172,15 @@ def _endless_functions(model: onnx.ModelProto) -> Iterator[str]:
         if name in expanded or not inner:
             waiting.pop()
             size = sizes[name] + sum(expanded[each] for each in calls[name])
-            expanded[name] = min(size, _MOST_NODES + 1)
+            expanded[name] = min(size, _MAX_NODES + 1)
         elif name in entered:
             yield f"the function {name[1]!r} calls itself"
             return
         else:
             entered.add(name)
             waiting += inner
-    if sum(expanded[each] for each in _calls(graph.nodes(model.graph), own)) > _MOST_NODES:
-        yield f"its functions expand to more than {_MOST_NODES} nodes"
+    if sum(expanded[each] for each in _calls(graph.nodes(model.graph), own)) > _MAX_NODES:
+        yield f"its functions expand to more than {_MAX_NODES} nodes"
 
 
 def _calls(nodes: Iterable[onnx.NodeProto], own: Container[_Function]) -> list[_Function]:

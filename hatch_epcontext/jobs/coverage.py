@@ -11,7 +11,7 @@ from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.facts import Context, Coverage, NodeFacts
 
-_MOST_NODES = 10
+_MAX_NODES = 10
 """The number of uncovered nodes that a message names."""
 
 
@@ -37,7 +37,7 @@ def check_coverage(coverage: Coverage | None, target: Target, model: Model, loca
     """
     if coverage is None or coverage.share >= target.min_coverage:
         return
-    shown = coverage.uncovered[:_MOST_NODES]
+    shown = coverage.uncovered[:_MAX_NODES]
     named = _describe_nodes(shown)
     more = len(coverage.uncovered) - len(shown)
     hint, settings = _advice(coverage, target, model.key)

@@ -23,7 +23,7 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import CutForm
+    from hatch_epcontext.worker.requests import CutResult
 
 
 FOLDER = "cut"
@@ -168,7 +168,7 @@ class _Cutting:
 
 
 def _known(
-    files: Mapping[str, FileRecord], data: Mapping[str, str], forms: Sequence[CutForm]
+    files: Mapping[str, FileRecord], data: Mapping[str, str], forms: Sequence[CutResult]
 ) -> _Known:
     return _Known(
         files,

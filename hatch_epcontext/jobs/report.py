@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.validation import describe_validation
 from hatch_epcontext.text import pairs, show_size
 from hatch_epcontext.worker.facts import Context, Coverage
 
-_MOST_CHARACTERS = 90
+_MAX_CHARACTERS = 90
 """Characters of a failed preparation's message in a summary; the report has all of it."""
 
 
@@ -168,4 +168,4 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
 
 
 def _short(text: str) -> str:
-    return textwrap.shorten(text.rstrip("."), _MOST_CHARACTERS, placeholder=" ...")
+    return textwrap.shorten(text.rstrip("."), _MAX_CHARACTERS, placeholder=" ...")

@@ -36,7 +36,7 @@ _TENSOR_EXTERNAL_DATA, _TENSOR_DATA_LOCATION = 13, 14
 _EXTERNAL = 1
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
 
-_MOST_BITS = 70
+_MAX_BITS = 70
 
 
 def external_data(path: Path) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def _fields(data: mmap.mmap, span: Span) -> Iterator[tuple[int, int | Span]]:
 def _varint(data: mmap.mmap, position: int, end: int) -> tuple[int, int]:
     """An integer of a message, and the position after it."""
     value = 0
-    for shift in range(0, _MOST_BITS, 7):
+    for shift in range(0, _MAX_BITS, 7):
         if position >= end:
             raise ValueError("the file ends too early")
         byte = data[position]

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-from hatch_epcontext.errors import Checked, Kind, Problem
+from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.package import manifest, model_package
 from hatch_epcontext.package.wheel import differences
@@ -47,7 +47,7 @@ class _Row:
 
 def check(
     path: Path, packages: Mapping[str, model_package.ModelPackage], *, is_wheel: bool
-) -> Checked[int]:
+) -> Diagnosed[int]:
     """Read all files of the wheel at ``path``; yield a problem for each that is not as recorded.
 
     ``packages``: those in it, by folder. Each file must be as the wheel's RECORD has it, and the files
@@ -71,7 +71,7 @@ def check(
 
 def _rows(
     archive: zipfile.ZipFile, wheel: str, names: Mapping[str, int]
-) -> Checked[Mapping[str, _Row]]:
+) -> Diagnosed[Mapping[str, _Row]]:
     """The rows of RECORD by file, without those of `_NOT_RECORDED`."""
     folders = {name.partition("/")[0] for name in names if ".dist-info/" in name}
     folders = {each for each in folders if each.endswith(".dist-info")}
@@ -135,7 +135,7 @@ def _row(line: list[str]) -> _Row | None:
 
 def _contents(
     archive: zipfile.ZipFile, wheel: str, names: Mapping[str, int], rows: Mapping[str, _Row]
-) -> Checked[dict[str, FileRecord]]:
+) -> Diagnosed[dict[str, FileRecord]]:
     """The size and the sha256 of each file that can be read; yields those that differ from RECORD."""
     found: dict[str, FileRecord] = {}
     for name in names:

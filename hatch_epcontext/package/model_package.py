@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, Protocol
 
-from hatch_epcontext.errors import Checked, Kind, Problem
+from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.loader import OUTPUT_OPTIONS, PATH_OPTIONS
 from hatch_epcontext.serialize import InvalidJsonError, from_plain, refuse_constant, to_plain
 from hatch_epcontext.text import dotted, show
@@ -42,7 +42,7 @@ _ASSET = re.compile(rf"({_ASSET_URI.pattern})(?:/(.*))?", re.DOTALL)
 _ASSET_FORM = "sha256: and 64 lower-case hex digits"
 _VERSION = re.compile(r"([0-9]+)(?:\.([0-9]+))?")
 
-_MOST_LEVELS = 150
+_MAX_LEVELS = 150
 """How deep a manifest may be nested; ONNX Runtime opens one of 100, and Python's recursion has limits."""
 
 
@@ -249,7 +249,7 @@ class _VariantJson:
     additional_metadata: Any = None
 
 
-def read(files: Files, location: str) -> Checked[ModelPackage | None]:
+def read(files: Files, location: str) -> Diagnosed[ModelPackage | None]:
     """Read the package in ``files``; yield all problems, each with its place below ``location``.
 
     Returns None if the manifest cannot be read at all.
@@ -269,7 +269,7 @@ class _Reader:
         # How many tables did not have the form of their type.
         self._invalid = 0
 
-    def package(self) -> Checked[ModelPackage | None]:
+    def package(self) -> Diagnosed[ModelPackage | None]:
         content = yield from self._json(FILE, ())
         if content is _UNREADABLE or not (yield from self._is_known_version(content)):
             return None
@@ -297,7 +297,7 @@ class _Reader:
             str(manifest.schema_version),
         )
 
-    def _is_known_version(self, content: Any) -> Checked[bool]:
+    def _is_known_version(self, content: Any) -> Diagnosed[bool]:
         """Whether the manifest's version is missing or one that can be read."""
         if not isinstance(content, dict) or "schema_version" not in content:
             return True
@@ -319,7 +319,7 @@ class _Reader:
         self._strict = not (found[2] or "").strip("0")
         return True
 
-    def _component(self, value: Any, place: tuple[str, ...]) -> Checked[Component | None]:
+    def _component(self, value: Any, place: tuple[str, ...]) -> Diagnosed[Component | None]:
         folder = ""
         if isinstance(value, str):
             if (yield from self._leaves_package(value, place)):
@@ -344,7 +344,7 @@ class _Reader:
 
     def _variant(
         self, name: str, found: _VariantJson, folder: str, place: tuple[str, ...]
-    ) -> Checked[Variant | None]:
+    ) -> Diagnosed[Variant | None]:
         directory = yield from self._directory(name, found.variant_directory, folder, place)
         if directory is None:
             return None
@@ -370,7 +370,7 @@ class _Reader:
 
     def _directory(
         self, name: str, given: str | None, folder: str, place: tuple[str, ...]
-    ) -> Checked[str | None]:
+    ) -> Diagnosed[str | None]:
         """The variant's directory from the package; None if it is outside."""
         if given is None:
             # ONNX Runtime takes the name, also where there is no such folder.
@@ -384,7 +384,7 @@ class _Reader:
             yield self._problem(place, f"names the folder {directory!r}, which is missing.")
         return directory
 
-    def _executor_info(self, info: Any, directory: str, place: tuple[str, ...]) -> Checked[Any]:
+    def _executor_info(self, info: Any, directory: str, place: tuple[str, ...]) -> Diagnosed[Any]:
         """What stands in the manifest or in the file that it names."""
         if not isinstance(info, str):
             return info
@@ -393,7 +393,7 @@ class _Reader:
         content = yield from self._json(_joined(directory, info), place)
         return content
 
-    def _ort(self, info: Any, place: tuple[str, ...]) -> Checked[OrtInfo | None]:
+    def _ort(self, info: Any, place: tuple[str, ...]) -> Diagnosed[OrtInfo | None]:
         ort: OrtInfo | None = yield from self._structured(info, OrtInfo, place, strict=False)
         if ort is None:
             return None
@@ -407,7 +407,7 @@ class _Reader:
         wrong = yield from self._is_wrong_path(ort.model_file, (*place, "model_file"))
         return None if wrong else ort
 
-    def _is_wrong_path(self, path: str, place: tuple[str, ...]) -> Checked[bool]:
+    def _is_wrong_path(self, path: str, place: tuple[str, ...]) -> Diagnosed[bool]:
         """Whether ``path`` leaves the package, or is in a shared asset that there is not."""
         if not path.startswith("sha256:"):
             wrong = yield from self._leaves_package(path, place)
@@ -425,7 +425,7 @@ class _Reader:
             yield self._problem(place, f"names a shared asset, and {folder!r} is missing.")
         return True
 
-    def _json(self, name: str, place: tuple[str, ...]) -> Checked[Any]:
+    def _json(self, name: str, place: tuple[str, ...]) -> Diagnosed[Any]:
         """The contents of a JSON file, or `_UNREADABLE`."""
         if name != FILE and self._confined and self._files.leads_outside(name):
             message = f"{name} is a link to a file outside of the package."
@@ -447,7 +447,7 @@ class _Reader:
 
     def _structured(
         self, value: Any, type_: type[Any], place: tuple[str, ...], *, strict: bool = True
-    ) -> Checked[Any]:
+    ) -> Diagnosed[Any]:
         try:
             return from_plain(value, type_, strict=strict and self._strict)
         except InvalidJsonError as error:
@@ -460,7 +460,7 @@ class _Reader:
                     return from_plain(value, type_, strict=False)
         return None
 
-    def _leaves_package(self, path: str, place: tuple[str, ...]) -> Checked[bool]:
+    def _leaves_package(self, path: str, place: tuple[str, ...]) -> Diagnosed[bool]:
         if not path or (self._confined and not is_inside(path)):
             yield self._problem(
                 place, f"names {path!r}, which is outside of the package, or not a relative path."
@@ -485,8 +485,8 @@ def _refuse_unportable(content: Any) -> None:
     values = [(content, 1)]
     while values:
         value, level = values.pop()
-        if level > _MOST_LEVELS:
-            raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+        if level > _MAX_LEVELS:
+            raise ValueError(f"it is nested more than {_MAX_LEVELS} levels deep")
         if isinstance(value, str):
             value.encode()
         elif isinstance(value, float) and not math.isfinite(value):

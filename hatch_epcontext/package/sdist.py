@@ -12,7 +12,7 @@ from typing import Any
 
 from hatch_epcontext.config.build_hooks import ALL_HOOKS, NAME, BuildHooks, hooks_table
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
-from hatch_epcontext.errors import Checked, Key, Kind, Problem, SdistError, collect
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, SdistError, collect
 from hatch_epcontext.files import is_lfs_pointer, is_portable
 from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.package.external_data import external_data
@@ -119,7 +119,7 @@ class Sdist:
             "[tool.hatch.build.targets.sdist]."
         )
 
-    def _needed(self) -> Checked[list[Needed]]:
+    def _needed(self) -> Diagnosed[list[Needed]]:
         """All files that the configuration names in the project, and those that they name."""
         found: dict[str, Needed] = {}
         for model in self.config.models:
@@ -130,7 +130,7 @@ class Sdist:
                     found.setdefault(each.path, each)
         return list(found.values())
 
-    def _of_model(self, model: Model) -> Checked[list[Needed]]:
+    def _of_model(self, model: Model) -> Diagnosed[list[Needed]]:
         files = [Needed(self._relative(model.path), model.key)]
         if model.path.is_file():
             data = yield from _data_of(model)
@@ -214,7 +214,7 @@ class Sdist:
         return f"{wanted} remove [{self.hooks.table}]."
 
 
-def _data_of(model: Model) -> Checked[tuple[str, ...]]:
+def _data_of(model: Model) -> Diagnosed[tuple[str, ...]]:
     """The files of the external data of ``model``, relative to its folder."""
     if is_lfs_pointer(model.path):
         message = f"{model.path.name} is a Git LFS pointer, not the model itself."

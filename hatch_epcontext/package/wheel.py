@@ -38,7 +38,7 @@ OUTPUT = Key() / "output"
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 _SHA256 = "sha256="
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
 
 _MAX_SIZE = Key() / "wheel" / "max-size"
@@ -93,7 +93,7 @@ def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) ->
             Problem.at(
                 OUTPUT,
                 Kind.NO_OUTPUT_PACKAGE,
-                f'the project has files of its own in "{output}": {listing(taken, _MOST_NAMED)}.',
+                f'the project has files of its own in "{output}": {listing(taken, _MAX_NAMED)}.',
                 "Choose a folder for the models alone.",
                 Setting(OUTPUT, folder),
             )

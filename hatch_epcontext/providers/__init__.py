@@ -23,7 +23,7 @@ from hatch_epcontext.providers.base import (
     Tolerance,
 )
 from hatch_epcontext.providers.libraries import MissingLibrary, missing
-from hatch_epcontext.providers.log import is_standing
+from hatch_epcontext.providers.log import is_benign
 from hatch_epcontext.providers.option import (
     Option,
     OptionValue,
@@ -51,7 +51,7 @@ __all__ = [
     "SomeLimits",
     "Tolerance",
     "find",
-    "is_standing",
+    "is_benign",
     "missing",
     "render",
     "variable_of",

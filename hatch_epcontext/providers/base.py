@@ -280,7 +280,7 @@ class Provider:
     simulates: bool = False
     """Whether a build machine runs its contexts on a simulator, which uses all cores by itself."""
 
-    one_user: bool = False
+    exclusive_device: bool = False
     """Whether two steps at once disturb each other on its device: they measure kernels to choose the
     fastest, or need its whole memory."""
 

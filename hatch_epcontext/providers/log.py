@@ -25,6 +25,6 @@ _STANDING = re.compile(
 )
 
 
-def is_standing(line: str) -> bool:
+def is_benign(line: str) -> bool:
     """Whether a line of a log is one that clean runs print too."""
     return _STANDING.search(line) is not None

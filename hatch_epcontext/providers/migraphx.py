@@ -42,7 +42,7 @@ PROVIDER = Provider(
     open_shapes_on=("gpu",),
     runtime_cache="migraphx_model_cache_dir",
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
-    one_user=True,
+    exclusive_device=True,
     tolerance=Tolerance(snr=30, cosine=0.999),
     needs="an AMD GPU and ROCm",
     verified="Only the options.",

@@ -94,7 +94,7 @@ PROVIDER = Provider(
     distributions=("onnxruntime-gpu",),
     devices=("gpu",),
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
-    one_user=True,
+    exclusive_device=True,
     tolerance=Tolerance(snr=20, cosine=0.99),
     needs="an NVIDIA GPU, CUDA and TensorRT",
     verified="On Linux x86-64 up to the error that the libraries of TensorRT and CUDA are missing.",

@@ -71,7 +71,7 @@ PROVIDER = Provider(
     distributions=("onnxruntime-gpu", "onnxruntime"),
     devices=("gpu",),
     # Its builder measures kernels on the GPU, and two at once would disturb each other.
-    one_user=True,
+    exclusive_device=True,
     tolerance=Tolerance(snr=20, cosine=0.99),
     needs="an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer",
     verified=(

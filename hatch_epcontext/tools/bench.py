@@ -20,7 +20,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import job_runner
 from hatch_epcontext.jobs.validation import reason_not_to_open
 from hatch_epcontext.providers import Product
-from hatch_epcontext.worker.requests import OpenReply, OpenRequest
+from hatch_epcontext.worker.requests import TimeOpeningReply, TimeOpeningRequest
 
 Opened = Literal["source", "artifact", "cache"]
 """What is opened: the prepared source, the artifact, or the artifact with the EP's runtime cache filled."""
@@ -185,7 +185,7 @@ def _measure(
 ) -> list[Measured]:
     staging.mkdir(parents=True)
     cases = [case for subject in subjects.values() for case in _cases(subject)]
-    replies: dict[Case, list[OpenReply]] = {case: [] for case in cases}
+    replies: dict[Case, list[TimeOpeningReply]] = {case: [] for case in cases}
     errors: dict[Case, str] = {}
     for run in range(-1, runs):
         for number, case in enumerate(cases):
@@ -209,7 +209,7 @@ def _measure(
     ]
 
 
-def _measured(case: Case, replies: Sequence[OpenReply]) -> Measured:
+def _measured(case: Case, replies: Sequence[TimeOpeningReply]) -> Measured:
     memory = [reply.memory for reply in replies if reply.memory is not None]
     return Measured(
         case,
@@ -219,7 +219,7 @@ def _measured(case: Case, replies: Sequence[OpenReply]) -> Measured:
     )
 
 
-def _request(subject: _Subject, case: Case, cache: Path) -> OpenRequest:
+def _request(subject: _Subject, case: Case, cache: Path) -> TimeOpeningRequest:
     job, model = subject.job, subject.job.models[0]
     spec = model_spec_to_run(model, job.target)
     artifact = next(iter(subject.artifacts.values()))
@@ -236,4 +236,4 @@ def _request(subject: _Subject, case: Case, cache: Path) -> OpenRequest:
         target = replace(target, load_options={**target.load_options, option: str(cache)})
     inputs = artifact.record.contexts[0].inputs
     ranges = subject.prepared.ranges
-    return OpenRequest(str(path), target, product, case.buffer, spec, inputs, ranges)
+    return TimeOpeningRequest(str(path), target, product, case.buffer, spec, inputs, ranges)

@@ -21,7 +21,7 @@ from hatch_epcontext.system import check_apart, check_folder, writing
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.compile import CompileResult
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
 
 
@@ -108,7 +108,7 @@ def _refuse_existing(folder: Path, place: Path, *, overwrite: bool) -> None:
             Problem(
                 Kind.FILE_EXISTS,
                 str(folder),
-                f"the folder has files that {what}: {listing(foreign, _MOST_NAMED)}.",
+                f"the folder has files that {what}: {listing(foreign, _MAX_NAMED)}.",
                 "Choose another folder, or move them away: they are never overwritten.",
             )
         )

@@ -87,7 +87,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrialStep:
     """One step, in words, with the problems of one that was refused or failed."""
 
     status: StepStatus
@@ -107,12 +107,12 @@ class Trial:
     graph: str
     taken: Mapping[str, int]
     left: Mapping[str, int]
-    run: Step
-    compiled: Step
-    loaded: Step
+    run: TrialStep
+    compiled: TrialStep
+    loaded: TrialStep
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[TrialStep, ...]:
         """All steps, in order."""
         return (self.run, self.compiled, self.loaded)
 
@@ -482,9 +482,9 @@ class _Tried:
         taken, left = self._operators(nodes, prepared, artifact)
         return Trial(self.graph, taken, left, run, compiled, loaded)
 
-    def _run(self, prepared: Prepared) -> tuple[Step, Sequence[AssignedNode]]:
+    def _run(self, prepared: Prepared) -> tuple[TrialStep, Sequence[AssignedNode]]:
         if reason := reason_not_to_run(self.job):
-            return Step(StepStatus.SKIPPED, reason), ()
+            return TrialStep(StepStatus.SKIPPED, reason), ()
         model, target = self.job.models[0], self.job.target
         request = AssignRequest(
             model_spec_to_run(model, target),
@@ -503,14 +503,14 @@ class _Tried:
             return _failed(BuildError(*reply.problems)), reply.nodes
         taken = sum(self._takes(node) for node in reply.nodes)
         if reply.nodes and not taken:
-            return Step(StepStatus.REFUSED, "takes no node"), reply.nodes
+            return TrialStep(StepStatus.REFUSED, "takes no node"), reply.nodes
         text = f"takes {taken} of {len(reply.nodes)} nodes, agrees" if taken else "agrees"
-        return Step(StepStatus.DONE, text), reply.nodes
+        return TrialStep(StepStatus.DONE, text), reply.nodes
 
     def _takes(self, node: AssignedNode) -> bool:
         return node.ep == self.job.target.provider.ep
 
-    def _compile(self, nodes: Iterable[AssignedNode]) -> tuple[Step, Artifact | None]:
+    def _compile(self, nodes: Iterable[AssignedNode]) -> tuple[TrialStep, Artifact | None]:
         try:
             artifact = self._compiled()
         except BuildError as error:
@@ -518,7 +518,7 @@ class _Tried:
             if any(each.kind is not Kind.NOTHING_COMPILED or each.log for each in error.problems):
                 return _failed(error), None
             text = "no context" if any(map(self._takes, nodes)) else "takes no node"
-            return Step(StepStatus.REFUSED, text, error.problems), None
+            return TrialStep(StepStatus.REFUSED, text, error.problems), None
         record = artifact.record
         rewrites = record.preparations[0].rewrites
         parts = [
@@ -526,7 +526,7 @@ class _Tried:
             show_size(artifact.size),
             *([f"rewritten ({'; '.join(rewrites)})"] if rewrites else []),
         ]
-        return Step(StepStatus.DONE, ", ".join(parts)), artifact
+        return TrialStep(StepStatus.DONE, ", ".join(parts)), artifact
 
     def _compiled(self) -> Artifact:
         """What covers most of the graph; raises BuildError if the EP takes nothing of it."""
@@ -544,15 +544,15 @@ class _Tried:
         refused = (each.result for each in attempts if isinstance(each.result, Refused))
         raise BuildError(*next(each.problems for each in refused if each.step == "compile"))
 
-    def _load(self, artifact: Artifact) -> Step:
+    def _load(self, artifact: Artifact) -> TrialStep:
         if reason := reason_not_to_run(self.job):
-            return Step(StepStatus.SKIPPED, reason)
+            return TrialStep(StepStatus.SKIPPED, reason)
         (model,), (context,) = self.job.models, artifact.record.contexts
         try:
             run = self.executor.validate(self.job, model, artifact, context)
         except BuildError as error:
             return _failed(error)
-        return Step(StepStatus.DONE, _agreement(run.validation))
+        return TrialStep(StepStatus.DONE, _agreement(run.validation))
 
     def _operators(
         self, nodes: Sequence[AssignedNode], prepared: Prepared, artifact: Artifact | None
@@ -571,11 +571,11 @@ class _Tried:
         return Counter(facts.operators) - uncovered, uncovered
 
 
-_SKIPPED = Step(StepStatus.SKIPPED, "")
+_SKIPPED = TrialStep(StepStatus.SKIPPED, "")
 
 
-def _failed(error: BuildError) -> Step:
-    return Step(StepStatus.FAILED, f"FAILED: {error.problems[0].kind.title}", error.problems)
+def _failed(error: BuildError) -> TrialStep:
+    return TrialStep(StepStatus.FAILED, f"FAILED: {error.problems[0].kind.title}", error.problems)
 
 
 def _agreement(validation: Validation) -> str:

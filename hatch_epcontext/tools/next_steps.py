@@ -23,7 +23,7 @@ from hatch_epcontext.providers import DISTRIBUTIONS, Provider
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.project import HATCHLING, Package, Project
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 """Of more files than this, a note gives the number."""
 
 _OLDEST_PYTHON = (3, 10)
@@ -186,7 +186,7 @@ def _paths(config: Config) -> list[PurePosixPath]:
 
 
 def _names(paths: list[PurePosixPath]) -> str:
-    return listing(map(str, paths), _MOST_NAMED)
+    return listing(map(str, paths), _MAX_NAMED)
 
 
 def _matches(path: PurePosixPath, patterns: Iterable[str]) -> bool:

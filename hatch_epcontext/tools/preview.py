@@ -22,9 +22,9 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements
 from hatch_epcontext.tools.inspect import READING
 from hatch_epcontext.worker.requests import (
-    AskReply,
-    AskRequest,
     ContextTarget,
+    FindRefusedReply,
+    FindRefusedRequest,
     PreviewReply,
     PreviewRequest,
 )
@@ -40,7 +40,7 @@ class Preview:
 
     ep: str
     known: PreviewReply
-    asked: AskReply | None
+    asked: FindRefusedReply | None
     not_asked: str | None
 
 
@@ -68,7 +68,7 @@ def preview(config: Config) -> Preview:
             reason = f"{target.provider.ep} itself was not asked, because of that."
             return Preview(target.provider.ep, known, None, reason)
         (folder / "prepared").mkdir()
-        ask = AskRequest(spec, target_spec(target), str(folder / "prepared"))
+        ask = FindRefusedRequest(spec, target_spec(target), str(folder / "prepared"))
         try:
             check_environment((target,), requirements((target,)))
             asked = workers.call(ask, folder / "ask", location=model.name)

@@ -273,7 +273,7 @@ def _refuse_several_models(package: ModelPackage, components: Sequence[str]) -> 
 
 
 @dataclass(frozen=True)
-class _Form:
+class OpenSpec:
     """How a variant is opened: its EP, its settings, and its model file."""
 
     provider: Provider
@@ -374,7 +374,7 @@ class _Validator:
         # Any file will do for the path: the model itself is not read here.
         return configure({"model": self._read.folder / model_package.FILE}, "cpu", own)
 
-    def _run(self, component: str, variant: str, form: _Form, location: str) -> Validation:
+    def _run(self, component: str, variant: str, form: OpenSpec, location: str) -> Validation:
         """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
         package = self._read.package
         found = package.components[component].variants[variant]
@@ -410,7 +410,7 @@ class _Validator:
         return validation_of(ValidationStatus.RAN_ON_CPU, reply, model.validate.inputs)
 
     def _spec(
-        self, component: str, form: _Form, model: Model, reference: _Reference | None
+        self, component: str, form: OpenSpec, model: Model, reference: _Reference | None
     ) -> ModelSpec:
         """The model to compare with, or the variant's own, with the shapes that the variant has."""
         about = ours(self._read.package.components[component].metadata, ComponentMetadata)
@@ -453,7 +453,7 @@ class _Validator:
         return None
 
 
-def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Path) -> _Form:
+def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Path) -> OpenSpec:
     """How the variant in ``folder`` is opened.
 
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
@@ -495,7 +495,7 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Pa
     settings = replace(settings, session_options=session_options)
     provider = replace(provider, ep=ep, plugin=plugin)
     check_chip(file, model, provider, settings)
-    return _Form(provider, TargetSpec(name, settings, plugin, load_options), file, model)
+    return OpenSpec(provider, TargetSpec(name, settings, plugin, load_options), file, model)
 
 
 def _secrets_in(options: Mapping[str, str]) -> tuple[str, ...]:
@@ -567,7 +567,7 @@ def _constants(about: ComponentMetadata | None) -> dict[str, Any]:
     return {name: each.value for name, each in about.constants.items()} if about else {}
 
 
-def _copy(folder: Path, found: Variant, form: _Form, moved: Path) -> str:
+def _copy(folder: Path, found: Variant, form: OpenSpec, moved: Path) -> str:
     """Put the files of a variant into the folder ``moved``; returns the model file's path there."""
     if not form.model.contexts:
         copy_named_files(form.file, form.model, moved)

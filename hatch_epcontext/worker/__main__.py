@@ -17,6 +17,7 @@ from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import is_refusal, system_problem
+from hatch_epcontext.worker.progress import report_to
 from hatch_epcontext.worker.protocol import (
     DONE,
     END_WITH_INPUT,
@@ -27,7 +28,6 @@ from hatch_epcontext.worker.protocol import (
     VERBOSE,
 )
 from hatch_epcontext.worker.requests import REQUESTS, Refusal
-from hatch_epcontext.worker.step import report_to
 
 _INFO = 1
 """ONNX Runtime's log severity for everything but messages for its own developers."""
@@ -123,7 +123,7 @@ def _problem(error: Exception) -> Problem:
 
 def _keep(arguments: list[str]) -> int:
     """Answer the request in a fork, which ends with standard input; returns its exit code."""
-    from hatch_epcontext.worker.keeper import Keeper
+    from hatch_epcontext.worker.supervisor import Supervisor
 
     def work() -> int:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -131,7 +131,7 @@ def _keep(arguments: list[str]) -> int:
         os.close(nothing)
         return main(*arguments)
 
-    return Keeper(0).run(work, lambda: None)
+    return Supervisor(0).run(work, lambda: None)
 
 
 def _end_with_input() -> None:

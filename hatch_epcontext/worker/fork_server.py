@@ -22,7 +22,9 @@ from typing import Any
 
 from hatch_epcontext.serialize import make_ready
 from hatch_epcontext.worker.__main__ import main
-from hatch_epcontext.worker.keeper import (
+from hatch_epcontext.worker.protocol import STARTED, own_variables
+from hatch_epcontext.worker.requests import REQUESTS
+from hatch_epcontext.worker.supervisor import (
     adopt_orphans,
     do_nothing,
     end_with_parent,
@@ -30,8 +32,6 @@ from hatch_epcontext.worker.keeper import (
     kill_children,
     leave,
 )
-from hatch_epcontext.worker.protocol import STARTED, own_variables
-from hatch_epcontext.worker.requests import REQUESTS
 
 _PRELOADED = (
     "numpy",

@@ -17,7 +17,7 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.providers import MissingLibrary, Plugin, missing
 from hatch_epcontext.text import listing
 
-_MOST_LIBRARIES = 3
+_MAX_LIBRARIES = 3
 """Libraries of a package that a message names."""
 
 
@@ -106,7 +106,7 @@ def _libraries_in(module: str) -> str:
         # Extension modules of Python are tagged.
         if path.suffix in LIBRARIES and "." not in path.stem
     ]
-    return f": {listing(found)}" if 0 < len(found) <= _MOST_LIBRARIES else ""
+    return f": {listing(found)}" if 0 < len(found) <= _MAX_LIBRARIES else ""
 
 
 def unloadable(ep: str | None, message: str, library: Path) -> Problem:

@@ -16,21 +16,21 @@ import onnx
 
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.flow import Flow
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker.facts import Context, NodeFacts, TargetSpec
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
-from hatch_epcontext.worker.step import step
 
 _VERBOSE = 0
 """ONNX Runtime's log severity for everything: EPs log there what they refuse."""
 
-_MOST_TENSORS = 4
+_MAX_TENSORS = 4
 """Tensors of a node whose types and shapes a reason names."""
 
-_MOST_REASONS = 4
+_MAX_REASONS = 4
 """Reasons in one message."""
 
 _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
@@ -82,8 +82,8 @@ def nothing_compiled(error: BuildError, prepared: Path, target: TargetSpec) -> B
     parts = [
         f"{_numbered(ops)} ({reason or 'no reason is known'})" for reason, ops in operators.items()
     ]
-    more = f" and {len(parts) - _MOST_REASONS} more" if len(parts) > _MOST_REASONS else ""
-    refused = f"It refused {', '.join(parts[:_MOST_REASONS])}{more}."
+    more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
+    refused = f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
     # With reasons for its nodes the chip, which the hint is about, is not the reason.
     return BuildError(
         *(
@@ -145,7 +145,7 @@ def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[s
 
     By their names, each with that value and with what decides it.
     """
-    flow = Flow(main)
+    flow = Dependencies(main)
     found: dict[str, tuple[str, Decided]] = {}
     for node in flow.nodes:
         for name in node.input if node.name in names else ():
@@ -196,7 +196,7 @@ def _guess(
     if lacking := sorted({each.dtype for each in tensors} & provider.lacks_dtypes):
         return f"the EP does not take {' or '.join(lacking)}"
     taken, made = (
-        ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MOST_TENSORS]) or "?"
+        ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MAX_TENSORS]) or "?"
         for some in (inputs, outputs)
     )
     return f"the EP refuses it with {taken} -> {made}"

@@ -59,7 +59,7 @@ class CheckReply:
 
 
 @dataclass(frozen=True)
-class CutForm:
+class CutResult:
     """What the configuration of one form of a model fixes in the cut model.
 
     ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
@@ -78,7 +78,7 @@ class CutReply:
 
     files: tuple[str, ...]
     data: tuple[str, ...]
-    forms: tuple[CutForm, ...]
+    forms: tuple[CutResult, ...]
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
 
 
 @dataclass(frozen=True)
-class OpenReply:
+class TimeOpeningReply:
     """Seconds to open the model and for the first inference, and the peak of memory after opening in
     bytes; None where the system does not report it.
     """
@@ -335,7 +335,7 @@ class OpenReply:
 
 
 @dataclass(frozen=True)
-class OpenRequest(Request[OpenReply], action="open"):
+class TimeOpeningRequest(Request[TimeOpeningReply], action="time_opening"):
     """Open the model at ``path`` on ``target``, from a ``buffer`` or from disk, and run it once.
 
     ``product`` is None for a prepared source model. ``inputs`` are the model's, ``model`` describes
@@ -458,7 +458,7 @@ class PreviewRequest(Request[PreviewReply], action="preview"):
 
 
 @dataclass(frozen=True)
-class AskReply:
+class FindRefusedReply:
     """The number of ``nodes`` of the optimized graph, and those that the EP itself refuses."""
 
     nodes: int
@@ -466,7 +466,7 @@ class AskReply:
 
 
 @dataclass(frozen=True)
-class AskRequest(Request[AskReply], action="ask"):
+class FindRefusedRequest(Request[FindRefusedReply], action="find_refused"):
     """Ask the EP of ``target`` which nodes of ``model`` it refuses, and compile nothing.
 
     ``folder`` exists and is empty.

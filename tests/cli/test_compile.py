@@ -250,14 +250,6 @@ def test_a_model_among_several_is_named_with_the_flag_that_fixes_it(
     assert printed.endswith("\n    Add --dim other:n=1\n")
 
 
-def test_a_moved_key_names_its_new_place(cli: Cli, source: Path, out: Path) -> None:
-    arguments = ("--set", "tolerance={atol=0.5}", "--set", "timeout=5")
-    printed = cli("compile", source, "-o", out, "-p", "cpu", *arguments, code=2).stderr
-    assert "--set tolerance: EPC002" in printed
-    assert "Add --set 'validate.tolerance={ atol = 0.5 }'" in printed
-    assert "Add --set build.timeout=5" in printed
-
-
 def test_a_timeout_names_the_flag_that_raises_it(cli: Cli, source: Path, out: Path) -> None:
     arguments = ("-o", out, "-p", "cpu", "--set", "build.timeout=0.01")
     printed = cli("compile", source, *arguments, code=1).stderr

@@ -352,15 +352,15 @@ def overlaps(log: list[str], action: str) -> bool:
 
 
 @pytest.mark.usefixtures("second_model")
-@pytest.mark.parametrize("one_user", [True, False])
+@pytest.mark.parametrize("exclusive_device", [True, False])
 def test_only_one_step_at_once_uses_a_device_for_one_user(
-    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch, one_user: bool
+    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch, exclusive_device: bool
 ) -> None:
-    provider = dataclasses.replace(PROVIDERS["cpu"], one_user=one_user)
+    provider = dataclasses.replace(PROVIDERS["cpu"], exclusive_device=exclusive_device)
     monkeypatch.setitem(PROVIDERS, "cpu", provider)
     run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
     together = overlaps(log, "compile") or overlaps(log, "validate")
-    assert together is not one_user
+    assert together is not exclusive_device
     assert overlaps(log, "prepare")
 
 

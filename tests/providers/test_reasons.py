@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hatch_epcontext.providers import PROVIDERS, is_standing
+from hatch_epcontext.providers import PROVIDERS, is_benign
 
 _FAILED = "2026-01-01 [V:onnxruntime:, qnn_execution_provider.cc:1713 LogNodeSupport] Validation FAILED for"
 _PASSED = _FAILED.replace("FAILED", "PASSED")
@@ -60,5 +60,5 @@ def test_openvino_says_which_node_it_cannot_convert() -> None:
 
 
 def test_an_error_is_no_standing_line() -> None:
-    assert not is_standing("[E:onnxruntime:, a.cc:1 f] Unknown error")
-    assert not is_standing("")
+    assert not is_benign("[E:onnxruntime:, a.cc:1 f] Unknown error")
+    assert not is_benign("")

@@ -9,9 +9,9 @@ from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.configure import JobSettings
 from hatch_epcontext.tools.library import (
-    Step,
     StepStatus,
     Trial,
+    TrialStep,
     Verdict,
     _choose,
     _failed,
@@ -23,8 +23,8 @@ from hatch_epcontext.tools.library import (
 )
 from hatch_epcontext.worker.requests import EpDevice, LibraryReply
 
-DONE, REFUSED = Step(StepStatus.DONE, ""), Step(StepStatus.REFUSED, "")
-SKIPPED = Step(StepStatus.SKIPPED, "")
+DONE, REFUSED = TrialStep(StepStatus.DONE, ""), TrialStep(StepStatus.REFUSED, "")
+SKIPPED = TrialStep(StepStatus.SKIPPED, "")
 FAILED = _failed(BuildError(Problem(Kind.WORKER_CRASHED, "", "the worker crashed.")))
 
 
@@ -38,7 +38,7 @@ def offer(*devices: EpDevice, name: str = "Ep", main: str | None = None, path: s
     return _Offer(_Library(path, module), reply, virtual=False, is_guessed=bool(path))
 
 
-def trial(run: Step, compiled: Step, loaded: Step = SKIPPED) -> Trial:
+def trial(run: TrialStep, compiled: TrialStep, loaded: TrialStep = SKIPPED) -> Trial:
     taken = {} if run is REFUSED else {"Gemm": 1}
     return Trial("gemm", taken, {}, run, compiled, loaded)
 

@@ -9,10 +9,10 @@ from typing import Any
 import onnx
 
 from hatch_epcontext.errors import Key, Setting
-from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.text import listing, show
 
-_MOST_VALUES = 4
+_MAX_VALUES = 4
 """Values of an input that a message names."""
 
 
@@ -38,11 +38,11 @@ class Decided:
 
 
 def _described(name: str, values: tuple[Any, ...]) -> str:
-    compared = " or ".join(show(value) for value in values[:_MOST_VALUES])
+    compared = " or ".join(show(value) for value in values[:_MAX_VALUES])
     return f"{name!r} (compared with {compared})" if compared else repr(name)
 
 
-def decided(flow: Flow, name: str) -> Decided | None:
+def decided(flow: Dependencies, name: str) -> Decided | None:
     """What decides the value ``name``; None if data does, or if nothing is known."""
     inputs = sorted(flow.origins(name))
     if not inputs or not flow.settings.issuperset(inputs):
@@ -51,7 +51,7 @@ def decided(flow: Flow, name: str) -> Decided | None:
     return Decided(dict.fromkeys(inputs, compared if len(inputs) == 1 else ()))
 
 
-def _compared(nodes: Iterable[onnx.NodeProto], flow: Flow) -> Iterator[Any]:
+def _compared(nodes: Iterable[onnx.NodeProto], flow: Dependencies) -> Iterator[Any]:
     """The constants that a value is compared with for equality in ``nodes``."""
     for node in nodes:
         if node.op_type != "Equal":
@@ -64,7 +64,7 @@ def _compared(nodes: Iterable[onnx.NodeProto], flow: Flow) -> Iterator[Any]:
 
 def undecided(main: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Decided | None]]:
     """Yield each If of ``main`` whose condition depends on inputs, and what decides it."""
-    flow = Flow(main)
+    flow = Dependencies(main)
     for node in flow.nodes:
         if node.op_type == "If" and flow.depends(node.input[:1]):
             yield node, decided(flow, node.input[0])
@@ -84,6 +84,6 @@ def advice(main: onnx.GraphProto, model: Key | None) -> tuple[str, tuple[Setting
     if not found:
         return None
     whole = Decided(found)
-    which = listing(map(repr, dict.fromkeys(names[:_MOST_VALUES])))
+    which = listing(map(repr, dict.fromkeys(names[:_MAX_VALUES])))
     hint = f"The input {whole} decides which branch of the If {which} runs: freeze it."
     return hint, () if model is None else whole.settings(model)

@@ -16,12 +16,12 @@ from onnx import TensorProto
 
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.limits import TREES, Limits
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
 from hatch_epcontext.text import count, listing
 
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 """Names or reasons in one message."""
 
 _MAKES: Mapping[str, str] = {
@@ -81,7 +81,7 @@ class Findings:
     ``growing``: whether preparation may make many nodes of few, so that their number says little.
     """
 
-    flow: Flow
+    flow: Dependencies
     refused: tuple[Refused, ...]
     growing: bool
 
@@ -102,7 +102,7 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
 
     Only of the main graph: what is in the graphs inside its nodes may never run.
     """
-    flow = Flow(model.graph)
+    flow = Dependencies(model.graph)
     own = {(function.domain, function.name) for function in model.functions}
     kinds = _kinds(model.graph)
     fixed = _fixed_values(model.graph)
@@ -138,23 +138,23 @@ def describe(refused: Sequence[Refused]) -> str:
     for each in refused:
         reasons.setdefault(each.why, []).append(each)
     parts = [_describe(why, some) for why, some in reasons.items()]
-    more = len(parts) - _MOST_NAMES
-    shown = "; ".join(parts[:_MOST_NAMES])
+    more = len(parts) - _MAX_NAMES
+    shown = "; ".join(parts[:_MAX_NAMES])
     return f"{shown}; and {count(more, 'more reason')}" if more > 0 else shown
 
 
 def _describe(why: str, refused: Sequence[Refused]) -> str:
     operators = _operators(Counter(graph.operator(each.node) for each in refused))
     deciders = list(dict.fromkeys(repr(each.decider) for each in refused if each.decider))
-    more = len(deciders) - _MOST_NAMES
-    which = ", ".join(deciders[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(deciders) - _MAX_NAMES
+    which = ", ".join(deciders[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
     return f"{operators} {why} {which}".rstrip()
 
 
 def _operators(operators: Counter[str]) -> str:
     names = [name if number == 1 else f"{number} {name}" for name, number in operators.items()]
-    more = len(names) - _MOST_NAMES
-    shown = ", ".join(names[:_MOST_NAMES])
+    more = len(names) - _MAX_NAMES
+    shown = ", ".join(names[:_MAX_NAMES])
     return f"{shown} and {count(more, 'other operator')}" if more > 0 else shown
 
 
@@ -226,7 +226,7 @@ def _quoted(names: Sequence[str]) -> str:
 def _refused(
     node: onnx.NodeProto,
     limits: Limits,
-    flow: Flow,
+    flow: Dependencies,
     kinds: Mapping[str, str],
     fixed: frozenset[str],
 ) -> Refused | None:

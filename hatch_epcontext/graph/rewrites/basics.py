@@ -12,7 +12,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.base import Values, by_node
 from hatch_epcontext.graph.rewrites.chain import Chain
 
-_MOST_VALUES = 2**24
+_MAX_VALUES = 2**24
 """Values of a mask that is stored: 16 MB."""
 
 
@@ -46,7 +46,7 @@ def _triangle(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
     shape = values.shape(value)
     offset = values.constant(diagonal) if diagonal else np.array(0)
     dtype = values.dtype(value)
-    if shape is None or offset is None or dtype is None or np.prod(shape[-2:]) > _MOST_VALUES:
+    if shape is None or offset is None or dtype is None or np.prod(shape[-2:]) > _MAX_VALUES:
         return None
     ones = np.ones(shape[-2:], np.bool_)
     cut = np.triu if graph.number(node, "upper", 1) else np.tril

@@ -32,7 +32,7 @@ Reshape Slice Split Squeeze Tile Unsqueeze
 _OF_CONSTANTS = frozenset(_NAMES.split())
 """Those that give one if all their inputs but the first are constants."""
 
-_MOST_CONDITIONS = 3
+_MAX_CONDITIONS = 3
 """The number of conditions of which all combinations are tried."""
 
 
@@ -149,7 +149,7 @@ def assignments(
     combinations: Iterable[tuple[bool, ...]] = itertools.product(
         (True, False), repeat=len(conditions)
     )
-    if len(conditions) > _MOST_CONDITIONS:
+    if len(conditions) > _MAX_CONDITIONS:
         count = range(len(conditions))
         combinations = [
             tuple((each == one) is given for each in count)

@@ -13,7 +13,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.base import Values, by_node
 from hatch_epcontext.graph.rewrites.chain import Chain
 
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 """Dimensions of an operand that every EP multiplies; more are joined."""
 
 
@@ -69,7 +69,7 @@ class _Sums:
         inner = "".join(label for label in both if label not in kept)
         left = "".join(label for label in a.labels if label not in both)
         right = "".join(label for label in b.labels if label not in both)
-        batch = list(shared) if len(shared) + 2 <= _MOST_DIMENSIONS else [shared]
+        batch = list(shared) if len(shared) + 2 <= _MAX_DIMENSIONS else [shared]
         if inner:
             operands = (
                 self.grouped(a, [*batch, left, inner]),

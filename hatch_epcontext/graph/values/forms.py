@@ -19,7 +19,7 @@ Bounds = tuple[float, float]
 STANDARD = ("", "ai.onnx")
 """The names of ONNX's own domain."""
 
-_MOST_FORMS = 8
+_MAX_FORMS = 8
 """Ways to one value that are followed."""
 
 INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
@@ -31,7 +31,7 @@ Truth = Literal["", "itself", "compared"]
 
 
 @dataclass(frozen=True)
-class Form:
+class LinearForm:
     """A value that is, for each of ``scales``, a factor times that input, plus ``offset``.
 
     ``within``: what a limit on the way guarantees, whatever the input is. ``whole``: it was rounded on
@@ -47,10 +47,10 @@ class Form:
     selected: bool = False
     counted: bool = False
 
-    def plus(self, offset: Bounds) -> Form:
+    def plus(self, offset: Bounds) -> LinearForm:
         return replace(self, offset=_sum(self.offset, offset), within=_sum(self.within, offset))
 
-    def times(self, factor: Bounds) -> Form:
+    def times(self, factor: Bounds) -> LinearForm:
         return replace(
             self,
             scales=tuple((name, _product(scale, factor)) for name, scale in self.scales),
@@ -58,18 +58,18 @@ class Form:
             within=_product(self.within, factor),
         )
 
-    def clipped(self, low: float, high: float) -> Form:
+    def clipped(self, low: float, high: float) -> LinearForm:
         return replace(self, within=(max(self.within[0], low), min(self.within[1], high)))
 
-    def with_form(self, other: Form) -> Iterator[Form]:
+    def with_form(self, other: LinearForm) -> Iterator[LinearForm]:
         """The sum with ``other``: of different inputs, or of what is selected of one, which is either."""
         if self.selected and other.selected:
             yield from (self, other)
         elif not {name for name, _ in self.scales} & {name for name, _ in other.scales}:
             yield self._added(other)
 
-    def _added(self, other: Form) -> Form:
-        return Form(
+    def _added(self, other: LinearForm) -> LinearForm:
+        return LinearForm(
             self.scales + other.scales,
             _sum(self.offset, other.offset),
             _sum(self.within, other.within),
@@ -77,7 +77,7 @@ class Form:
         )
 
 
-Forms = dict[str, tuple[Form, ...]]
+Forms = dict[str, tuple[LinearForm, ...]]
 """The forms of each value that has some."""
 
 
@@ -127,39 +127,39 @@ def _results(node: onnx.NodeProto, forms: Forms, known: Known) -> Forms:
     if rule is None:
         return {}
     try:
-        found = tuple(dict.fromkeys(rule(node, forms, known)))[:_MOST_FORMS]
+        found = tuple(dict.fromkeys(rule(node, forms, known)))[:_MAX_FORMS]
     except INVALID:
         return {}
     outputs = node.output if node.op_type == "Split" else node.output[:1]
     return dict.fromkeys(outputs, found) if found else {}
 
 
-_Rule = Callable[[onnx.NodeProto, Forms, Known], Iterable[Form]]
+_Rule = Callable[[onnx.NodeProto, Forms, Known], Iterable[LinearForm]]
 
 
-def _kept(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterable[Form]:
+def _kept(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterable[LinearForm]:
     """Those of the first operand."""
     return forms.get(node.input[0], ())
 
 
-def _joined(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _joined(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     """Those of all operands: the result has values of each."""
     for name in node.input:
         yield from forms.get(name, ())
 
 
-def _updated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _updated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     """Those of the first and the third operand, such as the data and the updates of a scatter."""
     for name in (*node.input[:1], *node.input[2:3]):
         yield from forms.get(name, ())
 
 
-def _chosen(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _chosen(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     for name in node.input[1:3]:
         yield from forms.get(name, ())
 
 
-def _cast(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _cast(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     to = graph.attribute(node, "to", 0)
     for form in forms.get(node.input[0], ()):
         if to == onnx.TensorProto.BOOL:
@@ -168,12 +168,12 @@ def _cast(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
             yield replace(form, whole=form.whole or to in _WHOLE)
 
 
-def _rounded(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _rounded(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     for form in forms.get(node.input[0], ()):
         yield replace(form, whole=True)
 
 
-def _equal(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _equal(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     """Truths: those of all operands, if the others are 0 or 1 or truths too."""
     for name in node.input:
         value = known.value(name)
@@ -183,12 +183,12 @@ def _equal(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
         yield replace(form, truth=form.truth or "itself")
 
 
-def _compared(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _compared(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     for form in _joined(node, forms, known):
         yield replace(form, truth="compared")
 
 
-def _added(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _added(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     first, second = node.input[:2]
     sign = -1.0 if node.op_type == "Sub" else 1.0
     if (bounds := constant_bounds(second, known)) is not None:
@@ -201,7 +201,7 @@ def _added(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
                 yield from a.with_form(b.times((sign, sign)))
 
 
-def _multiplied(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _multiplied(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     first, second = node.input[:2]
     for name, other in ((first, second), (second, first)):
         if (bounds := constant_bounds(other, known)) is not None:
@@ -210,18 +210,18 @@ def _multiplied(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Fo
             yield from (replace(form, selected=True) for form in forms.get(name, ()))
 
 
-def _divided(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _divided(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     bounds = constant_bounds(node.input[1], known)
     if bounds is not None and (bounds[0] > 0 or bounds[1] < 0):
         factor = (1 / bounds[1], 1 / bounds[0])
         yield from (form.times(factor) for form in forms.get(node.input[0], ()))
 
 
-def _negated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _negated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     yield from (form.times((-1.0, -1.0)) for form in forms.get(node.input[0], ()))
 
 
-def _summed(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _summed(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     """Sums of up to as many values as there are."""
     shape = known.shape(node.input[0])
     count = math.prod(size or 1 for size in shape) if shape else 1
@@ -229,12 +229,12 @@ def _summed(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
         yield form if form.truth else form.times((1.0, float(max(count, 1))))
 
 
-def _limited(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _limited(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     low, high = clip_bounds(node, known)
     yield from (form.clipped(low, high) for form in _joined(node, forms, known))
 
 
-def _counted(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[Form]:
+def _counted(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
     if len(node.input) > 1:
         for form in forms.get(node.input[1], ()):
             yield replace(form.plus((-1.0, -1.0)), counted=True)

@@ -25,7 +25,7 @@ _NO_IMAGE = re.compile(
 _SCALE = re.compile(r"scale|speed|temperature|rate", re.IGNORECASE)
 """Numbers around 1, by which something is multiplied."""
 
-_MOST_SCALES = 8
+_MAX_SCALES = 8
 
 _BATCH = re.compile(r"batch|^(n|b|bs)$", re.IGNORECASE)
 _ALONG = re.compile(
@@ -61,7 +61,7 @@ def is_length_name(name: str) -> bool:
 def is_scale(facts: TensorFacts) -> bool:
     """Whether a float input has only a few numbers by which something is multiplied."""
     sizes = [size for size in facts.shape if isinstance(size, int)]
-    few = len(sizes) == len(facts.shape) and math.prod(sizes) <= _MOST_SCALES
+    few = len(sizes) == len(facts.shape) and math.prod(sizes) <= _MAX_SCALES
     return few and bool(_SCALE.search(facts.name))
 
 

@@ -16,10 +16,10 @@ from hatch_epcontext.graph.facts import TensorFacts
 Sizes = tuple[int | None, ...]
 """A shape; an open dimension is None."""
 
-_MOST_VALUES = 2**16
+_MAX_VALUES = 2**16
 """Values of a constant that is looked at: tables of weights are larger."""
 
-_MOST_PAIRS = 2**24
+_MAX_PAIRS = 2**24
 """The product of the sizes of all operands of a computed constant."""
 
 _DEEPEST = 100
@@ -109,7 +109,7 @@ class Known:
                 return None
             operands.append(operand)
         # More than a broadcast of them all can have.
-        if math.prod(max(each.size, 1) for each in operands if each is not None) > _MOST_PAIRS:
+        if math.prod(max(each.size, 1) for each in operands if each is not None) > _MAX_PAIRS:
             return None
         with np.errstate(all="ignore"):
             return compute(node, operands)
@@ -153,7 +153,7 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     light.graph.output.extend(model.graph.output)
     listed = {value.name for value in model.graph.input}
     for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= _MOST_VALUES and not graph.is_external(tensor):
+        if math.prod(tensor.dims) <= _MAX_VALUES and not graph.is_external(tensor):
             light.graph.initializer.append(tensor)
         elif tensor.name not in listed:
             light.graph.input.append(
@@ -163,12 +163,12 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _small(array: Array | None) -> Array | None:
-    return array if array is not None and array.size <= _MOST_VALUES else None
+    return array if array is not None and array.size <= _MAX_VALUES else None
 
 
 def _array(tensor: onnx.TensorProto) -> Array | None:
     # External data is not read: what is looked at is small, and inside the model.
-    if graph.is_external(tensor) or math.prod(tensor.dims) > _MOST_VALUES:
+    if graph.is_external(tensor) or math.prod(tensor.dims) > _MAX_VALUES:
         return None
     try:
         array: Array = onnx.numpy_helper.to_array(tensor)
@@ -228,7 +228,7 @@ def _slice(node: onnx.NodeProto, operands: _Operands) -> Array | None:
 
 def _range(node: onnx.NodeProto, operands: _Operands) -> Array | None:
     start, limit, delta = (np.asarray(each).item() for each in operands)
-    if not delta or (limit - start) / delta > _MOST_VALUES:
+    if not delta or (limit - start) / delta > _MAX_VALUES:
         return None
     return np.arange(start, limit, delta)
 
@@ -243,13 +243,13 @@ def _filled(node: onnx.NodeProto, operands: _Operands) -> Array | None:
     value = graph.attribute(node, "value", None)
     fill = np.zeros(1, np.float32) if value is None else onnx.numpy_helper.to_array(value)
     sizes = _numbers(operands[0])
-    return np.full(sizes, fill.ravel()[0]) if math.prod(sizes) <= _MOST_VALUES else None
+    return np.full(sizes, fill.ravel()[0]) if math.prod(sizes) <= _MAX_VALUES else None
 
 
 def _expanded(node: onnx.NodeProto, operands: _Operands) -> Array | None:
     data = _first(operands)
     sizes = np.broadcast_shapes(data.shape, _numbers(operands[1]))
-    return np.broadcast_to(data, sizes) if math.prod(sizes) <= _MOST_VALUES else None
+    return np.broadcast_to(data, sizes) if math.prod(sizes) <= _MAX_VALUES else None
 
 
 def _divided(node: onnx.NodeProto, operands: _Operands) -> Array | None:

@@ -14,10 +14,10 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.values.forms import INVALID, STANDARD, clip_bounds
 from hatch_epcontext.graph.values.known import Known
 
-_LARGEST_CLIP = 1e4
+_MAX_CLIP = 1e4
 """The largest limit that says something about the values: exporters also write those of a dtype."""
 
-_MOST_CHANGED = 8
+_MAX_CHANGED = 8
 """The largest size that an input sets freely, such as the times that something is repeated."""
 
 
@@ -88,7 +88,7 @@ def _one_hot(node: onnx.NodeProto, known: Known) -> _Found:
     depth = known.value(_operand(node, 1))
     if depth is not None and depth.size == 1:
         yield from _index(0, int(depth.item()))
-    yield Limit(1, 1, _MOST_CHANGED, "index", _MOST_CHANGED)
+    yield Limit(1, 1, _MAX_CHANGED, "index", _MAX_CHANGED)
 
 
 def _equal(node: onnx.NodeProto, known: Known) -> _Found:
@@ -166,13 +166,13 @@ def _trilu(node: onnx.NodeProto, known: Known) -> _Found:
 
 def _free_sizes(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
     def found(node: onnx.NodeProto, known: Known) -> _Found:
-        yield Limit(operand, 1, _MOST_CHANGED, usual=1)
+        yield Limit(operand, 1, _MAX_CHANGED, usual=1)
 
     return found
 
 
 def _rounds(node: onnx.NodeProto, known: Known) -> _Found:
-    yield Limit(0, 1, _MOST_CHANGED, usual=_MOST_CHANGED)
+    yield Limit(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)
 
 
 def _range(node: onnx.NodeProto, known: Known) -> _Found:
@@ -190,7 +190,7 @@ def _resize(node: onnx.NodeProto, known: Known) -> _Found:
 
 def _clip(node: onnx.NodeProto, known: Known) -> _Found:
     low, high = clip_bounds(node, known)
-    if max(abs(low), abs(high)) <= _LARGEST_CLIP:
+    if max(abs(low), abs(high)) <= _MAX_CLIP:
         yield Limit(0, low, high, "clip")
 
 

@@ -16,7 +16,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.forms import Bounds, Form, Forms, follow
+from hatch_epcontext.graph.values.forms import Bounds, Forms, LinearForm, follow
 from hatch_epcontext.graph.values.kinds import (
     DEVIATIONS,
     image_range,
@@ -28,13 +28,13 @@ from hatch_epcontext.graph.values.kinds import (
 from hatch_epcontext.graph.values.known import Known
 from hatch_epcontext.graph.values.limits import Limit, limits
 
-_MOST_OF_BYTES = 255.0
+_MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
 
-_MOST_EXACT = 2.0**53
+_MAX_EXACT = 2.0**53
 """The largest integer up to which floats have all."""
 
-_LEAST_OF_MASKS = 1000.0
+_MIN_OF_MASKS = 1000.0
 """The factor from which a value that is added hides what it is added to."""
 
 _EVERYTHING = (-math.inf, math.inf)
@@ -44,8 +44,8 @@ _EVERYTHING = (-math.inf, math.inf)
 class _Reached:
     """What an input reaches: limits, each with the form in which it does, and the first convolution."""
 
-    limits: list[tuple[Form, Limit]] = field(default_factory=list)
-    convolved: Form | None = None
+    limits: list[tuple[LinearForm, Limit]] = field(default_factory=list)
+    convolved: LinearForm | None = None
     is_mask: bool = False
 
 
@@ -79,7 +79,7 @@ def _reached(
 ) -> dict[str, _Reached]:
     forms: Forms = {
         each.name: (
-            Form(((each.name, (1.0, 1.0)),), truth="itself" if each.dtype == "bool" else ""),
+            LinearForm(((each.name, (1.0, 1.0)),), truth="itself" if each.dtype == "bool" else ""),
         )
         for each in tensors
     }
@@ -93,14 +93,14 @@ def _reached(
             reached[name].convolved = reached[name].convolved or form
         for name in _measured(node, forms):
             limit = Limit(0, 1, math.inf, "length")
-            reached[name].limits.append((Form(((name, (1.0, 1.0)),)), limit))
+            reached[name].limits.append((LinearForm(((name, (1.0, 1.0)),)), limit))
     for form in {each for found in forms.values() for each in found}:
         if _hides(form):
             reached[form.scales[0][0]].is_mask = True
     return reached
 
 
-def _convolved(node: onnx.NodeProto, forms: Forms) -> Iterator[tuple[str, Form]]:
+def _convolved(node: onnx.NodeProto, forms: Forms) -> Iterator[tuple[str, LinearForm]]:
     if node.op_type in ("Conv", "ConvInteger", "QLinearConv", "FusedConv"):
         for form in forms.get(node.input[0], ()):
             if len(form.scales) == 1:
@@ -118,16 +118,16 @@ def _measured(node: onnx.NodeProto, forms: Forms) -> Iterator[str]:
             yield from counted & compared
 
 
-def _at(node: onnx.NodeProto, operand: int, forms: Forms) -> tuple[Form, ...]:
+def _at(node: onnx.NodeProto, operand: int, forms: Forms) -> tuple[LinearForm, ...]:
     return forms.get(node.input[operand], ()) if operand < len(node.input) else ()
 
 
-def _hides(form: Form) -> bool:
+def _hides(form: LinearForm) -> bool:
     """Whether ``form`` is as a mask is added: 0 for a 1, and a large negative number for a 0."""
     if len(form.scales) != 1:
         return False
     low, high = form.scales[0][1]
-    return low == high >= _LEAST_OF_MASKS and math.isclose(form.offset[0], -low, rel_tol=1e-3)
+    return low == high >= _MIN_OF_MASKS and math.isclose(form.offset[0], -low, rel_tol=1e-3)
 
 
 def _range_of(facts: TensorFacts, reached: _Reached, tensors: Sequence[TensorFacts]) -> Range:
@@ -169,7 +169,7 @@ def _is_flat(facts: TensorFacts) -> bool:
     return sum(size != 1 for size in facts.shape) <= 1
 
 
-def _bounded(name: str, found: Sequence[tuple[Form, Limit]], reached: _Reached) -> Range:
+def _bounded(name: str, found: Sequence[tuple[LinearForm, Limit]], reached: _Reached) -> Range:
     bounds = _EVERYTHING
     usual: float | None = None
     whole = False
@@ -189,7 +189,7 @@ def _bounded(name: str, found: Sequence[tuple[Form, Limit]], reached: _Reached) 
 def _finite(bounds: Bounds, usual: float | None, *, whole: bool = False) -> Range:
     low, high = bounds
     low = low if math.isfinite(low) else min(0.0, high)
-    high = high if math.isfinite(high) else max(low, _MOST_OF_BYTES)
+    high = high if math.isfinite(high) else max(low, _MAX_OF_BYTES)
     if usual is not None:
         usual = min(max(usual, low), high)
     return Range(low, high, True, usual, whole)
@@ -224,7 +224,7 @@ def _chosen(facts: TensorFacts, reached: _Reached) -> Range | None:
 
 
 def _length(
-    facts: TensorFacts, found: Iterable[tuple[Form, Limit]], tensors: Sequence[TensorFacts]
+    facts: TensorFacts, found: Iterable[tuple[LinearForm, Limit]], tensors: Sequence[TensorFacts]
 ) -> Range:
     highs = [
         high
@@ -256,7 +256,7 @@ def _is_named_after(length: str, name: str) -> bool:
     return length.lower().startswith(name.lower()) or name.lower() == length.lower().split("_")[0]
 
 
-def _inverse(name: str, form: Form, target: Bounds) -> Bounds:
+def _inverse(name: str, form: LinearForm, target: Bounds) -> Bounds:
     """The values of the input ``name`` with which ``form`` is in ``target``.
 
     With several inputs, each gets an equal part of what there is.
@@ -278,7 +278,7 @@ def _inverse(name: str, form: Form, target: Bounds) -> Bounds:
     return (-high, -low) if flipped else (low, high)
 
 
-def _value_for(name: str, form: Form, target: float) -> float | None:
+def _value_for(name: str, form: LinearForm, target: float) -> float | None:
     """The value of the input ``name`` with which ``form`` is ``target``."""
     scale = dict(form.scales)[name]
     if len(form.scales) > 1 or scale[0] != scale[1] or not scale[0]:
@@ -309,7 +309,7 @@ def _dtype_bounds(facts: TensorFacts) -> Bounds:
         return 0.0, 1.0
     if dtype.kind in "iu":
         info = np.iinfo(dtype.name)
-        return max(float(info.min), -_MOST_EXACT), min(float(info.max), _MOST_EXACT)
+        return max(float(info.min), -_MAX_EXACT), min(float(info.max), _MAX_EXACT)
     # ml_dtypes' integers of few bits.
     bits = int("".join(filter(str.isdigit, dtype.name)) or 4)
     return (
@@ -329,6 +329,6 @@ def _guess(facts: TensorFacts, reached: _Reached) -> Range:
             return Range(0.5, 1.5, known=False, usual=1.0)
         return Range(-DEVIATIONS, DEVIATIONS, known=False)
     low, high = _dtype_bounds(facts)
-    if high <= _MOST_OF_BYTES:
+    if high <= _MAX_OF_BYTES:
         return Range(low, high, known=False, whole=True)
-    return Range(0.0, _MOST_OF_BYTES, known=False, whole=True)
+    return Range(0.0, _MAX_OF_BYTES, known=False, whole=True)

@@ -42,7 +42,7 @@ def latest_name(settings_key: str) -> str:
     return f"latest/{settings_key}"
 
 
-_MOST_DECIBELS = 1e4
+_MAX_DECIBELS = 1e4
 """More than any two different numbers of float64 have between them."""
 
 
@@ -76,7 +76,7 @@ def read_validation(text: str) -> ValidationRun:
     for each in run.validation.agreements:
         # Rounding can make a cosine a little larger than 1.
         decibels = [each.snr or 0.0, each.worst.snr if each.worst else 0.0]
-        possible = all(abs(number) < _MOST_DECIBELS for number in decibels)
+        possible = all(abs(number) < _MAX_DECIBELS for number in decibels)
         if not (_is_amount(each.max_abs) and -1.1 < (each.cosine or 0) < 1.1 and possible):
             raise DamagedError(f"its output {each.output} has an agreement that cannot be right")
     return run

@@ -8,7 +8,7 @@ A status counts only where it is known to change with the content, as `Mounts` k
 read in each build.
 
 An `Index` belongs to one build, which sees one version of each file: it fails when a file is not what it
-was at the first look.
+was when it was first read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a file was at the first look of a build: size in bytes, time of its last change in ns, hex sha256.
+class FileState:
+    """What a file was when a build first read it: size in bytes, time of its last change in ns, hex sha256.
 
     ``trusted``: whether changes show in its status; ``settled``: also one that comes at once.
     """
@@ -116,32 +116,32 @@ class Index:
     folder: Path | None = None
     remote: Remote | None = None
     read_all: bool = False
-    _looks: dict[Path, _Look] = field(default_factory=dict)
+    _states: dict[Path, FileState] = field(default_factory=dict)
     _mounts: Mounts = field(default_factory=Mounts)
 
     def sha256(self, path: Path) -> str:
         """The hex sha256 of the file ``path``, from the index if its status is known there.
 
-        Raises ModelError if it is not what it was at the first look.
+        Raises ModelError if it is not what it was when it was first read.
         """
-        first = self._looks.get(path)
+        first = self._states.get(path)
         if first is None:
-            return self._look(path).sha256
+            return self._first_state(path).sha256
         self._compare(path, first, read=False)
         return first.sha256
 
     def check(self, path: Path) -> None:
-        """Raise ModelError if the file ``path`` is not what it was at the first look.
+        """Raise ModelError if the file ``path`` is not what it was when it was first read.
 
-        As `sha256`, but a file that was written at the moment of the first look is read again.
+        As `sha256`, but a file that was written at the moment when it was first read is read again.
         """
-        first = self._looks.get(path)
+        first = self._states.get(path)
         if first is None:
-            self._look(path)
+            self._first_state(path)
         else:
             self._compare(path, first, read=not first.settled)
 
-    def _look(self, path: Path) -> _Look:
+    def _first_state(self, path: Path) -> FileState:
         status = path.stat()
         key = _digest_of(path, status)
         # A file that was written at this moment may be written again without another status.
@@ -155,10 +155,10 @@ class Index:
             if settled:
                 self._write(_status_name(key), found)
         # Threads may look at the same time: the first one counts.
-        look = _Look(status.st_size, status.st_mtime_ns, key, found, trusted, settled)
-        return self._looks.setdefault(path, look)
+        look = FileState(status.st_size, status.st_mtime_ns, key, found, trusted, settled)
+        return self._states.setdefault(path, look)
 
-    def _compare(self, path: Path, first: _Look, *, read: bool) -> None:
+    def _compare(self, path: Path, first: FileState, *, read: bool) -> None:
         """Raise ModelError if the file is another one than at the ``first`` look.
 
         It is read again with ``read``, or if its status moved: links and changes of modes move it too.
@@ -177,7 +177,7 @@ class Index:
         except OSError as error:
             raise changed_error(path) from error
         settled = first.trusted and _is_settled(status)
-        self._looks[path] = replace(first, digest=digest, settled=settled)
+        self._states[path] = replace(first, digest=digest, settled=settled)
 
     def facts(self, key: str, type_: type[T]) -> T | None:
         """The facts that were stored under ``key``, a hex sha256."""

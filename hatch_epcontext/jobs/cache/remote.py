@@ -51,7 +51,7 @@ T = TypeVar("T")
 _CHUNK = 4 << 20
 """Bytes of a file that are in memory at once; each is one request to a bucket."""
 
-_LARGEST_DOCUMENT = _CHUNK
+_MAX_DOCUMENT = _CHUNK
 """Bytes of a document: one request for each."""
 
 _PART = 5 << 20
@@ -457,9 +457,9 @@ class Remote:
     def _read_stream(self, files: Any, path: str) -> bytes:
         """A document of a server that need not know ranges, and at most one byte more than it may have."""
         # With a size it does not ask for one first.
-        with contextlib.closing(files.open(path, block_size=0, size=_LARGEST_DOCUMENT)) as stream:
+        with contextlib.closing(files.open(path, block_size=0, size=_MAX_DOCUMENT)) as stream:
             data = bytearray()
-            while chunk := stream.read(_LARGEST_DOCUMENT + 1 - len(data)):
+            while chunk := stream.read(_MAX_DOCUMENT + 1 - len(data)):
                 self._stopwatch.arrived(len(chunk))
                 data += chunk
             return bytes(data)
@@ -544,7 +544,7 @@ class Remote:
     def _upload_text(self, name: str, text: str) -> None:
         signature = self._signing().sign(name, text, self._key) if self._key else None
         content = envelope_around(name, text, signature).encode()
-        if len(content) > _LARGEST_DOCUMENT:
+        if len(content) > _MAX_DOCUMENT:
             self._report("large", f"does not get a document of {show_size(len(content))}")
             return
         self._put(name, lambda files, path: files.pipe_file(path, content))
@@ -651,7 +651,7 @@ def _size_of(files: Any, path: str) -> int | None:
 
 def _read(files: Any, path: str) -> bytes:
     # Without a limit some backends ask for the size first.
-    data: bytes = files.cat_file(path, start=0, end=_LARGEST_DOCUMENT)
+    data: bytes = files.cat_file(path, start=0, end=_MAX_DOCUMENT)
     return data
 
 

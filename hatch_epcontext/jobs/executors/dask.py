@@ -33,11 +33,11 @@ from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
     BuildInfo,
     Compiled,
-    CompileStep,
+    CompileTask,
     Description,
     ModelFiles,
-    Step,
-    ValidateStep,
+    RemoteTask,
+    ValidateTask,
     dump,
 )
 from hatch_epcontext.jobs.plan import Job
@@ -67,7 +67,7 @@ _END_SECONDS = 10.0
 _TRANSFERS = 4
 """Chunks that are sent or fetched at the same time."""
 
-_LEAST_JOBS, _MOST_JOBS = 4, 1000
+_MIN_JOBS, _MAX_JOBS = 4, 1000
 """The limits of the number of jobs at once. Each has a thread, which waits."""
 
 _ATTEMPTS = 3
@@ -148,7 +148,7 @@ class DaskExecutor:
         self._events: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._transfers = threading.BoundedSemaphore(_TRANSFERS)
         self._senders = ThreadPoolExecutor(_TRANSFERS, "hatch-epcontext-send")
-        self._errands = ThreadPoolExecutor(_TRANSFERS, "hatch-epcontext-free")
+        self._cleanup_pool = ThreadPoolExecutor(_TRANSFERS, "hatch-epcontext-free")
         self._threads = [
             threading.Thread(target=each, name=TOPIC, daemon=True)
             for each in (self._handle_events, self._beat, self._watch)
@@ -180,7 +180,7 @@ class DaskExecutor:
                 workers.log is not None,
                 workers.progress is not None,
             )
-            at_once = settings.jobs or min(max(_LEAST_JOBS, 2 * threads), _MOST_JOBS)
+            at_once = settings.jobs or min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
             return DaskExecutor(client, info, at_once, workers, sources, index)
         except BaseException:
             client.close(_END_SECONDS)
@@ -207,7 +207,7 @@ class DaskExecutor:
         versions = self.versions(job)
         reason = ""
         for _ in range(_ATTEMPTS):
-            step = CompileStep(
+            step = CompileTask(
                 self._info, _token(job), _portable(job), self._models(job), versions, recipe
             )
             # If possible where an earlier recipe has left what this one starts from.
@@ -239,7 +239,7 @@ class DaskExecutor:
         fitting = self._find(job)
         for name, file in artifact.record.files.items():
             self._files[file.sha256] = artifact.folder / PurePosixPath(name), file.size
-        step = ValidateStep(
+        step = ValidateTask(
             self._info,
             _token(job),
             _portable(job),
@@ -270,7 +270,7 @@ class DaskExecutor:
             self._running.pop(token, None)
             places = self._places.pop(token, set())
         for address in places if not self._closing else ():
-            self._errands.submit(self._forget, address, token)
+            self._cleanup_pool.submit(self._forget, address, token)
 
     def stop(self) -> None:
         """Cancel all tasks, and end the steps that run."""
@@ -286,7 +286,7 @@ class DaskExecutor:
         """End what runs on the cluster for this build, and the connection."""
         self._closing = True
         self._closed.set()
-        for pool in (self._senders, self._errands):
+        for pool in (self._senders, self._cleanup_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         _limited(self._end_everywhere)
         with self._lock:
@@ -399,9 +399,9 @@ class DaskExecutor:
     # The steps.
 
     def _submit(
-        self, step: Step, after: Any = None, able: tuple[str, ...] | None = None
+        self, step: RemoteTask, after: Any = None, able: tuple[str, ...] | None = None
     ) -> _Running:
-        kind = "compile" if isinstance(step, CompileStep) else "validate"
+        kind = "compile" if isinstance(step, CompileTask) else "validate"
         future = self._client.submit(
             dask_worker.run_step,
             dump(step),
@@ -691,7 +691,7 @@ def _connect(address: str) -> Any:
         # A client whose constructor fails holds up the end of the process for 20 seconds. This is done in a
         # thread, because the caller may have an event loop.
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: asyncio.run(_greet(address))).result()
+            pool.submit(lambda: asyncio.run(_probe_scheduler(address))).result()
         return make_client(address, timeout=CONNECT_SECONDS, set_as_default=False, name=TOPIC)
     # Anything, because another kind of server may answer at that address.
     except Exception as error:
@@ -707,7 +707,7 @@ def _connect(address: str) -> Any:
         ) from None
 
 
-async def _greet(address: str) -> None:
+async def _probe_scheduler(address: str) -> None:
     """Connect to the scheduler once; raises any exception if it does not answer as one."""
     import dask
     import distributed
@@ -729,7 +729,9 @@ def _check_scheduler(client: Any) -> None:
     wrong = _other_versions(versions["client"], versions["scheduler"])
     if wrong:
         message = f"the scheduler has {wrong}."
-        raise BuildError(Problem(Kind.UNEQUAL_WORKERS, "the dask cluster", message, _SAME_VERSIONS))
+        raise BuildError(
+            Problem(Kind.VERSION_MISMATCH, "the dask cluster", message, _SAME_VERSIONS)
+        )
 
 
 _SAME_VERSIONS = (
@@ -773,7 +775,7 @@ def _unequal(job: Job, what: str, facts: Mapping[str, str]) -> BuildError:
         "Install the same versions on all of them, or give the target resources that only equal workers "
         "have."
     )
-    return BuildError(Problem(Kind.UNEQUAL_WORKERS, job.location, message, hint))
+    return BuildError(Problem(Kind.VERSION_MISMATCH, job.location, message, hint))
 
 
 def _has(worker: Mapping[str, Any], wanted: Mapping[str, float]) -> bool:

@@ -75,7 +75,7 @@ class ModelFiles:
 
 
 @dataclass(frozen=True)
-class Step:
+class RemoteTask:
     """A step of ``job``. ``token`` names the job in this build; ``models`` are the files of its models.
 
     ``versions``: those that the job's fingerprint has.
@@ -89,14 +89,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class CompileStep(Step):
+class CompileTask(RemoteTask):
     """Compile the job with ``recipe``."""
 
     recipe: Recipe
 
 
 @dataclass(frozen=True)
-class ValidateStep(Step):
+class ValidateTask(RemoteTask):
     """Validate ``context``, of the job's model with the index ``model``, in the artifact of ``record``."""
 
     model: int
@@ -163,14 +163,14 @@ def _check_library(job: Job) -> None:
 def run_step(
     data: bytes, after: object = None
 ) -> Compiled | Refused | ValidationRun | EpcontextError:
-    """Run a pickled `Step`; foreseen errors are returned, because dask logs those that are raised.
+    """Run a pickled `RemoteTask`; foreseen errors are returned, because dask logs those that are raised.
 
     ``after`` is the result of an earlier step of the job: dask prefers the worker that has it.
     """
     from distributed import get_worker
 
     worker = get_worker()
-    step: Step = pickle.loads(data)
+    step: RemoteTask = pickle.loads(data)
     build = _Machine.of(worker).enter(step.build, worker)
     try:
         with build.running(step) as job:
@@ -310,7 +310,7 @@ class _Build:
         self._installed: dict[tuple[str, bool], Mapping[str, str]] = {}
 
     @contextlib.contextmanager
-    def running(self, step: Step) -> Iterator[_Job]:
+    def running(self, step: RemoteTask) -> Iterator[_Job]:
         """The job of ``step``, which is kept until it is forgotten and no step of it runs."""
         with self._lock:
             if step.token not in self._jobs:
@@ -377,7 +377,7 @@ class _Build:
 class _Job:
     """A job on a worker: its models with the paths that they have here, and its artifact."""
 
-    def __init__(self, build: _Build, step: Step) -> None:
+    def __init__(self, build: _Build, step: RemoteTask) -> None:
         self.token = step.token
         self.running = 0
         self.forgotten = False
@@ -401,7 +401,7 @@ class _Job:
         """The folders of its models and their inputs, which other jobs may use too."""
         return {folder for place in self._places for folder in place.folders}
 
-    def run(self, step: Step) -> Compiled | Refused | ValidationRun:
+    def run(self, step: RemoteTask) -> Compiled | Refused | ValidationRun:
         try:
             return self._run(step)
         except ArrivalError as error:
@@ -414,7 +414,7 @@ class _Job:
         self._build.executor.finished(self._job)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _run(self, step: Step) -> Compiled | Refused | ValidationRun:
+    def _run(self, step: RemoteTask) -> Compiled | Refused | ValidationRun:
         for place in self._places:
             self._place(place.files)
         executor = replace(self._build.executor, installed=self._build.installed(step.job))
@@ -423,8 +423,8 @@ class _Job:
                 f"the worker {self._build.address} has {pairs(found)}, and the build began with "
                 f"{pairs(step.versions)}."
             )
-            raise BuildError(Problem(Kind.UNEQUAL_WORKERS, step.job.location, message))
-        if isinstance(step, ValidateStep):
+            raise BuildError(Problem(Kind.VERSION_MISMATCH, step.job.location, message))
+        if isinstance(step, ValidateTask):
             folder = self._folder / _digest(step.record.files)
             with self._lock:
                 self._place(
@@ -434,7 +434,7 @@ class _Job:
             artifact = Artifact(folder, step.record)
             model = self._job.models[step.model]
             return executor.validate(self._job, model, artifact, step.context)
-        assert isinstance(step, CompileStep), "there are two"
+        assert isinstance(step, CompileTask), "there are two"
         folder = self._folder / f"{next(self._numbers)}"
         result = executor.compile(self._job, step.recipe, folder)
         if isinstance(result, Refused):

@@ -249,7 +249,7 @@ class LocalExecutor:
 
     def _device(self, target: Target) -> AbstractContextManager[object]:
         """What a step holds that uses the target's EP: others wait if its device takes one user."""
-        if not target.provider.one_user:
+        if not target.provider.exclusive_device:
             return contextlib.nullcontext()
         return self._locks.setdefault(f"{target.provider.ep}: device", threading.Lock())
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 
-from hatch_epcontext.jobs.processes.running import Order, worker_environment
+from hatch_epcontext.jobs.processes.running import WorkerCommand, worker_environment
 from hatch_epcontext.worker.protocol import STARTED
 
 _GRACE = 10.0
@@ -104,7 +104,7 @@ class ForkServer:
             )
         self._control = ours
 
-    def start(self, order: Order) -> Fork:
+    def start(self, order: WorkerCommand) -> Fork:
         """Start a worker; raises ServerGoneError when the server cannot."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -138,7 +138,7 @@ class ForkServer:
                     self._process.wait()
 
 
-def _plain(order: Order) -> str:
+def _plain(order: WorkerCommand) -> str:
     return json.dumps(
         {
             "arguments": order.arguments,

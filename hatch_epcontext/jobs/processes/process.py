@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
-from hatch_epcontext.jobs.processes.running import Interpreter, Order, Running
+from hatch_epcontext.jobs.processes.running import Interpreter, WorkerCommand, WorkerProcess
 from hatch_epcontext.jobs.processes.worker_log import (
     LOG_LIMIT,
     POLL_SECONDS,
@@ -121,7 +121,7 @@ class _Processes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[Running] = set()
+        self._running: set[WorkerProcess] = set()
         self._server: ForkServer | None = None
         self._forks = False
         self.stopped = False
@@ -139,7 +139,7 @@ class _Processes:
             server.close()
 
     @contextlib.contextmanager
-    def run(self, order: Order, location: str) -> Iterator[Running]:
+    def run(self, order: WorkerCommand, location: str) -> Iterator[WorkerProcess]:
         """A started process, which has ended when the context ends; raises BuildError after `stop`."""
         with self._lock:
             if self.stopped:
@@ -160,7 +160,7 @@ class _Processes:
             for process in self._running:
                 process.kill()
 
-    def _start(self, order: Order) -> Running:
+    def _start(self, order: WorkerCommand) -> WorkerProcess:
         if self._forks:
             if self._server is None:
                 self._server = ForkServer()
@@ -208,7 +208,7 @@ class Workers:
 
         text = to_json(request)
         secrets = _secrets(text)
-        order = Order(
+        order = WorkerCommand(
             request.action,
             folder,
             folder / "request.json",
@@ -261,7 +261,7 @@ class Workers:
         """Kill all running workers, and start no more: each call then raises BuildError."""
         self._processes.stop()
 
-    def _run(self, order: Order, location: str) -> int | None:
+    def _run(self, order: WorkerCommand, location: str) -> int | None:
         """The exit code of the worker, or None after the timeout."""
         while True:
             try:
@@ -271,7 +271,7 @@ class Workers:
                 # What every worker imports crashes, for example: the worker's own log then has more.
                 self._processes.exit()
 
-    def _wait(self, process: Running, order: Order, location: str) -> int | None:
+    def _wait(self, process: WorkerProcess, order: WorkerCommand, location: str) -> int | None:
         beat = Heartbeat()
         end = beat.start + self.timeout
         self._report(beat, order, location)
@@ -284,7 +284,7 @@ class Workers:
             self._report(beat, order, location)
         return None
 
-    def _report(self, beat: Heartbeat, order: Order, location: str) -> None:
+    def _report(self, beat: Heartbeat, order: WorkerCommand, location: str) -> None:
         """Say what runs, if it is time for that."""
         seconds = beat.due()
         if self.progress is None:
@@ -302,7 +302,7 @@ class Workers:
             f"{location}: {order.action} {state if seconds >= 1 or not short else 'begins'}"
         )
 
-    def _too_slow(self, order: Order, location: str) -> Problem:
+    def _too_slow(self, order: WorkerCommand, location: str) -> Problem:
         limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
         message = f"the worker was stopped after {self.timeout:g} seconds{order.last_step}."
         tail = log_tail(order.log_path, order.secrets)
@@ -334,7 +334,7 @@ class Workers:
         )
 
     @contextlib.contextmanager
-    def _followed(self, order: Order, location: str) -> Iterator[None]:
+    def _followed(self, order: WorkerCommand, location: str) -> Iterator[None]:
         """While it is entered, a thread forwards the log."""
         if self.log is None:
             yield
@@ -357,7 +357,7 @@ class Workers:
             log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
 
 
-def _with_log(problem: Problem, order: Order) -> Problem:
+def _with_log(problem: Problem, order: WorkerCommand) -> Problem:
     """``problem``, or that the EP does not find its libraries, with the lines of the log that explain it."""
     errors = log_tail(order.log_path, order.secrets, only_errors=True)
     if problem.kind in _EP_FAILED and (found := missing(errors)):
@@ -418,7 +418,7 @@ def _with_address_space(problem: Problem) -> Problem:
     return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
 
 
-def _flooded(order: Order, location: str) -> Problem:
+def _flooded(order: WorkerCommand, location: str) -> Problem:
     message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
     return Problem(
         Kind.INVALID_REPLY, location, message, log=log_tail(order.log_path, order.secrets)

@@ -45,7 +45,7 @@ def worker_environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerCommand:
     """What a worker process gets: the action and its ``flags``, its working directory, and its files."""
 
     action: str
@@ -77,7 +77,7 @@ class Order:
         return (self.action, str(self.request_path), str(self.reply_path), *self.flags)
 
 
-class Running(Protocol):
+class WorkerProcess(Protocol):
     """A started worker process; threads may use it at the same time."""
 
     def wait(self, seconds: float) -> int | None:
@@ -98,10 +98,10 @@ class Interpreter:
     """A worker in a fresh Python interpreter.
 
     It ends at the end of its standard input, and so with the build, however that ends. On Linux it is a fork
-    of that interpreter, which stays as its keeper: see `hatch_epcontext.worker.keeper`.
+    of that interpreter, which stays as its keeper: see `hatch_epcontext.worker.supervisor`.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: WorkerCommand) -> None:
         arguments = (*order.arguments, END_WITH_INPUT)
         command = (sys.executable, "-m", "hatch_epcontext.worker", *arguments)
         with order.log_path.open("wb") as log:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from hatch_epcontext.providers import is_standing
+from hatch_epcontext.providers import is_benign
 from hatch_epcontext.text import hide_values, printable, show_size
 
 POLL_SECONDS = 0.2
@@ -113,7 +113,7 @@ _ENTRY = re.compile(r"\[([VIWEF]):onnxruntime")
 def _relevant(lines: Iterable[str], *, only_errors: bool) -> Iterator[str]:
     kept = not only_errors
     for line in lines:
-        if is_standing(line):
+        if is_benign(line):
             continue
         if only_errors and (entry := _ENTRY.search(line)):
             kept = entry[1] in "EF"

@@ -12,9 +12,9 @@ from hatch_epcontext.errors import EpcontextError, Kind, Problem
 from hatch_epcontext.worker.comparison.check import check_runs
 from hatch_epcontext.worker.comparison.runs import read_reference
 from hatch_epcontext.worker.facts import Agreement
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import AssignedNode, AssignReply, AssignRequest
 from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
-from hatch_epcontext.worker.step import step
 
 _OTHER_LAYOUT = "com.ms.internal.nhwc"
 """The domain that ONNX Runtime gives nodes whose layout it changes for an EP."""

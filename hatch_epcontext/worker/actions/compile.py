@@ -14,12 +14,12 @@ from hatch_epcontext.loader import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.facts import Context, ModelSpec
 from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.reasons import nothing_compiled, with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.session import provider_of
 from hatch_epcontext.worker.sharing import compile_group
-from hatch_epcontext.worker.step import step
 
 
 def handle(request: CompileRequest) -> CompileReply:

@@ -12,11 +12,11 @@ from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.cutting import Part, extract, part_between
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
+from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.fix import fix_inputs
-from hatch_epcontext.worker.requests import CutForm, CutReply, CutRequest
+from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.requests import CutReply, CutRequest, CutResult
 from hatch_epcontext.worker.session import cpu_options, set_model_path
-from hatch_epcontext.worker.step import step
 from hatch_epcontext.worker.value_types import types_of_runtime
 
 _Values = dict[str, onnx.ValueInfoProto]
@@ -72,7 +72,7 @@ def _is_known(value: onnx.ValueInfoProto | None) -> bool:
 
 def _form(
     spec: ModelSpec, model: onnx.ModelProto, source: Path, part: Part, values: _Values
-) -> CutForm:
+) -> CutResult:
     """Return what ``spec`` fixes in the cut model.
 
     Names that neither the model nor the part has stay, so that the check of the cut model reports them.
@@ -99,7 +99,7 @@ def _form(
         found = {name: graph.facts(each) for name, each in _values(fixed, source, inner).items()}
         shapes |= {name: _sizes(found[name]) for name in inner if found[name].is_fixed}
     dims = {n: size for n, size in spec.dims.items() if n in of_part or n not in of_model}
-    return CutForm(dims, shapes, constants)
+    return CutResult(dims, shapes, constants)
 
 
 def _named_sizes(tensors: Iterable[TensorFacts]) -> set[str]:

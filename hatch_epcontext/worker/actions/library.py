@@ -10,9 +10,9 @@ from typing import Any
 
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.libraries import load
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import EpDevice, LibraryReply, LibraryRequest
 from hatch_epcontext.worker.session import incompatibilities
-from hatch_epcontext.worker.step import step
 
 
 def handle(request: LibraryRequest) -> LibraryReply:

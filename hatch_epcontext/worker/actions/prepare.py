@@ -20,13 +20,13 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
+from hatch_epcontext.worker.configured import fix_inputs, ranges_for
 from hatch_epcontext.worker.facts import ModelSpec, Simplifier
-from hatch_epcontext.worker.fix import fix_inputs, ranges_for
 from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.quantization.change import explained, write_dequantized
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.step import step
 
 
 def handle(request: PrepareRequest) -> PrepareReply:

@@ -9,18 +9,20 @@ import onnx
 
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph, reading
-from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, Limits
 from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.actions.check import check_fixed, not_compilable
+from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.facts import NodeFacts
-from hatch_epcontext.worker.fix import fix_inputs
 from hatch_epcontext.worker.requests import PreviewReply, PreviewRequest
 
 
-def _likely(flow: Flow, model: onnx.ModelProto, request: PreviewRequest) -> Iterator[Problem]:
+def _likely(
+    flow: Dependencies, model: onnx.ModelProto, request: PreviewRequest
+) -> Iterator[Problem]:
     """What keeps EPs from compiling all of a model, unless preparation finds a way."""
     spec = request.model
     if found := advice(model.graph, spec.key):

@@ -25,9 +25,9 @@ from hatch_epcontext.worker.comparison.runs import (
     run_model,
 )
 from hatch_epcontext.worker.optimize import optimize
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
-from hatch_epcontext.worker.step import step
 from hatch_epcontext.worker.value_types import value_types
 
 
@@ -38,7 +38,7 @@ def handle(request: RewriteRequest) -> RewriteReply:
     Raises ModelError when the source model cannot be run on the CPU.
     """
     step("rewriting what the EP refuses")
-    work = Work.begin(request)
+    work = RewriteSession.begin(request)
     wanted = work.wanted()
     if not wanted:
         return RewriteReply(None)
@@ -50,7 +50,7 @@ def handle(request: RewriteRequest) -> RewriteReply:
     return _without_faults(work, wanted)
 
 
-def _without_faults(work: Work, wanted: tuple[Rewrite, ...]) -> RewriteReply:
+def _without_faults(work: RewriteSession, wanted: tuple[Rewrite, ...]) -> RewriteReply:
     """The result of those of ``wanted`` that change nothing, each after those before it."""
     best = RewriteReply(None)
     kept: tuple[Rewrite, ...] = ()
@@ -72,7 +72,7 @@ def dropped(name: str, error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Work:
+class RewriteSession:
     """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared.
 
     ``types``: those of the values of the prepared model.
@@ -84,7 +84,7 @@ class Work:
     types: Types
 
     @staticmethod
-    def begin(request: RewriteRequest) -> Work:
+    def begin(request: RewriteRequest) -> RewriteSession:
         model = onnx.load(request.prepared, load_external_data=False)
         refused = request.refused
         if refused is None:
@@ -97,7 +97,7 @@ class Work:
                 else read_reference(request.reference)
             )
         types = value_types(model, Path(request.prepared))
-        return Work(request, frozenset(refused), expected, types)
+        return RewriteSession(request, frozenset(refused), expected, types)
 
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.prepared, load_external_data=False)

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.facts import Size, TensorFacts
-from hatch_epcontext.graph.values.forms import Form, Forms, follow
+from hatch_epcontext.graph.values.forms import Forms, LinearForm, follow
 from hatch_epcontext.graph.values.kinds import DimensionKind, dimension_kind, is_length_name
 from hatch_epcontext.graph.values.known import Known
 from hatch_epcontext.graph.values.ranges import input_ranges
@@ -55,7 +55,7 @@ _SECONDS = 20.0
 _LARGEST = 100_000_000
 """Bytes of a model beyond which no sizes are tried."""
 
-_MOST_HALVED = 512
+_MAX_HALVED = 512
 """The largest product of strides that is suggested as a factor of sizes."""
 
 _UNKNOWN: Mapping[DimensionKind, str] = {
@@ -116,7 +116,7 @@ def handle(request: SuggestRequest) -> SuggestReply:
 
 
 def _forms(inputs: Sequence[TensorFacts]) -> Forms:
-    return {each.name: (Form(((each.name, (1.0, 1.0)),)),) for each in inputs}
+    return {each.name: (LinearForm(((each.name, (1.0, 1.0)),)),) for each in inputs}
 
 
 def _states(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> set[str]:
@@ -216,7 +216,7 @@ def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) ->
             before *= max(stride, 1) if isinstance(stride, int) else 1
         elif node.op_type in ("Resize", "Upsample", "ConvTranspose", "DepthToSpace"):
             before = 1
-        if 1 < before <= _MOST_HALVED:
+        if 1 < before <= _MAX_HALVED:
             products.update(dict.fromkeys(node.output, before))
     return max(products.values(), default=1)
 

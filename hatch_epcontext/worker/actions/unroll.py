@@ -9,11 +9,11 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
-from hatch_epcontext.worker.actions.rewrite import Work, dropped
+from hatch_epcontext.worker.actions.rewrite import RewriteSession, dropped
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import RewriteReply, UnrollRequest
-from hatch_epcontext.worker.step import step
 
-_MOST_ROUNDS = 8
+_MAX_ROUNDS = 8
 """How often what was unrolled is simplified and looked at again."""
 
 
@@ -24,12 +24,12 @@ def handle(request: UnrollRequest) -> RewriteReply:
     the source model cannot be run on the CPU.
     """
     step("unrolling what the EP refuses")
-    work = Work.begin(request.rewrite)
+    work = RewriteSession.begin(request.rewrite)
     done: list[str] = []
     path = Path(request.rewrite.prepared)
     try:
         # The length of a loop can follow from what another one makes: it is constant only then.
-        for _ in range(_MOST_ROUNDS if request.rewrite.simplify else 1):
+        for _ in range(_MAX_ROUNDS if request.rewrite.simplify else 1):
             model = onnx.load(path, load_external_data=False)
             if not (names := unroll(model, work.refused, request.limit, work.types)):
                 break

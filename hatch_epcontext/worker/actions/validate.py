@@ -19,9 +19,10 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
+from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
-from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from hatch_epcontext.worker.libraries import UnavailableError
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
 from hatch_epcontext.worker.session import (
     context_options,
@@ -30,7 +31,6 @@ from hatch_epcontext.worker.session import (
     provider_of,
     set_model_path,
 )
-from hatch_epcontext.worker.step import step
 from hatch_epcontext.worker.tensors import refuse_not_finite
 
 

@@ -16,7 +16,7 @@ from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.facts import Agreement, AgreementStatus, ModelSpec, worst_agreements
-from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import refuse_not_finite
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
@@ -38,7 +38,7 @@ def check_runs(
     reference_name: str,
     *,
     first: Arrays | None = None,
-) -> Checked:
+) -> ComparisonResult:
     """Run ``session``, the model ``what``, on those samples of the reference that a target is run on.
 
     ``first``: its outputs for the first sample, if it was run on it already. Raises BuildError when an output
@@ -69,11 +69,11 @@ def check_runs(
                 raise
             # Nothing says that the app ever has such inputs.
             warnings.append(_warning(each, error))
-    return Checked(worst_agreements(found), tuple(warnings), tuple(ran))
+    return ComparisonResult(worst_agreements(found), tuple(warnings), tuple(ran))
 
 
 @dataclass(frozen=True)
-class Checked:
+class ComparisonResult:
     """The worst agreement of each output, disagreements on inputs that nothing says are ever so large, and
     the names of the samples.
     """

@@ -24,7 +24,7 @@ from hatch_epcontext.graph.arrays import STRING, Array
 from hatch_epcontext.providers import OutputLimits
 from hatch_epcontext.worker.facts import Agreement, Slice
 
-Nature = Literal["any", "unit", "shares", "indices"]
+Nature = Literal["any", "unit", "probabilities", "indices"]
 """What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1
 (behind a Softmax), or indices (of ArgMax), which are equal or not."""
 
@@ -147,7 +147,7 @@ def _measure(
     if not largest_error:
         return Agreement(name, 0.0, 1.0)
     largest = max(float(np.abs(each).max()) for each in (ref, *others))
-    if nature in ("unit", "shares"):
+    if nature in ("unit", "probabilities"):
         largest = max(largest, 1.0)
     measure = _Measure(error, ref, others, largest, nature, unit)
     slices = []
@@ -196,7 +196,7 @@ class _Measure:
 
     def _part(self, places: int) -> float:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""
-        if self.nature == "shares":
+        if self.nature == "probabilities":
             return self.unit**2 * min(1.0, _SHARES / places)
         return (self.unit if self.nature == "unit" else _LARGEST) ** 2
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.worker.comparison.measures import Nature
 
 _SAME_VALUES = frozenset(
@@ -50,7 +50,7 @@ def _nature(name: str, makers: Makers) -> Nature:
             break
         if node.op_type not in _SAME_VALUES or not node.input:
             nature = _made(node, name, makers)
-            return "unit" if nature == "shares" and not whole else nature
+            return "unit" if nature == "probabilities" and not whole else nature
         whole = whole and node.op_type in _WHOLE
         name = node.input[0]
     return "any"
@@ -62,11 +62,11 @@ def _made(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
         return _of_branches(node, name, makers)
     if node.op_type == "Concat":
         parts = {_nature(each, makers) for each in node.input}
-        return "unit" if parts <= {"unit", "shares"} else "any"
+        return "unit" if parts <= {"unit", "probabilities"} else "any"
     if node.op_type in _INDICES or (node.op_type == "TopK" and name == node.output[-1]):
         return "indices"
     is_unit = node.op_type in _UNIT or (node.op_type in ("LSTM", "GRU") and _is_state(node, name))
-    return "shares" if node.op_type == "Softmax" else "unit" if is_unit else "any"
+    return "probabilities" if node.op_type == "Softmax" else "unit" if is_unit else "any"
 
 
 def _of_branches(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
@@ -94,7 +94,7 @@ def depend_on_chance(main: onnx.GraphProto) -> bool:
 
 def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
     """The outputs of ``main`` that depend on the values of its inputs, and not only on their shapes."""
-    flow = Flow(main)
+    flow = Dependencies(main)
     return frozenset(value.name for value in main.output if flow.depends([value.name]))
 
 

@@ -25,13 +25,13 @@ from hatch_epcontext.worker.comparison.outputs import (
 from hatch_epcontext.worker.comparison.run_errors import source_failed
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps, values_of
 from hatch_epcontext.worker.comparison.states import state_pairs
+from hatch_epcontext.worker.configured import ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import Sample
 from hatch_epcontext.worker.facts import Magnitude, ModelSpec
-from hatch_epcontext.worker.fix import ranges_for
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
-from hatch_epcontext.worker.step import step
 
 _STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""

@@ -27,7 +27,7 @@ _NOT_LOADED = " failed:"
 _OTHER_LAYOUT = "_nchwc"
 """What ONNX Runtime adds to the name of an output for a node that it runs in another memory layout."""
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 """Inputs that a message names: those nearest to the node."""
 
 _DECIDING = {
@@ -126,7 +126,7 @@ def _inputs_of(
     waiting = deque(node.input if deciding is None else node.input[deciding : deciding + 1])
     seen = set(waiting)
     found: list[TensorFacts] = []
-    while waiting and len(found) < _MOST_NAMED:
+    while waiting and len(found) < _MAX_NAMED:
         name = waiting.popleft()
         if name in by_name:
             found.append(by_name[name])

@@ -16,7 +16,7 @@ from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Nature
 from hatch_epcontext.worker.facts import Magnitude, ModelSpec
-from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
 
 

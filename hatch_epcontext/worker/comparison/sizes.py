@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.flow import Flow
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.limits import FIXED_SHAPES
 
 _OF_EQUAL_SIZES = (
@@ -39,7 +39,7 @@ def only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
 
     False where that is not known, as for a node inside another one.
     """
-    flow = Flow(main)
+    flow = Dependencies(main)
     values = _VALUES.get(graph.operator(node))
     if values is None or not node.output or flow.maker(node.output[0]) is None:
         return False
@@ -49,7 +49,7 @@ def only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
     return not any(_has_size_of_values(other, flow) for other in behind)
 
 
-def _has_size_of_values(node: onnx.NodeProto, flow: Flow) -> bool:
+def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
     """Whether the sizes of what ``node`` makes can depend on the values of inputs."""
     # Nobody looks into these.
     if node.domain not in ("", "ai.onnx") or any(map(graph.attribute_graphs, node.attribute)):
@@ -75,6 +75,6 @@ _MORE_SIZES_FROM: Mapping[str, tuple[int, ...]] = {
 """The same as in `Limits.shapes_from`, for what some EPs take nevertheless."""
 
 
-def _depends(flow: Flow, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:
+def _depends(flow: Dependencies, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:
     names = (node.input[index] for index in operands if index < len(node.input))
     return flow.depends(name for name in names if name)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 Ranges = Mapping[str, Range]
 
-_MOST_SIZES = 4
+_MAX_SIZES = 4
 """Sizes that are tried as a length."""
 
 
@@ -78,7 +78,7 @@ def _gentler(inputs: Sequence[TensorFacts], ranges: Ranges) -> Iterator[dict[str
         for size in each.shape
         if isinstance(size, int) and size > 1
     }
-    for size in sorted(sizes, reverse=True)[:_MOST_SIZES]:
+    for size in sorted(sizes, reverse=True)[:_MAX_SIZES]:
         yield {**ranges, **{name: _only(ranges[name], size) for name in lengths}}
     whole = {name: each for name, each in ranges.items() if each.whole}
     for number in (1, 0):

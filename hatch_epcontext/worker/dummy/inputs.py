@@ -25,7 +25,7 @@ _SEED = 20240229
 _SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=False)}
 """The ranges of the inputs of which all values are to be the same, whatever the graph says."""
 
-_MOST_VALUES = 2**29
+_MAX_VALUES = 2**29
 """Values of a generated input: 4 GiB while they are made."""
 
 
@@ -116,7 +116,7 @@ def _generate(
 ) -> Array:
     count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
-        if count <= _MOST_VALUES:
+        if count <= _MAX_VALUES:
             return values(name, tensor, range_ or assumed_range(tensor), rng)
     except TypeError:
         raise _invalid(

@@ -13,7 +13,7 @@ from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range
 from hatch_epcontext.worker.facts import ModelSpec
 
-_MOST_BYTES = 2**25
+_MAX_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""
 
 _EXTREMES: tuple[SampleName, ...] = ("largest", "smallest", "scaled")
@@ -51,7 +51,7 @@ def samples(
         name = spec.inputs if spec.inputs in ("zeros", "ones") else "given"
         return (Sample(name, first, bounded=True),)
     chosen = [Sample("random", first, bounded=True)]
-    if sum(array.nbytes for array in first.values()) <= _MOST_BYTES:
+    if sum(array.nbytes for array in first.values()) <= _MAX_BYTES:
         # As in real data, and unlike in noise, neighbours are alike: what a model adds up becomes larger.
         smooth = {name: _sorted(array) for name, array in first.items()}
         has_open = any((ranges.get(each.name) or assumed_range(each)).is_open for each in inputs)

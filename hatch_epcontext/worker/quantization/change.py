@@ -14,7 +14,7 @@ from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.precision.dequantize import dequantize
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.step import step
+from hatch_epcontext.worker.progress import step
 
 
 def write_dequantized(source: Path, result: Path, how: Dequantize) -> str | None:

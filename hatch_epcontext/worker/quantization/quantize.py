@@ -17,8 +17,8 @@ from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import ModelSpec, Precision
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.quantization.calibration import samples
-from hatch_epcontext.worker.step import step
 
 _TYPES = {
     "uint8": quantization.QuantType.QUInt8,

@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.worker.actions.check import not_compilable
+from hatch_epcontext.worker.configured import fix_constants
 from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.fix import fix_constants
 from hatch_epcontext.worker.requests import ContextTarget
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING

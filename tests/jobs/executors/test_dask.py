@@ -394,7 +394,7 @@ def test_unequal_versions_are_listed(run: Builder) -> None:
     with pytest.raises(BuildError) as raised:
         run(CPU.replace("NPU", "MIXED"))
     (problem,) = raised.value.problems
-    assert (problem.kind, problem.location) == (Kind.UNEQUAL_WORKERS, "a -> x")
+    assert (problem.kind, problem.location) == (Kind.VERSION_MISMATCH, "a -> x")
     assert re.search(r"board \(tcp://.*\): onnxruntime 1\.", problem.message)
     assert re.search(r"other \(tcp://.*\): onnxruntime 99\.0", problem.message)
 
@@ -403,7 +403,7 @@ def test_another_version_of_the_package_is_refused(run: Builder) -> None:
     with pytest.raises(BuildError) as raised:
         run(CPU.replace("NPU", "OLD"))
     (problem,) = raised.value.problems
-    assert problem.kind is Kind.UNEQUAL_WORKERS
+    assert problem.kind is Kind.VERSION_MISMATCH
     assert re.search(r"old \(tcp://.*\): hatch-epcontext 0\.0\.1 \(here .+\)", problem.message)
 
 

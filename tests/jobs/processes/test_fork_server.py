@@ -20,7 +20,7 @@ import pytest
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.processes.fork_server import ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.processes.running import Order
+from hatch_epcontext.jobs.processes.running import WorkerCommand
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
@@ -362,7 +362,9 @@ def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
     save(network(), tmp_path / "a.onnx")
     request_path = tmp_path / "request.json"
     request_path.write_text(to_json(request_for(tmp_path / "a.onnx")), encoding="utf-8")
-    order = Order("check", tmp_path, request_path, tmp_path / "reply.json", tmp_path / "log")
+    order = WorkerCommand(
+        "check", tmp_path, request_path, tmp_path / "reply.json", tmp_path / "log"
+    )
     server = ForkServer()
     try:
         for _ in range(20):

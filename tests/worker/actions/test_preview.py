@@ -7,10 +7,15 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.worker.actions import ask
+from hatch_epcontext.worker.actions import find_refused
 from hatch_epcontext.worker.actions.preview import handle
 from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.requests import AskRequest, ContextTarget, PreviewReply, PreviewRequest
+from hatch_epcontext.worker.requests import (
+    ContextTarget,
+    FindRefusedRequest,
+    PreviewReply,
+    PreviewRequest,
+)
 from tests.conftest import needs_qnn
 from tests.models import model, network, save, value
 from tests.worker.actions.test_compile import MODEL, X_ELITE, target
@@ -75,6 +80,6 @@ def test_the_ep_itself_says_what_it_refuses(tmp_path: Path) -> None:
     spec = ModelSpec("a", str(save(made, tmp_path / "a.onnx")), MODEL)
     folder = tmp_path / "asked"
     folder.mkdir()
-    found = ask.handle(AskRequest(spec, target("qnn", X_ELITE), str(folder)))
+    found = find_refused.handle(FindRefusedRequest(spec, target("qnn", X_ELITE), str(folder)))
     assert found.nodes == 3
     assert [node.op for node in found.refused] == ["Hardmax"]

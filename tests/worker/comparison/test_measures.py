@@ -77,8 +77,8 @@ def test_wrong_scores_beside_large_boxes_fail() -> None:
 def test_a_row_of_zeros_among_shares_fails() -> None:
     output = SHARES.copy()
     output[2] = 0
-    assert not agrees(output, SHARES, "shares")
-    assert agrees(SHARES + 0.004 * RNG.standard_normal(SHARES.shape), SHARES, "shares")
+    assert not agrees(output, SHARES, "probabilities")
+    assert agrees(SHARES + 0.004 * RNG.standard_normal(SHARES.shape), SHARES, "probabilities")
 
 
 def test_small_differences_of_values_up_to_one_are_rounding() -> None:

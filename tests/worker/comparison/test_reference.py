@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.check import Checked, check_runs
+from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
 from hatch_epcontext.worker.facts import AgreementStatus, ModelSpec
@@ -28,7 +28,9 @@ def referred(made: onnx.ModelProto, folder: Path, **settings: Any) -> tuple[Mode
     return spec, reference(spec, made)
 
 
-def check(changed: onnx.ModelProto, spec: ModelSpec, expected: Reference, folder: Path) -> Checked:
+def check(
+    changed: onnx.ModelProto, spec: ModelSpec, expected: Reference, folder: Path
+) -> ComparisonResult:
     """Compare ``changed``, run on the CPU, with the reference."""
     session = open_session(save(changed, folder / "changed.onnx"), cpu_options())
     return check_runs(session, expected, HALF, spec, "the changed model", "the CPU's")

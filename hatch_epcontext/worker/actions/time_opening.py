@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from hatch_epcontext.worker.requests import OpenReply, OpenRequest
+from hatch_epcontext.worker.requests import TimeOpeningReply, TimeOpeningRequest
 from hatch_epcontext.worker.session import context_options, open_session, options, set_model_path
 
 
-def handle(request: OpenRequest) -> OpenReply:
+def handle(request: TimeOpeningRequest) -> TimeOpeningReply:
     """Open the request's model on its target, and run it once on dummy inputs.
 
     The time does not include registering the EP's library, nor reading the file of a buffer.
@@ -37,7 +37,7 @@ def handle(request: OpenRequest) -> OpenReply:
     feeds = dummy_inputs(request.inputs, request.model, request.ranges)
     start = time.perf_counter()
     run(session, feeds)
-    return OpenReply(load, time.perf_counter() - start, memory)
+    return TimeOpeningReply(load, time.perf_counter() - start, memory)
 
 
 def _peak_memory() -> int | None:

@@ -9,8 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Listed
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.fix import feeds_for, fix_inputs
 from tests.models import model, value
 
 MODEL = Key(("models", 0))

@@ -21,11 +21,11 @@ _SAME_VALUES = frozenset(
 
 _CHOOSING = frozenset({"Gather", "GatherElements", "GatherND"})
 
-_MOST_SETTINGS = 4
+_MAX_SETTINGS = 4
 """Numbers that an input with settings has."""
 
 
-class Flow:
+class Dependencies:
     """How values depend on each other in the graph ``main``, without the graphs inside its nodes."""
 
     def __init__(self, main: onnx.GraphProto) -> None:
@@ -145,6 +145,6 @@ class Flow:
 
 def _is_few(facts: TensorFacts) -> bool:
     few = len(facts.shape) <= 1 and all(
-        isinstance(size, int) and size <= _MOST_SETTINGS for size in facts.shape
+        isinstance(size, int) and size <= _MAX_SETTINGS for size in facts.shape
     )
     return few and (facts.dtype == "bool" or "int" in facts.dtype)

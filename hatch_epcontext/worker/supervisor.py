@@ -86,7 +86,7 @@ def _parent(process: str) -> int | None:
         return None
 
 
-class Keeper:
+class Supervisor:
     """Keeps one worker; ``connection`` is a descriptor that becomes readable when the worker must end."""
 
     def __init__(self, connection: int) -> None:

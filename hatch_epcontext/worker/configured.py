@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import onnx
 
-from hatch_epcontext.errors import Checked, Key, Kind, ModelError, Problem, collect
+from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, collect
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.facts import Range
@@ -99,7 +99,7 @@ def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
         main.input.remove(by_name[name])
 
 
-def _sizes(main: onnx.GraphProto, spec: ModelSpec) -> Checked[dict[str, int]]:
+def _sizes(main: onnx.GraphProto, spec: ModelSpec) -> Diagnosed[dict[str, int]]:
     """Return the sizes of all named dimensions that dims and shapes fix, and yield what does not fit."""
     by_name = {value.name: value for value in graph.inputs(main)}
     known_dims = list(

@@ -10,11 +10,11 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions import prepare
 from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.reasons import ask, explained
-from hatch_epcontext.worker.requests import AskReply, AskRequest, PrepareRequest
+from hatch_epcontext.worker.requests import FindRefusedReply, FindRefusedRequest, PrepareRequest
 from hatch_epcontext.worker.session import provider_of
 
 
-def handle(request: AskRequest) -> AskReply:
+def handle(request: FindRefusedRequest) -> FindRefusedReply:
     """Return the nodes that the EP refuses; raises ModelError and BuildError as a build does."""
     # Not compared with the source, which would have to run.
     wanted = PrepareRequest(request.model, "onnxruntime", request.folder, compare=False)
@@ -24,7 +24,9 @@ def handle(request: AskRequest) -> AskReply:
     main = onnx.load(prepared, load_external_data=False).graph
     nodes = graph.compute_nodes(main)
     refused = [NodeFacts(node.name, graph.operator(node)) for node in nodes if node.name in logged]
-    return AskReply(len(nodes), explained(refused, logged, main, main, provider_of(request.target)))
+    return FindRefusedReply(
+        len(nodes), explained(refused, logged, main, main, provider_of(request.target))
+    )
 
 
 def _name_nodes(path: Path) -> None:
