@@ -359,6 +359,9 @@ class _Search:
         for recipe in recipes(self._job, self._attempts, self._agrees):
             folder = self._folder / f"attempt-{len(self._attempts)}"
             attempt = self._runner.attempt(self._job, recipe, self._fingerprint, folder)
+            if self._attempts and self._attempts[-1].recipe == recipe:
+                # What has crashed may have done so by chance: only the second time counts.
+                self._attempts.pop()
             self._attempts.append(attempt)
             if attempt.is_whole and self._agrees(attempt):
                 return attempt
@@ -419,8 +422,7 @@ class _Search:
         notes = (
             note
             for each in self._attempts
-            # What works when it is tried again has crashed by chance.
-            if each.recipe != other_than.recipe
+            if each is not other_than
             for note in each.notes(self._disagreement(each))
         )
         return tuple(dict.fromkeys(notes))
@@ -433,7 +435,7 @@ class _Search:
             dict.fromkeys(
                 note
                 for each in self._attempts
-                if each.stopped_in == "prepare" and each.recipe != attempt.recipe
+                if each.stopped_in == "prepare"
                 for note in each.notes(None)
             )
         )
