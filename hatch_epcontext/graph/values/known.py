@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
+from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
@@ -26,8 +28,13 @@ _DEEPEST = 100
 """Nodes in a row from which a constant is computed."""
 
 
-_Operands = Sequence[Array | None]
-_Compute = Callable[[onnx.NodeProto, _Operands], Array | None]
+Operands = Sequence[Any]
+"""The inputs of a node as arrays; None for one that is left out."""
+
+_STANDARD = ("", "ai.onnx")
+
+_IR_VERSION = 8
+"""That of a model of one node; it says nothing about the operators."""
 
 
 class Known:
@@ -38,6 +45,8 @@ class Known:
 
     def __init__(self, model: onnx.ModelProto, inputs: Iterable[TensorFacts]) -> None:
         self._model = model
+        opsets = (each.version for each in model.opset_import if each.domain in _STANDARD)
+        self._opset = max(opsets, default=1)
         self._shapes: dict[str, Sizes] = {
             each.name: tuple(size if isinstance(size, int) else None for size in each.shape)
             for each in inputs
@@ -82,10 +91,8 @@ class Known:
         if name in self._tensors:
             self._values[name] = _array(self._tensors[name])
         elif (node := self._producers.get(name)) is not None:
-            # NumPy's errors for operands that do not fit.
-            with contextlib.suppress(
-                ValueError, TypeError, IndexError, OverflowError, ArithmeticError, KeyError
-            ):
+            # onnx and NumPy raise many things for operands that do not fit.
+            with contextlib.suppress(Exception):
                 self._values[name] = _small(self._computed(node, depth))
         return self._values[name]
 
@@ -98,21 +105,15 @@ class Known:
             return _constant(node)
         if node.op_type in ("Shape", "Size"):
             return self._measured(node)
-        compute = _COMPUTED.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        return None if compute is None else self._of_operands(compute, node, depth)
-
-    def _of_operands(self, compute: _Compute, node: onnx.NodeProto, depth: int) -> Array | None:
-        operands = []
+        if node.domain not in _STANDARD or node.op_type not in _COMPUTED:
+            return None
+        operands: list[Array | None] = []
         for each in node.input:
             operand = self.value(each, depth + 1) if each else None
             if each and operand is None:
                 return None
             operands.append(operand)
-        # More than a broadcast of them all can have.
-        if math.prod(max(each.size, 1) for each in operands if each is not None) > _MAX_PAIRS:
-            return None
-        with np.errstate(all="ignore"):
-            return compute(node, operands)
+        return None if _is_large(node, operands) else _evaluated(node, operands, self._opset)
 
     def _measured(self, node: onnx.NodeProto) -> Array | None:
         shape = self.shape(node.input[0]) if node.input else None
@@ -187,120 +188,42 @@ def _constant(node: onnx.NodeProto) -> Array | None:
     return None
 
 
-def _numbers(operand: Array | None) -> tuple[int, ...]:
-    return () if operand is None else tuple(int(each) for each in operand.ravel())
+_BROADCASTING = {
+    "Add", "Sub", "Mul", "Div", "Min", "Max", "Expand",
+}  # fmt: skip
+_COMPUTED = _BROADCASTING | {
+    "Cast", "Ceil", "Concat", "ConstantOfShape", "Floor", "Gather", "Identity", "Neg", "Range", "Reshape",
+    "Slice", "Sqrt", "Squeeze", "Transpose", "Unsqueeze",
+}  # fmt: skip
+"""Operators of which constants are computed: those with which exporters compute shapes."""
 
 
-def _axes(node: onnx.NodeProto, operands: _Operands) -> tuple[int, ...]:
-    if len(operands) > 1:
-        return _numbers(operands[1])
-    return tuple(graph.attribute(node, "axes", ()))
-
-
-def _cast(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(graph.attribute(node, "to", 0))
-    return None if operands[0] is None else operands[0].astype(dtype)
-
-
-def _squeeze(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    return np.squeeze(_first(operands), _axes(node, operands) or None)
-
-
-def _slice(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    data = _first(operands)
-    if len(operands) > 1:
-        starts, ends, axes, steps = (
-            _numbers(each) for each in (*operands[1:], None, None, None)[:4]
+def _is_large(node: onnx.NodeProto, operands: Operands) -> bool:
+    """Whether the result has more values than are looked at, as far as its operands say so."""
+    if node.op_type == "ConstantOfShape":
+        return math.prod(map(int, operands[0])) > _MAX_VALUES
+    if node.op_type == "Range":
+        start, limit, delta = (np.asarray(each).item() for each in operands)
+        return not delta or (limit - start) / delta > _MAX_VALUES
+    if node.op_type == "Expand":
+        sizes = np.broadcast_shapes(np.shape(operands[0]), tuple(map(int, operands[1])))
+        return math.prod(sizes) > _MAX_VALUES
+    if node.op_type in _BROADCASTING:
+        return (
+            math.prod(max(np.size(each), 1) for each in operands if each is not None) > _MAX_PAIRS
         )
-    else:
-        starts, ends, axes = (
-            tuple(graph.attribute(node, name, ())) for name in ("starts", "ends", "axes")
-        )
-        steps = ()
-    parts = [slice(None)] * data.ndim
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        step = steps[index] if steps else 1
-        # The smallest end of a negative step means that the first value is included.
-        stop = None if step < 0 and end < -(2**31) else end
-        parts[axes[index] if axes else index] = slice(start, stop, step)
-    return data[tuple(parts)]
+    return False
 
 
-def _range(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    start, limit, delta = (np.asarray(each).item() for each in operands)
-    if not delta or (limit - start) / delta > _MAX_VALUES:
-        return None
-    return np.arange(start, limit, delta)
-
-
-def _reshape(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    data = _first(operands)
-    sizes = _numbers(operands[1])
-    return data.reshape([data.shape[i] if size == 0 else size for i, size in enumerate(sizes)])
-
-
-def _filled(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    value = graph.attribute(node, "value", None)
-    fill = np.zeros(1, np.float32) if value is None else onnx.numpy_helper.to_array(value)
-    sizes = _numbers(operands[0])
-    return np.full(sizes, fill.ravel()[0]) if math.prod(sizes) <= _MAX_VALUES else None
-
-
-def _expanded(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    data = _first(operands)
-    sizes = np.broadcast_shapes(data.shape, _numbers(operands[1]))
-    return np.broadcast_to(data, sizes) if math.prod(sizes) <= _MAX_VALUES else None
-
-
-def _divided(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-    a, b = _first(operands), _first(operands[1:])
-    if a.dtype.kind in "iu":
-        # ONNX rounds towards zero.
-        return np.trunc(a.astype(np.float64) / b.astype(np.float64)).astype(a.dtype)
-    return np.asarray(np.divide(a, b))
-
-
-def _first(operands: _Operands) -> Array:
-    """The first operand, which must not be left out."""
-    if operands[0] is None:
-        raise ValueError("a missing operand")
-    return operands[0]
-
-
-def _of_all(function: Callable[..., Array]) -> _Compute:
-    def compute(node: onnx.NodeProto, operands: _Operands) -> Array | None:
-        return np.asarray(function(*operands))
-
-    return compute
-
-
-_COMPUTED: Mapping[str, _Compute] = {
-    "Identity": lambda node, operands: operands[0],
-    "Cast": _cast,
-    "Squeeze": _squeeze,
-    "Unsqueeze": lambda node, operands: np.expand_dims(_first(operands), _axes(node, operands)),
-    "Slice": _slice,
-    "Range": _range,
-    "Reshape": _reshape,
-    "Expand": _expanded,
-    "ConstantOfShape": _filled,
-    "Div": _divided,
-    "Gather": lambda node, operands: np.take(
-        _first(operands), _first(operands[1:]).astype(np.int64), graph.attribute(node, "axis", 0)
-    ),
-    "Concat": lambda node, operands: np.concatenate(
-        [each for each in operands if each is not None], graph.attribute(node, "axis", 0)
-    ),
-    "Transpose": lambda node, operands: np.transpose(
-        _first(operands), graph.attribute(node, "perm", None)
-    ),
-    "Add": _of_all(np.add),
-    "Sub": _of_all(np.subtract),
-    "Mul": _of_all(np.multiply),
-    "Neg": _of_all(np.negative),
-    "Min": _of_all(lambda *each: np.minimum.reduce(np.broadcast_arrays(*each))),
-    "Max": _of_all(lambda *each: np.maximum.reduce(np.broadcast_arrays(*each))),
-    "Floor": _of_all(np.floor),
-    "Ceil": _of_all(np.ceil),
-    "Sqrt": _of_all(np.sqrt),
-}
+def _evaluated(node: onnx.NodeProto, operands: Operands, opset: int) -> Array:
+    """The output of ``node``, as onnx's reference computes it; it raises whatever NumPy does."""
+    feeds = {name: each for name, each in zip(node.input, operands, strict=True) if name}
+    inputs, outputs = (
+        [onnx.ValueInfoProto(name=name) for name in names] for names in (feeds, node.output)
+    )
+    alone = onnx.helper.make_graph([node], "node", inputs, outputs)
+    model = onnx.ModelProto(ir_version=_IR_VERSION, graph=alone)
+    model.opset_import.add(domain="", version=opset)
+    with np.errstate(all="ignore"):
+        (found,) = ReferenceEvaluator(model).run(None, feeds)
+    return np.asarray(found)
