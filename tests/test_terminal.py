@@ -118,11 +118,11 @@ def slow_project(tmp_path: Path) -> tuple[Path, Callable[..., dict[str, str]]]:
     folder.mkdir()
     source = f"""
         import os, time
-        from hatch_epcontext.worker import step
+        from hatch_epcontext.worker import progress
         from hatch_epcontext.worker.actions import prepare
         real = prepare.handle
         def handle(request):
-            step.step("turning \\x1b[31mred")
+            progress.step("turning \\x1b[31mred")
             while not os.path.exists({str(tmp_path / "seen")!r}):
                 time.sleep(0.05)
             return real(request)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
 
-import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.facts import TensorFacts
 
 _SHAPES = frozenset({"Shape", "Size"})
@@ -101,21 +100,10 @@ class Dependencies:
                 found.add(origin[second])
         return frozenset(found)
 
-    def constant(self, name: str) -> Any:
+    def constant(self, name: str) -> Array | None:
         """The stored value ``name`` as an array; None if it is not stored, or in another file."""
-        tensor = self._stored.get(name)
         maker = self.maker(name)
-        if maker is not None and maker.op_type == "Constant":
-            value = next((onnx.helper.get_attribute_value(each) for each in maker.attribute), None)
-            if not isinstance(value, onnx.TensorProto):
-                return None if value is None else np.array(value)
-            tensor = value
-        if tensor is None or graph.is_external(tensor):
-            return None
-        try:
-            return onnx.numpy_helper.to_array(tensor)
-        except (ValueError, TypeError):
-            return None
+        return graph.array_of(graph.constant_tensor(maker) if maker else self._stored.get(name))
 
     @cached_property
     def _stored(self) -> dict[str, onnx.TensorProto]:

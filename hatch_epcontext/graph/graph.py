@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.facts import Size, TensorFacts
 
 CONTEXT_OP = "EPContext"
@@ -209,6 +210,33 @@ def attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorPro
 def is_external(tensor: onnx.TensorProto) -> bool:
     """Whether the values of ``tensor`` are in another file."""
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Return the value of a Constant node; None for another node, or a value that is no dense tensor."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or not node.attribute:
+        return None
+    (given,) = node.attribute[:1]
+    if given.name == "value":
+        return given.t
+    types = {"int": onnx.TensorProto.INT64, "float": onnx.TensorProto.FLOAT}
+    kind = given.name.removeprefix("value_").removesuffix("s")
+    if kind not in types:
+        return None
+    values = onnx.helper.get_attribute_value(given)
+    several = isinstance(values, (list, tuple))
+    shape = [len(values)] if several else []
+    return onnx.helper.make_tensor("", types[kind], shape, values if several else [values])
+
+
+def array_of(tensor: onnx.TensorProto | None) -> Array | None:
+    """Return the values of ``tensor``; None without one, or if they are in another file, or damaged."""
+    if tensor is None or is_external(tensor):
+        return None
+    try:
+        return onnx.numpy_helper.to_array(tensor)
+    except (ValueError, TypeError):
+        return None
 
 
 def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:

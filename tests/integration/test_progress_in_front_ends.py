@@ -38,7 +38,7 @@ PATCH = """
 import sys
 if "hatch_epcontext.worker" in " ".join(sys.orig_argv):
     import time
-    from hatch_epcontext.worker import step as module
+    from hatch_epcontext.worker import progress as module
     real = module.step
     def step(text):
         real(text)

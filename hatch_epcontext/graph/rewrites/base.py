@@ -63,8 +63,8 @@ class Values:
             self._names.update(value for node in part.node for value in (*node.input, *node.output))
             self._names.update(node.name for node in part.node)
             for node in part.node:
-                if node.op_type == "Constant" and (tensor := graph.attribute(node, "value", None)):
-                    _once(self._stored, node.output[0], tensor)
+                if (constant := graph.constant_tensor(node)) is not None:
+                    _once(self._stored, node.output[0], constant)
         for name, type_ in types.items():
             if self._types.get(name) is None:
                 self._types[name] = type_
@@ -105,11 +105,7 @@ class Values:
 
     def constant(self, name: str) -> Array | None:
         """The values of a stored tensor; None if it is computed, or if they are in another file."""
-        tensor = self._stored.get(name)
-        if tensor is None or graph.is_external(tensor):
-            return None
-        array: Array = numpy_helper.to_array(tensor)
-        return array
+        return graph.array_of(self._stored.get(name))
 
     def fresh(self, stem: str) -> str:
         """A name that begins with ``stem`` and that nothing has."""

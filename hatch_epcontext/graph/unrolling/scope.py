@@ -7,7 +7,6 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import onnx
-from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
@@ -37,7 +36,7 @@ class Scope:
             types[value.name] = _tensor(value)
         for node in part.node:
             for name in node.output:
-                stored[name] = _constant(node)
+                stored[name] = graph.constant_tensor(node)
                 types.setdefault(name, None)
         stored |= {tensor.name: tensor for tensor in part.initializer}
         for name, tensor in stored.items():
@@ -47,10 +46,7 @@ class Scope:
 
     def constant(self, name: str) -> Array | None:
         """The value of ``name``; None if it is not constant, or in external data."""
-        tensor = self.stored.get(name)
-        if tensor is None or graph.is_external(tensor):
-            return None
-        return numpy_helper.to_array(tensor)
+        return graph.array_of(self.stored.get(name))
 
     def type_of(self, name: str) -> Tensor | None:
         """The type of ``name``; None if its element type or its rank is unknown."""
@@ -63,20 +59,3 @@ def _tensor(value: onnx.ValueInfoProto) -> Tensor | None:
         return None
     sizes = (graph.size(dim) for dim in tensor.shape.dim)
     return Tensor(tensor.elem_type, tuple(s if isinstance(s, int) else -1 for s in sizes))
-
-
-def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """The value of a Constant node; None for another node, or a value that is no dense tensor."""
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or not node.attribute:
-        return None
-    (attribute,) = node.attribute[:1]
-    if attribute.name == "value":
-        return attribute.t
-    types = {"int": onnx.TensorProto.INT64, "float": onnx.TensorProto.FLOAT}
-    kind = attribute.name.removeprefix("value_").removesuffix("s")
-    if kind not in types:
-        return None
-    values = helper.get_attribute_value(attribute)
-    several = isinstance(values, (list, tuple))
-    shape = [len(values)] if several else []
-    return helper.make_tensor("", types[kind], shape, values if several else [values])

@@ -102,7 +102,7 @@ class Known:
 
     def _computed(self, node: onnx.NodeProto, depth: int) -> Array | None:
         if node.op_type == "Constant":
-            return _constant(node)
+            return _array(graph.constant_tensor(node))
         if node.op_type in ("Shape", "Size"):
             return self._measured(node)
         if node.domain not in _STANDARD or node.op_type not in _COMPUTED:
@@ -167,25 +167,12 @@ def _small(array: Array | None) -> Array | None:
     return array if array is not None and array.size <= _MAX_VALUES else None
 
 
-def _array(tensor: onnx.TensorProto) -> Array | None:
+def _array(tensor: onnx.TensorProto | None) -> Array | None:
     # External data is not read: what is looked at is small, and inside the model.
-    if graph.is_external(tensor) or math.prod(tensor.dims) > _MAX_VALUES:
+    if tensor is None or math.prod(tensor.dims) > _MAX_VALUES:
         return None
-    try:
-        array: Array = onnx.numpy_helper.to_array(tensor)
-    except (ValueError, TypeError):
-        return None
-    return array if array.dtype.kind in "iufb" else None
-
-
-def _constant(node: onnx.NodeProto) -> Array | None:
-    for name in ("value", "value_int", "value_ints", "value_float", "value_floats"):
-        given = graph.attribute(node, name, None)
-        if isinstance(given, onnx.TensorProto):
-            return _array(given)
-        if given is not None:
-            return np.asarray(given)
-    return None
+    array = graph.array_of(tensor)
+    return array if array is not None and array.dtype.kind in "iufb" else None
 
 
 _BROADCASTING = {
