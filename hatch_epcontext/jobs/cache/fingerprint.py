@@ -11,7 +11,7 @@ from typing import Any
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.jobs.plan import Job, model_spec_for
 
-FORMAT = 8
+FORMAT = 9
 """Raised when workers compile or validate the same request in another way."""
 
 
