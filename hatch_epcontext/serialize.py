@@ -169,7 +169,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     try:
         return _TOML.structure(table, type_)
     except _Mismatch as error:
-        yield from _problems(key, (), error, table)
+        yield from _problems(key, (), error)
         return type_()
     except ClassValidationError as error:
         wrong = list(_flat(error, (), toml_key))
@@ -177,7 +177,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     for path, _ in wrong:
         _leave_out(rest, path)
     for path, nested in wrong:
-        yield from _problems(key, path, nested, table)
+        yield from _problems(key, path, nested)
     try:
         return _TOML.structure(rest, type_)
     except ClassValidationError as error:
@@ -252,7 +252,7 @@ def _flat(
         yield from _flat(nested, path, key_of)
 
 
-def _problems(key: Key, path: _Place, error: BaseException, table: Any) -> Iterator[Problem]:
+def _problems(key: Key, path: _Place, error: BaseException) -> Iterator[Problem]:
     place = Key((*key.parts, *path))
     if isinstance(error, ForbiddenExtraKeysError):
         name = str(path[-1])
