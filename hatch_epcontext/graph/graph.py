@@ -15,6 +15,9 @@ from hatch_epcontext.graph.facts import Size, TensorFacts
 
 CONTEXT_OP = "EPContext"
 
+STANDARD = ("", "ai.onnx")
+"""The names of ONNX's own domain."""
+
 _COMPATIBILITY = "ep_compatibility_info."
 """The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
 
@@ -95,6 +98,11 @@ def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 def operator(node: onnx.NodeProto) -> str:
     """Return the operator of ``node``, after its domain unless that is ONNX's own."""
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+
+
+def opset(model: onnx.ModelProto) -> int:
+    """Return the version of ONNX's own operators in ``model``; 1 if it does not say it."""
+    return max((e.version for e in model.opset_import if e.domain in STANDARD), default=1)
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
@@ -214,7 +222,7 @@ def is_external(tensor: onnx.TensorProto) -> bool:
 
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     """Return the value of a Constant node; None for another node, or a value that is no dense tensor."""
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or not node.attribute:
+    if node.op_type != "Constant" or node.domain not in STANDARD or not node.attribute:
         return None
     (given,) = node.attribute[:1]
     if given.name == "value":

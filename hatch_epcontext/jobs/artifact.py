@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Problem
+from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
@@ -92,6 +92,10 @@ class Recipe:
     ) -> Recipe:
         """This recipe with one more `Change`."""
         return dataclasses.replace(self, changes=(*self.changes, Change(kind, refused)))
+
+
+CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
+"""The problems of a process that has crashed, or has answered with nonsense: that can happen by chance."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hatch_epcontext.jobs.coverage import check_coverage
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.jobs.recipes import Attempt, acceptable, best, recipes
+from hatch_epcontext.jobs.recipes import Attempt, acceptable, best, refusal, try_recipes
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
     input_files,
@@ -81,7 +81,7 @@ class JobRunner:
             key = self.cache.latest(fingerprint)
         else:
             fingerprint = self._fingerprint(job, self.executor.versions(job))
-            key = self._cache(job).latest(self._choice(job, fingerprint))
+            key = self._cache(job).latest(self._choice(job, fingerprint), own_first=True)
         return fingerprint, key is not None and self._cache(job).has(key, self._check(job))
 
     def _run(self, job: Job) -> Built:
@@ -114,7 +114,7 @@ class JobRunner:
         folder = self.staging / "artifacts" / job.folder
 
         def known() -> tuple[str, Artifact, bool, None] | None:
-            key = cache.latest(choice)
+            key = cache.latest(choice, own_first=True)
             artifact = None if key is None else cache.take(key, folder, check)
             return None if key is None or artifact is None else (key, artifact, True, None)
 
@@ -125,37 +125,14 @@ class JobRunner:
             # Another build may have compiled it in the meantime.
             if found := known():
                 return found
-            attempt, artifact, runs = _Search(self, job, fingerprint).run()
+            attempt, artifact, runs = _Search(self, job, fingerprint, cache, check).run()
             cache.set_latest(choice, attempt.key)
             return attempt.key, artifact, attempt.cached, runs
 
-    def attempt(self, job: Job, recipe: Recipe, fingerprint: str, folder: Path) -> Attempt:
-        """Compile ``job`` as ``recipe`` says into ``folder``, unless the cache has the result."""
-        key = value_sha256([fingerprint, to_plain(recipe)])
-        if artifact := self._cache(job).take(key, folder, self._check(job)):
-            return Attempt(recipe, key, artifact, cached=True)
+    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
+        """Compile ``job`` as ``recipe`` says into ``folder``; raises as `Executor.compile` does."""
         with self._unchanged(job):
-            result = self.executor.compile(job, recipe, folder)
-        if isinstance(result, Refused):
-            shutil.rmtree(folder, ignore_errors=True)
-            return Attempt(recipe, key, result)
-        return Attempt(recipe, key, Artifact(folder, result))
-
-    def partial(self, job: Job, fingerprint: str, folder: Path) -> Attempt | None:
-        """The best attempt of a build in which each left nodes to the CPU, if the cache has it."""
-        key = self._cache(job).latest(_partial(fingerprint))
-        artifact = None if key is None else self._cache(job).take(key, folder, self._check(job))
-        if key is None or artifact is None:
-            return None
-        return Attempt(artifact.record.recipe, key, artifact, cached=True)
-
-    def set_partial(self, job: Job, fingerprint: str, key: str) -> None:
-        """Remember the artifact for `partial`, whatever the job requires of it."""
-        self._cache(job).set_latest(_partial(fingerprint), key)
-
-    def store(self, job: Job, attempt: Attempt, record: Record, folder: Path) -> None:
-        """Store the artifact of ``attempt`` in ``folder``, with ``record``, in the cache."""
-        self._cache(job).store(attempt.key, folder, record, self._check(job))
+            return self.executor.compile(job, recipe, folder)
 
     def _alone(self, job: Job) -> Sequence[Built]:
         """The results of the job's jobs of that name, which are built once."""
@@ -327,78 +304,87 @@ class JobRunner:
 class _Search:
     """Tries recipes for a job until one is good enough; each is tried once, and validated at most once."""
 
-    def __init__(self, runner: JobRunner, job: Job, fingerprint: str) -> None:
+    def __init__(
+        self, runner: JobRunner, job: Job, fingerprint: str, cache: Cache, check: Check
+    ) -> None:
         self._runner = runner
         self._job = job
         self._fingerprint = fingerprint
+        self._cache = cache
+        self._check = check
         self._folder = runner.staging / "attempts" / job.folder
+        # Where the cache has the best attempt of a build in which each left nodes to the CPU.
+        self._partial = value_sha256([fingerprint, "partial"])
         self._attempts: list[Attempt] = []
         self._validated: dict[str, Runs | BuildError] = {}
         self._stored: set[str] = set()
 
     def run(self) -> tuple[Attempt, Artifact, Runs]:
         """The chosen attempt, its artifact, and its validations; raises BuildError if none is good enough."""
-        chosen = self._known_partial() or self._first_whole() or self._best()
-        artifact, runs = chosen.result, self._validated[chosen.key]
-        assert isinstance(artifact, Artifact), "only what was compiled is chosen"
+        chosen = (
+            self._known_partial()
+            or try_recipes(self._job, self._attempts, self._attempt, self._agrees)
+            or self._best()
+        )
+        runs = self._validated[chosen.key]
         assert not isinstance(runs, BuildError), "only what agrees is chosen"
         for each in self._attempts:
             if each is not chosen and isinstance(each.result, Artifact):
                 shutil.rmtree(each.result.folder, ignore_errors=True)
-        return chosen, replace(artifact, record=self._record(chosen)), runs
+        return chosen, replace(chosen.artifact, record=self._record(chosen)), runs
 
     def _known_partial(self) -> Attempt | None:
         """The best of an earlier build in which nothing was whole, if it is good enough now."""
-        attempt = self._runner.partial(self._job, self._fingerprint, self._folder / "partial")
-        if attempt is None or not acceptable(self._job, [attempt]) or not self._agrees(attempt):
+        key = self._cache.latest(self._partial, own_first=True)
+        folder = self._folder / "partial"
+        artifact = None if key is None else self._cache.take(key, folder, self._check)
+        if key is None or artifact is None:
+            return None
+        attempt = Attempt(artifact.record.recipe, key, artifact, cached=True)
+        if not acceptable(self._job, [attempt]) or not self._agrees(attempt):
             return None
         self._attempts.append(attempt)
         return attempt
 
-    def _first_whole(self) -> Attempt | None:
-        for recipe in recipes(self._job, self._attempts, self._agrees):
-            folder = self._folder / f"attempt-{len(self._attempts)}"
-            attempt = self._runner.attempt(self._job, recipe, self._fingerprint, folder)
-            if self._attempts and self._attempts[-1].recipe == recipe:
-                # What has crashed may have done so by chance: only the second time counts.
-                self._attempts.pop()
-            self._attempts.append(attempt)
-            if attempt.is_whole and self._agrees(attempt):
-                return attempt
-        return None
+    def _attempt(self, recipe: Recipe, number: int) -> Attempt:
+        """Compile the job as ``recipe`` says, unless the cache has the result."""
+        key = value_sha256([self._fingerprint, to_plain(recipe)])
+        folder = self._folder / f"attempt-{number}"
+        if artifact := self._cache.take(key, folder, self._check):
+            return Attempt(recipe, key, artifact, cached=True)
+        result = self._runner.compile(self._job, recipe, folder)
+        if isinstance(result, Refused):
+            shutil.rmtree(folder, ignore_errors=True)
+            return Attempt(recipe, key, result)
+        return Attempt(recipe, key, Artifact(folder, result))
 
     def _best(self) -> Attempt:
         """The attempt that covers most of those that cover enough and agree with the CPU."""
         found = best(self._attempts)
-        if found.counts and not found.is_whole and isinstance(found.result, Artifact):
+        if found.counts and not found.is_whole:
             self._store(found)
-            self._runner.set_partial(self._job, self._fingerprint, found.key)
-        candidates = acceptable(self._job, self._attempts)
-        for attempt in candidates:
+            self._cache.set_latest(self._partial, found.key)
+        for attempt in acceptable(self._job, self._attempts):
             if self._agrees(attempt):
                 return attempt
         for attempt in self._attempts:
             if (error := self._disagreement(attempt)) is not None:
                 raise with_notes(error, self._notes(attempt))
-        if found.counts and isinstance(found.result, Artifact):
+        if found.counts:
             try:
-                _check_coverage(self._job, found.result.record)
+                _check_coverage(self._job, found.artifact.record)
             except BuildError as error:
                 raise with_notes(error, self._notes(found)) from None
-        # What the EP says of the models as they are; or the last simplifier, if none works.
-        refused = [each for each in self._attempts if each.stopped_in == "compile"]
-        first = (refused or self._attempts[-1:])[0]
-        assert isinstance(first.result, Refused), "nothing was compiled"
-        raise with_notes(BuildError(*first.result.problems), self._notes(first))
+        first, refused = refusal(self._attempts)
+        raise with_notes(refused, self._notes(first))
 
     def _agrees(self, attempt: Attempt) -> bool:
         """Whether the artifact agrees with the CPU, or cannot be compared here; it is stored before that."""
         if attempt.key not in self._validated:
-            assert isinstance(attempt.result, Artifact), "only what was compiled can be run"
             self._store(attempt)
             try:
                 self._validated[attempt.key] = self._runner.validations(
-                    self._job, attempt.key, attempt.result
+                    self._job, attempt.key, attempt.artifact
                 )
             except BuildError as error:
                 if not all(problem.kind in _DISAGREEMENTS for problem in error.problems):
@@ -407,11 +393,10 @@ class _Search:
         return self._disagreement(attempt) is None
 
     def _store(self, attempt: Attempt) -> None:
-        assert isinstance(attempt.result, Artifact), "only what was compiled is stored"
         if not attempt.cached and attempt.key not in self._stored:
             self._stored.add(attempt.key)
-            record, folder = self._record(attempt), attempt.result.folder
-            self._runner.store(self._job, attempt, record, folder)
+            folder, record = attempt.artifact.folder, self._record(attempt)
+            self._cache.store(attempt.key, folder, record, self._check)
 
     def _disagreement(self, attempt: Attempt) -> BuildError | None:
         found = self._validated.get(attempt.key)
@@ -429,16 +414,9 @@ class _Search:
 
     def _record(self, attempt: Attempt) -> Record:
         """The record of ``attempt`` with what else was tried, and the simplifiers that did not work."""
-        assert isinstance(attempt.result, Artifact), "only what was compiled has one"
-        record, tried = attempt.result.record, self._notes(attempt)
-        failed = tuple(
-            dict.fromkeys(
-                note
-                for each in self._attempts
-                if each.stopped_in == "prepare"
-                for note in each.notes(None)
-            )
-        )
+        record, tried = attempt.artifact.record, self._notes(attempt)
+        unprepared = (each for each in self._attempts if each.stopped_in == "prepare")
+        failed = tuple(dict.fromkeys(note for each in unprepared for note in each.notes(None)))
         preparations = (
             replace(
                 each,
@@ -448,10 +426,6 @@ class _Search:
             for each in record.preparations
         )
         return replace(record, preparations=tuple(preparations))
-
-
-def _partial(fingerprint: str) -> str:
-    return value_sha256([fingerprint, "partial"])
 
 
 def _check_coverage(job: Job, record: Record) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.facts import Range
-from hatch_epcontext.jobs.artifact import Preparation, Recipe
+from hatch_epcontext.jobs.artifact import CRASHES, Preparation, Recipe
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.plan import Job, model_spec_for
 from hatch_epcontext.jobs.processes.process import Workers
@@ -24,9 +24,6 @@ from hatch_epcontext.worker.facts import Precision
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import RewriteReply
-
-CRASHES = frozenset({Kind.WORKER_CRASHED, Kind.INVALID_REPLY})
-"""What can happen by chance: it is a recipe's fault when it happens again."""
 
 
 @dataclass(frozen=True)

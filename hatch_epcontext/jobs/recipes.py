@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.jobs.artifact import Artifact, Operators, Recipe, Refused
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.text import count
@@ -37,10 +37,15 @@ class Attempt:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether a process has crashed, or has answered with nonsense: that can happen by chance."""
-        crashes = (Kind.WORKER_CRASHED, Kind.INVALID_REPLY)
+        """Whether a process has crashed, which can happen by chance."""
         problems = self.result.problems if isinstance(self.result, Refused) else ()
-        return bool(problems) and all(each.kind in crashes for each in problems)
+        return bool(problems) and all(each.kind in CRASHES for each in problems)
+
+    @property
+    def artifact(self) -> Artifact:
+        """What was compiled, where nothing has refused it."""
+        assert isinstance(self.result, Artifact), "only what was compiled has one"
+        return self.result
 
     @property
     def is_whole(self) -> bool:
@@ -138,6 +143,35 @@ def recipes(
         yield from _other_numbers(job, attempts, agrees)
 
 
+def try_recipes(
+    job: Job,
+    attempts: list[Attempt],
+    make: Callable[[Recipe, int], Attempt],
+    agrees: Callable[[Attempt], bool],
+) -> Attempt | None:
+    """Try the recipes for ``job`` until one is whole and agrees with the CPU; None if none is.
+
+    ``attempts`` gets what ``make`` gives for each recipe and its number.
+    """
+    for number, recipe in enumerate(recipes(job, attempts, agrees)):
+        attempt = make(recipe, number)
+        if attempts and attempts[-1].recipe == recipe:
+            # What has crashed may have done so by chance: only the second time counts.
+            attempts.pop()
+        attempts.append(attempt)
+        if attempt.is_whole and agrees(attempt):
+            return attempt
+    return None
+
+
+def refusal(attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
+    """What the EP says of the models as they are; or the last simplifier, if none works."""
+    refused = [each for each in attempts if each.stopped_in == "compile"]
+    first = (refused or attempts[-1:])[0]
+    assert isinstance(first.result, Refused), "nothing was compiled"
+    return first, BuildError(*first.result.problems)
+
+
 def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     """The libraries that simplify the graph: the next one where one fails, or leaves control flow."""
     # EPs for fixed shapes compile none.
@@ -173,7 +207,7 @@ def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
 
 def _rewrites(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     """Rewrites of what the EP refuses, and then of what it still refuses."""
-    last = best(attempts[-2:]) if attempts[-1].recipe.options else attempts[-1]
+    last = best(attempts)
     for _ in range(_MAX_ROUNDS):
         if not last.can_be_helped:
             return
@@ -217,11 +251,7 @@ def _other_numbers(
 
 
 def _is_enough(job: Job, attempt: Attempt) -> bool:
-    return (
-        attempt.counts
-        and isinstance(attempt.result, Artifact)
-        and reaches_minimum(attempt.result.record.contexts, job.target)
-    )
+    return attempt.counts and reaches_minimum(attempt.artifact.record.contexts, job.target)
 
 
 def acceptable(job: Job, attempts: Sequence[Attempt]) -> list[Attempt]:

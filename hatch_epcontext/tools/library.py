@@ -27,7 +27,7 @@ from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, model_spec_to_run, plan, target_spec
 from hatch_epcontext.jobs.preparation import Prepared
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.recipes import Attempt, best, recipes
+from hatch_epcontext.jobs.recipes import Attempt, best, refusal, try_recipes
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, installed, owners
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
@@ -530,19 +530,20 @@ class _Tried:
 
     def _compiled(self) -> Artifact:
         """What covers most of the graph; raises BuildError if the EP takes nothing of it."""
-        attempts: list[Attempt] = []
-        for recipe in recipes(self.job, attempts, lambda attempt: True):
-            folder = self.folder / f"artifact-{len(attempts)}"
+
+        def make(recipe: Recipe, number: int) -> Attempt:
+            folder = self.folder / f"artifact-{number}"
             made = self.executor.compile(self.job, recipe, folder)
-            result = made if isinstance(made, Refused) else Artifact(folder, made)
-            attempts.append(Attempt(recipe, "", result))
-            if attempts[-1].is_whole:
-                break
-        found = best(attempts).result
-        if isinstance(found, Artifact):
-            return found
-        refused = (each.result for each in attempts if isinstance(each.result, Refused))
-        raise BuildError(*next(each.problems for each in refused if each.step == "compile"))
+            return Attempt(
+                recipe, "", made if isinstance(made, Refused) else Artifact(folder, made)
+            )
+
+        attempts: list[Attempt] = []
+        found = try_recipes(self.job, attempts, make, lambda attempt: True) or best(attempts)
+        if not found.counts:
+            _, error = refusal(attempts)
+            raise error
+        return found.artifact
 
     def _load(self, artifact: Artifact) -> TrialStep:
         if reason := reason_not_to_run(self.job):

@@ -26,8 +26,10 @@ from hatch_epcontext.worker.protocol import STARTED, own_variables
 from hatch_epcontext.worker.requests import REQUESTS
 from hatch_epcontext.worker.supervisor import (
     adopt_orphans,
+    begin_worker,
     do_nothing,
     end_with_parent,
+    exit_code,
     kill,
     kill_children,
     leave,
@@ -156,28 +158,21 @@ class _Server:
 
     def _work(self, order: dict[str, Any], server: int) -> int:
         """Be a worker."""
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        begin_worker(server)
+        adopt_orphans()
         self._selector.close()
         own = (self._control, self._awake, self._wake, *self._orders, *self._workers.values())
         for each in own:
             each.close()
-        # A group of its own, so that what it starts can be ended with it at once.
-        os.setsid()
-        adopt_orphans()
-        end_with_parent(server, signal.SIGKILL)
         _become_worker(order)
         return main(*order["arguments"])
 
     def _reap(self) -> None:
         """Send the exit codes of workers that have ended, after the end of all that they started."""
-        # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        for worker in [pid for pid in self._workers if os.waitid(os.P_PID, pid, options)]:
-            kill(worker)
-            code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-            connection = self._workers.pop(worker)
+        for worker, connection in list(self._workers.items()):
+            if (code := exit_code(worker)) is None:
+                continue
+            del self._workers[worker]
             kill_children(keep=self._workers)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(connection)

@@ -1,9 +1,9 @@
 """Ends all that a worker started, also daemons (Linux).
 
-Who keeps workers adopts what they leave behind, also processes with a session of their own, and kills its
-children, then theirs, until it has none. The server of forks keeps its workers itself. A worker that is a
-fresh interpreter has a keeper of its own: it does so when the worker has ended in any way, when the build
-process closes its end of a connection, and when the process that has started the keeper dies.
+Who has started workers adopts what they leave behind, also processes with a session of their own, and kills
+its children, then theirs, until it has none. The server of forks does that itself. A worker that is a fresh
+interpreter has a supervisor of its own, which does so when the worker has ended in any way, when the build
+process closes its end of a connection, and when the process that has started the supervisor dies.
 """
 
 from __future__ import annotations
@@ -38,6 +38,25 @@ def end_with_parent(parent: int, by: signal.Signals) -> None:
     if os.getppid() != parent:
         # It died before that.
         os._exit(1)
+
+
+def begin_worker(parent: int) -> None:
+    """Make this fork of the process ``parent`` a worker: with signals of its own, it ends with ``parent``."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    # A group of its own, so that what it starts can be ended with it at once.
+    os.setsid()
+    end_with_parent(parent, signal.SIGKILL)
+
+
+def exit_code(worker: int) -> int | None:
+    """The exit code of a child, negative for a signal, after the end of its group; None if it still runs."""
+    # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
+    if os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return None
+    kill(worker)
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
 
 def kill_children(keep: Container[int] = ()) -> None:
@@ -87,7 +106,7 @@ def _parent(process: str) -> int | None:
 
 
 class Supervisor:
-    """Keeps one worker; ``connection`` is a descriptor that becomes readable when the worker must end."""
+    """Runs one worker; ``connection`` is a descriptor that becomes readable when the worker must end."""
 
     def __init__(self, connection: int) -> None:
         self._connection = connection
@@ -105,32 +124,26 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, do_nothing)
         signal.signal(signal.SIGTERM, self._end)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        keeper = os.getpid()
+        supervisor = os.getpid()
         worker = os.fork()
         if not worker:
-            leave(lambda: self._be_worker(keeper, work))
+            leave(lambda: self._be_worker(supervisor, work))
         started()
         code = self._wait(worker)
         kill_children()
         return code
 
-    def _be_worker(self, keeper: int, work: Callable[[], int]) -> int:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+    def _be_worker(self, supervisor: int, work: Callable[[], int]) -> int:
+        begin_worker(supervisor)
         for each in (self._awake, self._wake):
             each.close()
-        # A group of its own, so that what it starts can be ended with it at once.
-        os.setsid()
-        end_with_parent(keeper, signal.SIGKILL)
         return work()
 
     def _wait(self, worker: int) -> int:
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
             selector.register(self._awake, selectors.EVENT_READ)
-            # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
-            while os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            while (code := exit_code(worker)) is None:
                 for key, _ in selector.select():
                     if key.fileobj is self._awake:
                         self._awake.recv(4096)
@@ -139,8 +152,7 @@ class Supervisor:
                         selector.unregister(self._connection)
                 if self._must_end:
                     kill(worker)
-        kill(worker)
-        return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+        return code
 
     def _end(self, signal_number: int, frame: FrameType | None) -> None:
         self._must_end = True

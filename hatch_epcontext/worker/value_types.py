@@ -28,7 +28,7 @@ def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]
     """
     main = graph.inferred(model, {}).graph
     types = {value.name: value.type for value in (*main.value_info, *main.output)}
-    if all(node.domain in ("", "ai.onnx") for node in main.node):
+    if all(node.domain in graph.STANDARD for node in main.node):
         return types
     names = dict.fromkeys(name for node in main.node for name in node.output if name)
     session_options = cpu_options()

@@ -16,8 +16,6 @@ from hatch_epcontext.graph import graph
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 
-_STANDARD = ("", "ai.onnx")
-
 Types = Mapping[str, onnx.TypeProto]
 """Types of values by their names."""
 
@@ -48,8 +46,7 @@ class Values:
     def __init__(self, model: onnx.ModelProto, types: Types = MappingProxyType({})) -> None:
         self.model, self.types = model, types
         self._main = model.graph
-        opsets = (each.version for each in model.opset_import if each.domain in _STANDARD)
-        self.opset = max(opsets, default=1)
+        self.opset = graph.opset(model)
         self._types: dict[str, onnx.TypeProto | None] = {}
         self._stored: dict[str, onnx.TensorProto | None] = {}
         self._names: set[str] = set()

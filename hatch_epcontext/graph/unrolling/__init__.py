@@ -36,7 +36,7 @@ def unroll(
         return ()
     known = graph.inferred(model, types)
     unrolling = _Unrolling(model, wanted)
-    builder = Builder(Names.of(model), _opset(model), limit)
+    builder = Builder(Names.of(model), graph.opset(model), limit)
     nodes = unrolling.expand(known.graph, Scope(), builder)
     if unrolling.done:
         del model.graph.node[:]
@@ -89,8 +89,4 @@ class _Unrolling:
 
 
 def _is_wanted(node: onnx.NodeProto, wanted: frozenset[str]) -> bool:
-    return node.domain in ("", "ai.onnx") and node.op_type in wanted
-
-
-def _opset(model: onnx.ModelProto) -> int:
-    return max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx"))
+    return node.domain in graph.STANDARD and node.op_type in wanted

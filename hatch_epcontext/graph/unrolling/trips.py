@@ -45,9 +45,9 @@ def _count(
     condition, *results = (value.name for value in body.output)
     producers = {name: node for node in body.node for name in node.output if name}
     stored = {tensor.name: tensor for tensor in body.initializer}
-    feeds = {given: _filled(body, 1, True)}
+    feeds = {number: _filled(body, 0, 0), given: _filled(body, 1, True)}
     states: dict[str, str] = {}
-    wanted, waiting = {number}, [condition]
+    wanted, waiting = set[str](), [condition]
     while waiting:
         name = waiting.pop()
         if name in wanted:
@@ -77,7 +77,7 @@ def _count(
     part = helper.make_graph(
         nodes,
         "part",
-        [onnx.ValueInfoProto(name=name) for name in (number, *feeds)],
+        [onnx.ValueInfoProto(name=name) for name in feeds],
         [onnx.ValueInfoProto(name=name) for name in ends],
         [tensor for name, tensor in stored.items() if name in wanted],
     )
@@ -85,16 +85,12 @@ def _count(
     model.opset_import.extend(opsets.opset_import)
     try:
         evaluator = ReferenceEvaluator(model)
-        for trip in range(most):
+        # What depends on nothing else is the same in all trips.
+        for trip in range(most if states or number in wanted else 1):
             feeds[number] = _filled(body, 0, trip)
             goes_on, *values = map(np.asarray, evaluator.run(None, feeds))
             if not goes_on.reshape(-1)[0]:
                 return trip + 1
-            if not states and not {number} & {
-                name for node in nodes for name in graph.read_by(node)
-            }:
-                # It is the same in all trips.
-                return most
             feeds |= dict(zip(states, values, strict=True))
     except Exception:
         # A part that cannot be run decides nothing: the loop stays as it is.

@@ -16,9 +16,6 @@ from hatch_epcontext.graph.values.known import Known
 Bounds = tuple[float, float]
 """The smallest and the largest value of something that differs from element to element."""
 
-STANDARD = ("", "ai.onnx")
-"""The names of ONNX's own domain."""
-
 _MAX_FORMS = 8
 """Ways to one value that are followed."""
 
@@ -96,7 +93,7 @@ def follow(part: graph.Part, forms: Forms, known: Known) -> Iterator[onnx.NodePr
             yield from follow(each, forms, known)
         if inner:
             forms.update(_leaving(node, inner, forms))
-        elif is_followed and node.domain in STANDARD:
+        elif is_followed and node.domain in graph.STANDARD:
             forms.update(_results(node, forms, known))
 
 

@@ -31,8 +31,6 @@ _DEEPEST = 100
 Operands = Sequence[Any]
 """The inputs of a node as arrays; None for one that is left out."""
 
-_STANDARD = ("", "ai.onnx")
-
 _IR_VERSION = 8
 """That of a model of one node; it says nothing about the operators."""
 
@@ -45,8 +43,7 @@ class Known:
 
     def __init__(self, model: onnx.ModelProto, inputs: Iterable[TensorFacts]) -> None:
         self._model = model
-        opsets = (each.version for each in model.opset_import if each.domain in _STANDARD)
-        self._opset = max(opsets, default=1)
+        self._opset = graph.opset(model)
         self._shapes: dict[str, Sizes] = {
             each.name: tuple(size if isinstance(size, int) else None for size in each.shape)
             for each in inputs
@@ -105,7 +102,7 @@ class Known:
             return _array(graph.constant_tensor(node))
         if node.op_type in ("Shape", "Size"):
             return self._measured(node)
-        if node.domain not in _STANDARD or node.op_type not in _COMPUTED:
+        if node.domain not in graph.STANDARD or node.op_type not in _COMPUTED:
             return None
         operands: list[Array | None] = []
         for each in node.input:

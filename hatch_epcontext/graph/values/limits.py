@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.values.forms import INVALID, STANDARD, clip_bounds
+from hatch_epcontext.graph.values.forms import INVALID, clip_bounds
 from hatch_epcontext.graph.values.known import Known
 
 _MAX_CLIP = 1e4
@@ -43,7 +43,7 @@ _Found = Iterator[Limit]
 
 def limits(node: onnx.NodeProto, known: Known) -> list[Limit]:
     """Return the limits of the operands of ``node``; none for one that is not as its operator wants it."""
-    if node.domain in STANDARD:
+    if node.domain in graph.STANDARD:
         rule = _RULES.get(node.op_type)
     else:
         rule = _RULES_OF_ONNX_RUNTIME.get(node.op_type) if node.domain == "com.microsoft" else None

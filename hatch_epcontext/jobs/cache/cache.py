@@ -154,23 +154,27 @@ class Cache:
     def set_latest(self, settings_key: str, fingerprint: str) -> None:
         """Store ``fingerprint`` as the latest artifact with these settings, where that can be written."""
         name = latest_name(settings_key)
-        if self._root is not None and self._local_latest(self._root, name) != fingerprint:
-            text = envelope_around(name, fingerprint)
-            with contextlib.suppress(OSError):
-                write_atomically(self._root / LAYOUT / name, text, durable=False)
+        if self._local_latest(name) != fingerprint:
+            self._keep_latest(name, fingerprint)
         if self._remote is not None:
             self._remote.share(name, fingerprint)
 
-    def latest(self, settings_key: str) -> str | None:
+    def latest(self, settings_key: str, *, own_first: bool = False) -> str | None:
         """The fingerprint of the latest artifact with these settings.
 
-        The remote's, if there is one: the user's own folder can be older than what others compiled.
+        The remote's, if there is one: the user's own folder can be older than what others compiled. With
+        ``own_first`` the remote is asked only for what that folder does not have, which then has it.
         """
         name = latest_name(settings_key)
-        text = None if self._remote is None else self._remote.read(name)
-        if text is None and self._root is not None:
-            text = self._local_latest(self._root, name)
-        return text if text is not None and is_sha256(text) else None
+        own = self._local_latest(name)
+        if self._remote is None or (own_first and own is not None):
+            return own
+        found = self._remote.read(name)
+        if found is None or not is_sha256(found):
+            return own
+        if own_first:
+            self._keep_latest(name, found)
+        return found
 
     def store(self, fingerprint: str, folder: Path, record: Record, check: Check) -> None:
         """Store the files in ``folder``, to which nothing writes any more, under ``fingerprint``."""
@@ -219,11 +223,20 @@ class Cache:
             return write_atomically(file, text, durable=False)
         return None
 
-    def _local_latest(self, root: Path, name: str) -> str | None:
+    def _local_latest(self, name: str) -> str | None:
+        if self._root is None:
+            return None
         try:
-            return read_document(root / LAYOUT / name, name)
+            text = read_document(self._root / LAYOUT / name, name)
         except (OSError, DamagedError):
             return None
+        return text if is_sha256(text) else None
+
+    def _keep_latest(self, name: str, fingerprint: str) -> None:
+        if self._root is not None:
+            text = envelope_around(name, fingerprint)
+            with contextlib.suppress(OSError):
+                write_atomically(self._root / LAYOUT / name, text, durable=False)
 
     def _local_validation(self, fingerprint: str, key: str) -> str | None:
         if self._root is None:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.files import link_or_copy, record_files
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Times, ValidationRun
+from hatch_epcontext.jobs.artifact import (
+    CRASHES,
+    Artifact,
+    Recipe,
+    Record,
+    Refused,
+    Times,
+    ValidationRun,
+)
 from hatch_epcontext.jobs.plan import (
     Job,
     model_spec_for,
@@ -24,7 +32,7 @@ from hatch_epcontext.jobs.plan import (
     target_spec,
     with_options,
 )
-from hatch_epcontext.jobs.preparation import CRASHES, Preparations, Prepared
+from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import versions_of
 from hatch_epcontext.jobs.validation import (
@@ -130,7 +138,7 @@ class LocalExecutor:
         if isinstance(prepared, Refused):
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
-        if (recipe.changes or not recipe.fuse) and not any(each.changed for each in prepared):
+        if not any(each.changed for each in prepared):
             return Refused("change", _problems(dropped, job))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)

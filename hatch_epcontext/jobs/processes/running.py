@@ -98,7 +98,7 @@ class Interpreter:
     """A worker in a fresh Python interpreter.
 
     It ends at the end of its standard input, and so with the build, however that ends. On Linux it is a fork
-    of that interpreter, which stays as its keeper: see `hatch_epcontext.worker.supervisor`.
+    of that interpreter, which stays as its supervisor: see `hatch_epcontext.worker.supervisor`.
     """
 
     def __init__(self, order: WorkerCommand) -> None:
@@ -128,7 +128,7 @@ class Interpreter:
 
     def kill(self) -> None:
         if sys.platform == "linux":
-            # Its keeper ends it, and what it started.
+            # Its supervisor ends it, and what it started.
             self._close_input()
         elif self._process.poll() is None:
             _kill_group(self._process.pid)

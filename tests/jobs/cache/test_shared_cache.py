@@ -172,6 +172,18 @@ def test_a_build_without_a_key_reads_what_others_signed_and_writes_nothing(
     assert {method for method, _ in server.requests} == {"GET"}
 
 
+def test_a_build_that_finds_everything_in_its_own_folder_asks_nobody(
+    machine: Callable[[str], Machine], server: WebServer
+) -> None:
+    first, second = machine("first"), machine("second")
+    first.build(ONE, CACHE=server.url, CACHE_WRITE="1")
+    second.build(ONE, compiles=False, CACHE=server.url)
+    server.requests.clear()
+    (built,) = second.build(ONE, compiles=False, CACHE=server.url)
+    assert built.cached
+    assert server.requests == []
+
+
 def test_a_forged_artifact_is_compiled_again(
     machine: Callable[[str], Machine], server: WebServer
 ) -> None:
@@ -360,6 +372,11 @@ def test_the_latest_artifact_is_the_remotes(
     assert cache("old").latest("ee" * 32) == "cd" * 32
     cache("new").set_latest("ee" * 32, KEY)
     assert cache("old").latest("ee" * 32) == KEY
+    # Unless the own folder may answer, which then asks nobody.
+    server.requests.clear()
+    assert cache("old").latest("ee" * 32, own_first=True) == "cd" * 32
+    assert server.requests == []
+    assert cache("empty").latest("ee" * 32, own_first=True) == KEY
 
 
 def test_a_damaged_validation_of_a_remote_is_a_miss(

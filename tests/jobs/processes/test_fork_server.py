@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -280,7 +280,7 @@ def test_daemons_of_four_workers_live_and_end_with_their_own(
         daemons = {name: number_in(tmp_path / name / "daemon") for name in ends}
         for name in ("one", "two"):
             (tmp_path / name / "end").touch()
-            wait_for(tmp_path / name / "ended")
+            wait_for((tmp_path / name / "ended").exists)
             assert not is_running(daemons.pop(name))
             assert all(map(is_running, daemons.values()))
         (supervisor,) = children_of(build.pid)
@@ -294,14 +294,15 @@ def test_daemons_of_four_workers_live_and_end_with_their_own(
 
 
 def number_in(file: Path) -> int:
-    wait_for(file)
+    """The number that a process writes into ``file``, which is empty for a moment."""
+    wait_for(lambda: file.exists() and file.read_text(encoding="ascii") != "")
     return int(file.read_text(encoding="ascii"))
 
 
-def wait_for(file: Path) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < end, f"{file} does not appear"
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
         time.sleep(0.02)
 
 
@@ -343,13 +344,10 @@ def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
     )
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(problem, workers, tmp_path)
-        end = time.monotonic() + 60
-        while not started.exists() or not started.read_text(encoding="ascii"):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        number = number_in(started)
         os.kill(server_of(workers), signal.SIGKILL)
         assert called.result(60).message == "the worker was killed with SIGKILL."
-    wait_until_gone(int(started.read_text(encoding="ascii")))
+    wait_until_gone(number)
     check.write_text("raise OSError('another')\n", encoding="utf-8")
     (tmp_path / "two").mkdir()
     assert problem(workers, tmp_path / "two").message == "OSError: another"
@@ -388,14 +386,11 @@ def test_stopping_kills_running_forks(tmp_path: Path, check: Path, workers: Work
     found: list[Problem] = []
     thread = threading.Thread(target=lambda: found.append(problem(workers, tmp_path)))
     thread.start()
-    end = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text(encoding="ascii"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    number = number_in(tmp_path / "pid")
     workers.stop()
     thread.join(60)
     assert found[0].message == "the build was interrupted."
-    wait_until_gone(int((tmp_path / "pid").read_text(encoding="ascii")))
+    wait_until_gone(number)
 
 
 @pytest.mark.parametrize("forks", [True, False])
@@ -419,10 +414,7 @@ def test_workers_end_with_the_build_however_it_ends(
         """)
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", script], cwd=root) as build:
-        end = time.monotonic() + 60
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text("ascii"):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        number_in(tmp_path / "pid")
         build.send_signal(by)
     for name in ("pid", "daemon"):
         wait_until_gone(int((tmp_path / name).read_text(encoding="ascii")))
