@@ -84,8 +84,8 @@ provider-options = { encryption_key = "{env:MODEL_KEY}" }
 session = load("digits", provider_options={"encryption_key": key})
 ```
 
-Only the processes that compile and run models look up the value, in their environment: on a
-[cluster](farm.md), set the variable for each dask worker. The value is in no request, log, report,
+Only the processes that compile and run models look up the value, in their environment. A
+[cluster](farm.md) takes no such target. The value is in no request, log, report,
 manifest, cache or command line; with `-vv` ONNX Runtime's own log of such a job stays short, because it
 contains all options. The manifest only has the name of the option, and the app has to give the value:
 without it the loader skips the target, and says which option is missing.

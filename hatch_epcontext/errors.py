@@ -241,6 +241,12 @@ class Kind(Enum):
         "Machines of the dask cluster and this one have different versions of packages.",
         "Install the same versions, or give the target `resources` that only equal workers have.",
     )
+    UNUSABLE_CACHE = (
+        "EPC109",
+        "Shared cache cannot be used",
+        "A cluster's files go through the shared cache, and it does not take or give one of them.",
+        "Check `build.cache`, and that this machine and the workers may read and write it.",
+    )
     INVALID_MODEL = (
         "EPC201",
         "Invalid model",

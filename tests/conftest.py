@@ -155,10 +155,6 @@ def artifact(tmp_path: Path) -> Artifact:
     return Artifact(folder, make_record(record_files(folder)))
 
 
-def any_record(record: Record) -> None:
-    """A check for the cache that takes every record."""
-
-
 def make_record(files: dict[str, FileRecord]) -> Record:
     tensor = TensorFacts("x", "float32", (1, 4))
     context = Context("a", "a_ctx.onnx", (tensor,), (tensor,))

@@ -19,7 +19,7 @@ from hatch_epcontext.files import Output
 from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.cache import NO_HOME, default_root
-from hatch_epcontext.jobs.cache.cache_store import Store
+from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Pulse, Workers
 from hatch_epcontext.jobs.report import make_report

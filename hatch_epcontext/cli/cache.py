@@ -13,7 +13,7 @@ from hatch_epcontext.cli._output import add_row, echo, show, table
 from hatch_epcontext.config.cache_url import SIGNATURES
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
-from hatch_epcontext.jobs.cache.cache_store import Entry, Store
+from hatch_epcontext.jobs.cache.cleaning import Entry, Store
 from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.text import count, parse_size, show_size, to_toml
 

@@ -90,9 +90,10 @@ def _load(
     _, missing = collect(_check_combinations(parsed, environment))
     # An invalid part is left out: nothing else is reported about it.
     yield from (each for each in (*invalid, *missing) if not _is_about(each, mistyped))
-    cluster = (Key() / "build" / "executor", Key() / "build" / "scheduler")
+    cluster = tuple(Key() / "build" / name for name in ("executor", "scheduler", "cache"))
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
         yield from _check_executor(parsed, environment)
+        yield from _check_farm(models, _build_table(parsed, environment), environment)
     return _config(finder.root, parsed, models, environment)
 
 
@@ -174,6 +175,31 @@ def _check_executor(table: RootTable, environment: Environment) -> Diagnosed[Non
             'is used only with executor = "dask".',
             "Remove it, or set this:",
             Setting(Key() / "build" / "executor", "dask"),
+        )
+
+
+def _check_farm(
+    models: list[Model], build: BuildTable, environment: Environment
+) -> Diagnosed[None]:
+    """What a cluster needs: all files go through the shared cache, and no secrets are sent."""
+    if build.executor != "dask" or build.scheduler is None:
+        return
+    if build.cache is None or environment.no_cache:
+        yield Problem.at(
+            Key() / "build" / "cache",
+            Kind.MISSING_KEY,
+            'is required with executor = "dask": models and artifacts go through it.',
+            f'For example cache = "s3://bucket/folder", or "file:///mnt/folder" that all machines have. '
+            f"An empty {PREFIX}SCHEDULER builds here."
+            + (f" {PREFIX}NO_CACHE switches it off." if environment.no_cache else ""),
+        )
+    secret = {each.key: each for model in models for each in model.targets if each.has_secrets}
+    for key, target in secret.items():
+        yield Problem.at(
+            key,
+            Kind.CONFLICTING_KEYS,
+            "has an option with the value of an environment variable, which is not sent to a cluster.",
+            f"Build it on a machine that has the value: {PREFIX}EXECUTOR=local {PREFIX}TARGETS={target.name}",
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.files import FileRecord, is_intact, is_portable, link_or_copy, record_file
+from hatch_epcontext.files import FileRecord, is_portable, link_or_copy, record_file
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Plan, plan, source_spec
@@ -121,7 +121,7 @@ class _Cutting:
         known = self.index.facts(key, _Known)
         if kept is None or known is None or not all(map(is_portable, (*known.files, *known.data))):
             return None
-        if not is_intact(kept, known.files):
+        if not all(self.index.is_intact(kept / name, each) for name, each in known.files.items()):
             return None
         try:
             same = all(

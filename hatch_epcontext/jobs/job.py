@@ -22,7 +22,6 @@ from hatch_epcontext.jobs.artifact import (
     ValidationStatus,
 )
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.entry import Check, check_for
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint, value_sha256
 from hatch_epcontext.jobs.cache.index import Index, changed_error
 from hatch_epcontext.jobs.coverage import check_coverage
@@ -82,7 +81,7 @@ class JobRunner:
         else:
             fingerprint = self._fingerprint(job, self.executor.versions(job))
             key = self._cache(job).latest(self._choice(job, fingerprint), own_first=True)
-        return fingerprint, key is not None and self._cache(job).has(key, self._check(job))
+        return fingerprint, key is not None and self._cache(job).has(key)
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
@@ -108,14 +107,14 @@ class JobRunner:
 
         It covers enough, and agrees with the CPU.
         """
-        cache, check = self._cache(job), self._check(job)
+        cache = self._cache(job)
         fingerprint = self._fingerprint(job, self.executor.versions(job))
         choice = self._choice(job, fingerprint)
         folder = self.staging / "artifacts" / job.folder
 
         def known() -> tuple[str, Artifact, bool, None] | None:
             key = cache.latest(choice, own_first=True)
-            artifact = None if key is None else cache.take(key, folder, check)
+            artifact = None if key is None else cache.take(key, folder)
             return None if key is None or artifact is None else (key, artifact, True, None)
 
         if found := known():
@@ -125,7 +124,7 @@ class JobRunner:
             # Another build may have compiled it in the meantime.
             if found := known():
                 return found
-            attempt, artifact, runs = _Search(self, job, fingerprint, cache, check).run()
+            attempt, artifact, runs = _Search(self, job, fingerprint, cache).run()
             cache.set_latest(choice, attempt.key)
             return attempt.key, artifact, attempt.cached, runs
 
@@ -222,7 +221,7 @@ class JobRunner:
                 )
             )
         key = self.cache.latest(settings_key)
-        artifact = None if key is None else self.cache.take(key, folder, self._check(job))
+        artifact = None if key is None else self.cache.take(key, folder)
         if key is None or artifact is None:
             raise BuildError(
                 Problem(
@@ -240,12 +239,6 @@ class JobRunner:
         its hash could be guessed.
         """
         return Cache(None, self.log) if job.target.has_secrets else self.cache
-
-    def _check(self, job: Job) -> Check:
-        """A check of what the cache has for ``job``."""
-        # Only from the cache it may have been compiled by any versions.
-        versions = {} if job.target.from_cache else self.executor.versions(job)
-        return check_for([self.sources[m.name] for m in job.models], job.target, versions)
 
     def _fingerprint(self, job: Job, versions: Mapping[str, str]) -> str:
         sha256 = {name: source.sha256 for name, source in self.sources.items()}
@@ -304,14 +297,11 @@ class JobRunner:
 class _Search:
     """Tries recipes for a job until one is good enough; each is tried once, and validated at most once."""
 
-    def __init__(
-        self, runner: JobRunner, job: Job, fingerprint: str, cache: Cache, check: Check
-    ) -> None:
+    def __init__(self, runner: JobRunner, job: Job, fingerprint: str, cache: Cache) -> None:
         self._runner = runner
         self._job = job
         self._fingerprint = fingerprint
         self._cache = cache
-        self._check = check
         self._folder = runner.staging / "attempts" / job.folder
         # Where the cache has the best attempt of a build in which each left nodes to the CPU.
         self._partial = value_sha256([fingerprint, "partial"])
@@ -337,7 +327,7 @@ class _Search:
         """The best of an earlier build in which nothing was whole, if it is good enough now."""
         key = self._cache.latest(self._partial, own_first=True)
         folder = self._folder / "partial"
-        artifact = None if key is None else self._cache.take(key, folder, self._check)
+        artifact = None if key is None else self._cache.take(key, folder)
         if key is None or artifact is None:
             return None
         attempt = Attempt(artifact.record.recipe, key, artifact, cached=True)
@@ -350,7 +340,7 @@ class _Search:
         """Compile the job as ``recipe`` says, unless the cache has the result."""
         key = value_sha256([self._fingerprint, to_plain(recipe)])
         folder = self._folder / f"attempt-{number}"
-        if artifact := self._cache.take(key, folder, self._check):
+        if artifact := self._cache.take(key, folder):
             return Attempt(recipe, key, artifact, cached=True)
         result = self._runner.compile(self._job, recipe, folder)
         if isinstance(result, Refused):
@@ -396,7 +386,7 @@ class _Search:
         if not attempt.cached and attempt.key not in self._stored:
             self._stored.add(attempt.key)
             folder, record = attempt.artifact.folder, self._record(attempt)
-            self._cache.store(attempt.key, folder, record, self._check)
+            self._cache.store(attempt.key, folder, record)
 
     def _disagreement(self, attempt: Attempt) -> BuildError | None:
         found = self._validated.get(attempt.key)

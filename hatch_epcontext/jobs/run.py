@@ -47,9 +47,9 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     if settings.cache is None:
         return Cache(root, warn, read_all=read_all)
     # Few builds have one.
-    from hatch_epcontext.jobs.cache.remote import Remote
+    from hatch_epcontext.jobs.cache.shared import SharedCache
 
-    remote = Remote(
+    shared = SharedCache(
         settings.cache,
         warn,
         can_write=_may_write(settings, warn),
@@ -57,7 +57,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
         key=settings.cache_key,
         timeout=settings.cache_timeout,
     )
-    return Cache(root, warn, remote, read_all=read_all)
+    return Cache(root, warn, shared, read_all=read_all)
 
 
 def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:

@@ -59,7 +59,7 @@ def read_sources(
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.only_from_cache:
-            trouble = index.remote.trouble if index.remote is not None else None
+            trouble = index.shared.trouble if index.shared is not None else None
             raise BuildError(*(_not_known(model, trouble) for model in unknown))
         reply = workers.call(checks.request(unknown), scratch, location="reading the models")
         for model in unknown:
@@ -67,7 +67,7 @@ def read_sources(
             index.check(model.path)
         known |= {model.name: facts for model, facts in zip(unknown, reply.models, strict=True)}
     # Others may not have what was read here before.
-    sent = config.models if index.remote is not None and index.remote.can_write else unknown
+    sent = config.models if index.shared is not None and index.shared.can_write else unknown
     kept = {_unchecked_key(model, index): known[model.name] for model in sent}
     kept |= {keys[model.name]: known[model.name] for model in unknown}
     _for_each(index, lambda item: index.store_facts(*item), kept.items())
@@ -105,14 +105,14 @@ def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Pr
 
 def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """The results of ``request`` for all items, several at once where a shared cache answers slowly."""
-    if index.remote is None:
+    if index.shared is None:
         return list(map(request, items))
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
             return list(pool.map(request, items))
         except BaseException:
             # An interrupted build does not wait for answers.
-            index.remote.stop()
+            index.shared.stop()
             raise
 
 

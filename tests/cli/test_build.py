@@ -37,7 +37,7 @@ def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, tmp_path: Path)
     assert printed.count("not cached") == 4
     assert "requires: onnxruntime" in printed
     # Only what it read of the models is known now.
-    assert [path.name for path in (tmp_path / "user-cache" / "v4").iterdir()] == ["index"]
+    assert [path.name for path in (tmp_path / "user-cache" / "v5").iterdir()] == ["index"]
     cli("build", app_project, "-t", "one", "-q")
     planned = json.loads(cli("build", app_project, "--dry-run", "--json").stdout)
     assert {job["job"]: job["cached"] for job in planned["jobs"]} == {

@@ -9,7 +9,7 @@ import pytest
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import _OURS
-from hatch_epcontext.jobs.cache.cache_folder import staging
+from hatch_epcontext.jobs.cache.folder import staging
 from hatch_epcontext.jobs.cache.signing import public_key
 from tests.cli.conftest import Cli
 
@@ -24,7 +24,7 @@ def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
 
 
 def entries(cache: Path) -> list[Path]:
-    return sorted((cache / "v4").glob("??/[!.]*"))
+    return sorted((cache / "v5").glob("??/[!.]*"))
 
 
 def age(entry: Path, days: float) -> None:
@@ -81,10 +81,10 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
 
 
 def test_what_was_read_of_models_long_ago_is_removed(cli: Cli, filled: Path) -> None:
-    old, *new = sorted((filled / "v4" / "index").iterdir())
+    old, *new = sorted((filled / "v5" / "index").iterdir())
     age(old, 31)
     cli("cache", "prune", "--older-than", "30d")
-    assert sorted((filled / "v4" / "index").iterdir()) == new
+    assert sorted((filled / "v5" / "index").iterdir()) == new
     assert len(entries(filled)) == 2
 
 
@@ -98,8 +98,8 @@ def test_the_longest_unused_artifacts_are_removed_first(cli: Cli, filled: Path) 
 
 def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> None:
     (filled / "reports").mkdir()
-    assert list((filled / "v4" / "index").iterdir())
-    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v4" / "ab" / "mine"]
+    assert list((filled / "v5" / "index").iterdir())
+    mine = [filled / "notes.txt", filled / "reports" / "mine.json", filled / "v5" / "ab" / "mine"]
     for file in mine:
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}", encoding="utf-8")
@@ -110,15 +110,15 @@ def test_clearing_removes_only_files_of_the_cache(cli: Cli, filled: Path) -> Non
 def leave(cache: Path) -> list[Path]:
     """What killed builds can leave in ``cache``."""
     entry = entries(cache)[0]
-    folder = cache / "v4" / "staging" / ".epcontext-abcd1234"
+    folder = cache / "v5" / "staging" / ".epcontext-abcd1234"
     (folder / "entry" / "files").mkdir(parents=True)
     (folder / "entry" / "files" / "a_ctx.onnx").write_bytes(b"model")
     (folder / ".lock").write_bytes(_OURS.format(folder.name).encode())
     files = [
-        cache / "v4" / "latest" / f".{'ab' * 32}.17-4711.tmp",
-        cache / "v4" / "index" / f".{'ab' * 32}.17-4711.tmp",
+        cache / "v5" / "latest" / f".{'ab' * 32}.17-4711.tmp",
+        cache / "v5" / "index" / f".{'ab' * 32}.17-4711.tmp",
         cache / "reports" / ".digits-app.json.17-4711.tmp",
-        entry / ".checked.json.17-4711.tmp",
+        entry / ".record.json.17-4711.tmp",
     ]
     for file in files:
         file.parent.mkdir(exist_ok=True)
@@ -132,19 +132,19 @@ def test_clearing_removes_what_killed_builds_left(cli: Cli, filled: Path) -> Non
         filled / ".mine.17-4711.tmp",
         filled / "staging" / "x1" / "mine",
         filled / "reports" / ".mine.tmp",
-        filled / "v4" / "my" / "x1" / "mine",
-        filled / "v4" / "ab" / "mine" / ".mine.17-4711.tmp",
+        filled / "v5" / "my" / "x1" / "mine",
+        filled / "v5" / "ab" / "mine" / ".mine.17-4711.tmp",
     ]
     for file in mine:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     cli("cache", "clear")
     assert sorted(path for path in filled.rglob("*") if path.is_file()) == sorted(mine)
-    assert not list((filled / "v4" / "staging").iterdir())
+    assert not list((filled / "v5" / "staging").iterdir())
 
 
 def test_what_a_running_build_uses_stays(cli: Cli, filled: Path) -> None:
-    with staging(filled / "v4") as folder:
+    with staging(filled / "v5") as folder:
         (folder / "entry").mkdir()
         cli("cache", "clear")
         cli("cache", "prune", "--older-than", "1d")
@@ -159,7 +159,7 @@ def test_pruning_removes_what_builds_left_that_were_killed_more_than_a_day_ago(
     for path in left:
         age(path, 0.9)
     cli("cache", "prune", *arguments)
-    assert not list((filled / "v4" / "staging").iterdir())
+    assert not list((filled / "v5" / "staging").iterdir())
     assert all(path.exists() for path in left)
     for path in left:
         age(path, 1.1)

@@ -242,12 +242,16 @@ def test_a_variable_of_a_table_leaves_its_other_keys(project: Path) -> None:
     assert (config.build.jobs, config.build.timeout) == (3, 7)
 
 
+SHARED = {"CACHE": "file:///mnt/shared", "CACHE_TRUST": "all"}
+"""The cache through which the files of a cluster go."""
+
+
 def test_variables_give_jobs_to_a_cluster(project: Path) -> None:
     address = "tcp://host:8786"
     assert load(project, CPU).build.scheduler is None
     assert load(project, CPU, None, SCHEDULER=address).build.scheduler is None
     for address in ("tcp://host:8786", "tls://host", "tcp://[::1]:8786", "inproc://10.0.0.1/2/3"):
-        config = load(project, CPU, None, EXECUTOR="dask", SCHEDULER=address)
+        config = load(project, CPU, None, EXECUTOR="dask", SCHEDULER=address, **SHARED)
         assert config.build.scheduler == address
     assert problems(project, CPU, EXECUTOR="spark").keys() == {f"{PREFIX}EXECUTOR"}
     assert problems(project, CPU, EXECUTOR="dask").keys() == {"build.scheduler"}
@@ -256,9 +260,31 @@ def test_variables_give_jobs_to_a_cluster(project: Path) -> None:
     assert not any("secret" in each.text() for each in found.values())
 
 
+def test_a_cluster_needs_a_shared_cache_and_gets_no_secrets(project: Path) -> None:
+    cluster = {"EXECUTOR": "dask", "SCHEDULER": "tcp://host:8786"}
+    for without in ({}, {**SHARED, "NO_CACHE": "1"}):
+        found = problems(project, CPU, **cluster, **without)
+        assert found.keys() == {"build.cache"}
+        assert found["build.cache"].kind is Kind.MISSING_KEY
+    toml = """
+models = ["models/a.onnx"]
+[targets.npu]
+provider = "vitisai"
+provider-options = { encryption_key = "{env:SECRET}" }
+[targets.any]
+provider = "cpu"
+"""
+    found = problems(project, toml, **cluster, **SHARED)
+    assert found.keys() == {"targets.npu"}
+    assert found["targets.npu"].kind is Kind.CONFLICTING_KEYS
+    assert "HATCH_EPCONTEXT_TARGETS=npu" in found["targets.npu"].advice()
+    # Neither counts where the cluster is switched off.
+    assert load(project, toml, None, **{**cluster, "SCHEDULER": ""}).build.scheduler is None
+
+
 def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> None:
     toml = f'{CPU}build = {{ executor = "dask", scheduler = "tcp://host:8786", jobs = 3 }}'
-    assert load(project, toml).build.scheduler == "tcp://host:8786"
+    assert load(project, toml, None, **SHARED).build.scheduler == "tcp://host:8786"
     for name in ("EXECUTOR", "SCHEDULER"):
         config = load(project, toml, None, **{name: " "})
         assert config.build == dataclasses.replace(load(project, CPU).build, jobs=3)
@@ -270,7 +296,7 @@ def test_an_empty_variable_keeps_a_build_away_from_a_cluster(project: Path) -> N
 def test_a_variable_may_decide_about_a_scheduler_in_pyproject(project: Path) -> None:
     toml = f'{CPU}build = {{ scheduler = "tcp://host:8786" }}'
     assert problems(project, toml).keys() == {"build.scheduler"}
-    assert load(project, toml, None, EXECUTOR="dask").build.scheduler == "tcp://host:8786"
+    assert load(project, toml, None, EXECUTOR="dask", **SHARED).build.scheduler == "tcp://host:8786"
     for name, value in (("EXECUTOR", "local"), ("EXECUTOR", ""), ("SCHEDULER", "")):
         assert load(project, toml, None, **{name: value}).build.scheduler is None
 

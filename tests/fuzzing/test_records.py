@@ -11,61 +11,75 @@ from hypothesis import strategies as st
 
 from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs.artifact import Artifact, Validation, ValidationRun, ValidationStatus
+from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.cache_folder import entry_folder, validation_file
-from hatch_epcontext.jobs.cache.entry import entry_name, validation_name
-from hatch_epcontext.jobs.cache.envelope import envelope_around
-from hatch_epcontext.serialize import to_plain
+from hatch_epcontext.jobs.cache.folder import entry_folder, validation_file
+from hatch_epcontext.jobs.cache.statement import (
+    Statement,
+    read_signed,
+    read_statement,
+    write_statement,
+)
+from hatch_epcontext.serialize import to_json, to_plain
 from hatch_epcontext.worker.facts import Agreement
-from tests.conftest import any_record, make_record
 from tests.fuzzing.mutations import VALUES, mutated
 
 KEY, OTHER = "ab" * 32, "cd" * 32
-RECORD = to_plain(make_record({}))
 RUN = to_plain(ValidationRun(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),)), 0.2))
+STATEMENT = Statement("latest", KEY, text=OTHER)
 
 
 @pytest.fixture
 def root(tmp_path: Path, artifact: Artifact) -> Path:
     """A cache with one artifact."""
-    Cache(tmp_path / "cache", print).store(KEY, artifact.folder, artifact.record, any_record)
+    Cache(tmp_path / "cache", print).store(KEY, artifact.folder, artifact.record)
     return tmp_path / "cache"
 
 
 @given(st.data())
-def test_any_record_is_used_as_it_is_or_damaged(
-    artifact: Artifact, root: Path, tmp_path: Path, data: st.DataObject
+def test_any_archive_is_unpacked_as_it_was_or_damaged(
+    artifact: Artifact, tmp_path: Path, data: st.DataObject
 ) -> None:
-    """Records with a right checksum, so that what they say is looked at."""
-    warnings: list[str] = []
-    text = json.dumps(data.draw(mutated(to_plain(artifact.record))))
-    document = envelope_around(entry_name(KEY), text)
-    (entry_folder(root, KEY) / "record.json").write_text(document, encoding="utf-8")
-    taken = Cache(root, warnings.append).take(KEY, tmp_path / "taken", any_record)
-    assert (taken is None) == bool(warnings)
-    if taken is None:
-        assert not (tmp_path / "taken").exists()
-        return
-    assert taken.record.files == artifact.record.files
-    assert is_intact(taken.folder, artifact.record.files)
-    assert all(context.model_file in taken.record.files for context in taken.record.contexts)
-    shutil.rmtree(taken.folder)
+    pack(artifact.folder, artifact.record, tmp_path / "archive")
+    content = bytearray((tmp_path / "archive").read_bytes())
+    # In a header or in a content, or with something missing.
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "archive").write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    before = sorted(path for path in tmp_path.iterdir() if path.name != "unpacked")
+    try:
+        record = unpack(tmp_path / "archive", tmp_path / "unpacked")
+    except DamagedError:
+        pass
+    else:
+        assert is_intact(tmp_path / "unpacked", record.files)
+    shutil.rmtree(tmp_path / "unpacked", ignore_errors=True)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @given(st.data())
 def test_any_validation_is_read_or_damaged(root: Path, data: st.DataObject) -> None:
     warnings: list[str] = []
     cache = Cache(root, warnings.append)
-    file = validation_file(root, KEY, OTHER)
     text = json.dumps(data.draw(mutated(RUN)))
-    file.write_text(envelope_around(validation_name(KEY, OTHER), text), encoding="utf-8")
+    validation_file(root, KEY, OTHER).write_text(text, encoding="utf-8")
     assert (cache.validation(KEY, OTHER) is None) == bool(warnings)
 
 
-@given(st.one_of(VALUES, mutated(json.loads(envelope_around(entry_name(KEY), "text")))))
-def test_any_document_without_its_checksum_is_damaged(root: Path, document: Any) -> None:
+@given(st.one_of(VALUES, mutated(to_plain(STATEMENT))))
+def test_any_statement_is_that_of_its_name_or_damaged(statement: Any) -> None:
+    signed = to_json({"statement": json.dumps(statement), "signature": ""})
+    try:
+        read = read_statement(read_signed(signed), "latest", KEY)
+    except DamagedError:
+        return
+    assert (read.kind, read.name, read.archive) == ("latest", KEY, None)
+    assert read_statement(read_signed(to_json(write_statement(read))), "latest", KEY) == read
+
+
+@given(VALUES)
+def test_any_document_that_is_no_record_is_damaged(root: Path, document: Any) -> None:
     warnings: list[str] = []
-    file = entry_folder(root, KEY) / "record.json"
-    file.write_text(json.dumps(document), encoding="utf-8")
-    assert not Cache(root, warnings.append).has(KEY, any_record)
+    (entry_folder(root, KEY) / "record.json").write_text(json.dumps(document), encoding="utf-8")
+    assert not Cache(root, warnings.append).has(KEY)
     assert len(warnings) == 1

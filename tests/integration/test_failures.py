@@ -56,7 +56,7 @@ class Project:
         assert self.files() == before
         # The report and what was read of the models stay in the cache, and no artifact.
         kept = {path.parent for path in self.cache.rglob("*") if path.is_file()}
-        layout = self.cache / "v4"
+        layout = self.cache / "v5"
         assert kept <= {self.cache / "reports", layout / "index", layout / "locks"}
         assert not list(self.temporary.glob("hatch-epcontext-*"))
         return text

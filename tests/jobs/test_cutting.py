@@ -18,7 +18,7 @@ from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.jobs import cutting
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cache.cache_store import Store
+from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.cutting import cut_models
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers

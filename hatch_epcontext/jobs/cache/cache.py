@@ -1,7 +1,4 @@
-"""A content-addressed store of artifacts in the user's cache folder, safe for several builds at once.
-
-`cache_folder` describes the folder. Behind it there can be a remote, which several machines share.
-"""
+"""What earlier builds compiled: in the user's cache folder, and behind it in a cache that machines share."""
 
 from __future__ import annotations
 
@@ -15,29 +12,23 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import Output, is_sha256, link_or_copy, write_atomically
+from hatch_epcontext.files import Output, is_sha256, link_or_copy, read_regular, write_atomically
 from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
-from hatch_epcontext.jobs.cache.cache_folder import (
+from hatch_epcontext.jobs.cache import LAYOUT
+from hatch_epcontext.jobs.cache.archive import DamagedError
+from hatch_epcontext.jobs.cache.folder import (
     checked_record,
     entry_folder,
-    read_document,
+    untrusted,
     validation_file,
     write_entry,
 )
-from hatch_epcontext.jobs.cache.entry import (
-    LAYOUT,
-    Check,
-    latest_name,
-    read_validation,
-    validation_name,
-)
-from hatch_epcontext.jobs.cache.envelope import DamagedError, envelope_around
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.serialize import to_json
+from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import refusal
 
 if TYPE_CHECKING:
-    from hatch_epcontext.jobs.cache.remote import Remote
+    from hatch_epcontext.jobs.cache.shared import SharedCache
 
 _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a build that waits for another one must end."""
@@ -57,66 +48,69 @@ def default_root() -> Path | None:
 
 
 class Cache:
-    """Artifacts by fingerprint.
+    """Artifacts and their validations, each by a key that says what it is; see `folder` for their places.
 
     ``root`` is None when the build does not use the user's cache. ``warn`` gets a line for each damaged
-    artifact, and one when the folder cannot be written; the build then goes on without it. What the
-    folder does not have is read from ``remote``, and what is stored is sent there, as far as the build
-    may write to it. With ``read_all`` its index reads each file, whatever its status.
+    artifact, and one when the folder cannot be used; the build then goes on without it. What the
+    folder does not have is read from ``shared``, and what is stored is sent there, as far as the build
+    may write to it. With ``read_all`` each file is read, whatever its status.
     """
 
     def __init__(
         self,
         root: Path | None,
         warn: Callable[[str], None],
-        remote: Remote | None = None,
+        shared: SharedCache | None = None,
         *,
         read_all: bool = False,
     ) -> None:
         self._root = root
         self._warn = warn
-        self._remote = remote
+        self.shared = shared
+        if root is not None and (reason := untrusted(root)):
+            self._root = None
+            warn(
+                f"the cache folder {root} is not used, because {reason}. {PREFIX}CACHE_DIR names another."
+            )
         self._read_all = read_all
+        self._index = self.index()
 
     def index(self) -> Index:
-        """An index of files in the cache, if there is one."""
+        """An index of files in the cache, if there is one, for one build."""
         folder = None if self._root is None else self._root / LAYOUT / "index"
-        return Index(folder, self._remote, self._read_all)
+        return Index(folder, self.shared, self._read_all)
 
     @property
     def trouble(self) -> str:
-        """Why the build goes on without the remote, as a line of a message; empty if it does not."""
-        trouble = None if self._remote is None else self._remote.trouble
+        """Why the build goes on without the shared cache, as a line of a message; empty if it does not."""
+        trouble = None if self.shared is None else self.shared.trouble
         return f"\n{trouble}" if trouble else ""
 
     def stop(self) -> None:
-        """Wait no longer for the remote, and do not use it any more."""
-        if self._remote is not None:
-            self._remote.stop()
+        """Wait no longer for the shared cache, and do not use it any more."""
+        if self.shared is not None:
+            self.shared.stop()
 
-    def has(self, fingerprint: str, check: Check) -> bool:
-        """Whether the cache has the artifact of that fingerprint as `take` wants it."""
-        return self._find(fingerprint, check) is not None or (
-            self._remote is not None and self._remote.has(fingerprint, check)
-        )
+    def has(self, key: str) -> bool:
+        """Whether the cache has the artifact of that key."""
+        return self._find(key) is not None or (self.shared is not None and self.shared.has(key))
 
-    def take(self, fingerprint: str, folder: Path, check: Check) -> Artifact | None:
-        """The artifact of that fingerprint with its files in ``folder``, which is made; None for a miss.
+    def take(self, key: str, folder: Path) -> Artifact | None:
+        """The artifact of that key with its files in ``folder``, which is made; None for a miss.
 
-        Hard links where they are possible: what happens to the cache later does not matter. An artifact with
-        a record that ``check`` refuses is damaged.
+        Hard links where they are possible: what happens to the cache later does not matter.
         """
-        artifact = self._take(fingerprint, folder, check)
-        if self._remote is None:
+        artifact = self._take(key, folder)
+        if self.shared is None:
             return artifact
         if artifact is not None:
-            # Another build may have made it, which could not write to the remote.
-            self._remote.send(fingerprint, folder, artifact.record, check)
+            # Another build may have made it, which could not write there.
+            self.shared.send(key, folder, artifact.record)
             return artifact
-        record = self._remote.fetch(fingerprint, folder, check)
+        record = self.shared.fetch(key, folder)
         if record is None:
             return None
-        self._keep(fingerprint, folder, record)
+        self._keep(key, folder, record)
         return Artifact(folder, record)
 
     @contextlib.contextmanager
@@ -151,63 +145,60 @@ class Cache:
         finally:
             held.release()
 
-    def set_latest(self, settings_key: str, fingerprint: str) -> None:
-        """Store ``fingerprint`` as the latest artifact with these settings, where that can be written."""
-        name = latest_name(settings_key)
-        if self._local_latest(name) != fingerprint:
-            self._keep_latest(name, fingerprint)
-        if self._remote is not None:
-            self._remote.share(name, fingerprint)
+    def set_latest(self, what: str, key: str) -> None:
+        """Store that the artifact of ``key`` is the latest of ``what``, a hex sha256."""
+        if self._local_latest(what) != key:
+            self._keep_latest(what, key)
+        if self.shared is not None:
+            self.shared.share("latest", what, key)
 
-    def latest(self, settings_key: str, *, own_first: bool = False) -> str | None:
-        """The fingerprint of the latest artifact with these settings.
+    def latest(self, what: str, *, own_first: bool = False) -> str | None:
+        """The key of the latest artifact of ``what``.
 
-        The remote's, if there is one: the user's own folder can be older than what others compiled. With
-        ``own_first`` the remote is asked only for what that folder does not have, which then has it.
+        That of the shared cache, if there is one: the user's own folder can be older than what others
+        compiled. With ``own_first`` it is asked only for what that folder does not have, which then has it.
         """
-        name = latest_name(settings_key)
-        own = self._local_latest(name)
-        if self._remote is None or (own_first and own is not None):
+        own = self._local_latest(what)
+        if self.shared is None or (own_first and own is not None):
             return own
-        found = self._remote.read(name)
+        found = self.shared.read("latest", what)
         if found is None or not is_sha256(found):
             return own
         if own_first:
-            self._keep_latest(name, found)
+            self._keep_latest(what, found)
         return found
 
-    def store(self, fingerprint: str, folder: Path, record: Record, check: Check) -> None:
-        """Store the files in ``folder``, to which nothing writes any more, under ``fingerprint``."""
-        self._keep(fingerprint, folder, record)
-        if self._remote is not None:
-            self._remote.send(fingerprint, folder, record, check)
+    def store(self, key: str, folder: Path, record: Record) -> None:
+        """Store the files in ``folder``, to which nothing writes any more, under ``key``."""
+        self._keep(key, folder, record)
+        if self.shared is not None:
+            self.shared.send(key, folder, record)
 
-    def validation(self, fingerprint: str, key: str) -> ValidationRun | None:
-        """The validation under ``key``, a hex sha256, of the artifact of that fingerprint."""
-        name = validation_name(fingerprint, key)
-        text = self._local_validation(fingerprint, key)
-        known = text is not None
-        if text is None and self._remote is not None:
-            text = self._remote.read(name)
+    def validation(self, key: str, validation: str) -> ValidationRun | None:
+        """The validation under the key ``validation`` of the artifact of ``key``."""
+        own = self._local_validation(key, validation)
+        text = own
+        if text is None and self.shared is not None:
+            text = self.shared.read("validation", f"{key}/{validation}")
         if text is None:
             return None
         try:
-            run = read_validation(text)
-        except DamagedError as error:
-            self._warn(f"a validation in the cache is damaged ({error}); validating again")
+            run = from_json(text, ValidationRun)
+        except ValueError:
+            self._warn("a validation in the cache is damaged; validating again")
             return None
-        if not known:
-            self._keep_validation(fingerprint, key, text)
-        elif self._remote is not None:
-            self._remote.share(name, text)
+        if own is None:
+            self._keep_validation(key, validation, text)
+        elif self.shared is not None:
+            self.shared.share("validation", f"{key}/{validation}", text)
         return run
 
-    def store_validation(self, fingerprint: str, key: str, run: ValidationRun) -> None:
+    def store_validation(self, key: str, validation: str, run: ValidationRun) -> None:
         """Store ``run`` beside the artifact, where the cache has it and can be written."""
         text = to_json(run)
-        self._keep_validation(fingerprint, key, text)
-        if self._remote is not None:
-            self._remote.write(validation_name(fingerprint, key), text)
+        self._keep_validation(key, validation, text)
+        if self.shared is not None:
+            self.shared.write("validation", f"{key}/{validation}", text)
 
     def store_report(self, name: str, text: str) -> Path | None:
         """Store the report of the last build of ``name``; returns its path, or None if it is not stored."""
@@ -223,45 +214,39 @@ class Cache:
             return write_atomically(file, text, durable=False)
         return None
 
-    def _local_latest(self, name: str) -> str | None:
-        if self._root is None:
-            return None
-        try:
-            text = read_document(self._root / LAYOUT / name, name)
-        except (OSError, DamagedError):
-            return None
-        return text if is_sha256(text) else None
+    def _local_latest(self, what: str) -> str | None:
+        text = self._read(None if self._root is None else self._root / LAYOUT / "latest" / what)
+        return text if text is not None and is_sha256(text) else None
 
-    def _keep_latest(self, name: str, fingerprint: str) -> None:
+    def _keep_latest(self, what: str, key: str) -> None:
         if self._root is not None:
-            text = envelope_around(name, fingerprint)
             with contextlib.suppress(OSError):
-                write_atomically(self._root / LAYOUT / name, text, durable=False)
+                write_atomically(self._root / LAYOUT / "latest" / what, key, durable=False)
 
-    def _local_validation(self, fingerprint: str, key: str) -> str | None:
-        if self._root is None:
+    def _local_validation(self, key: str, validation: str) -> str | None:
+        return self._read(
+            None if self._root is None else validation_file(self._root, key, validation)
+        )
+
+    def _keep_validation(self, key: str, validation: str, text: str) -> None:
+        if self._root is not None and entry_folder(self._root, key).is_dir():
+            with contextlib.suppress(OSError):
+                write_atomically(validation_file(self._root, key, validation), text)
+
+    def _read(self, file: Path | None) -> str | None:
+        if file is None:
             return None
-        file = validation_file(self._root, fingerprint, key)
         try:
-            return read_document(file, validation_name(fingerprint, key))
-        except OSError:
-            return None
-        except DamagedError as error:
-            self._warn(f"the cached validation {file} is damaged ({error}); validating again")
+            return read_regular(file).decode()
+        except (OSError, UnicodeError):
             return None
 
-    def _keep_validation(self, fingerprint: str, key: str, text: str) -> None:
-        if self._root is not None and entry_folder(self._root, fingerprint).is_dir():
-            document = envelope_around(validation_name(fingerprint, key), text)
-            with contextlib.suppress(OSError):
-                write_atomically(validation_file(self._root, fingerprint, key), document)
-
-    def _take(self, fingerprint: str, folder: Path, check: Check) -> Artifact | None:
+    def _take(self, key: str, folder: Path) -> Artifact | None:
         """As `take`, from the folder only."""
-        record = self._find(fingerprint, check)
+        record = self._find(key)
         if self._root is None or record is None:
             return None
-        entry = entry_folder(self._root, fingerprint)
+        entry = entry_folder(self._root, key)
         try:
             for name in map(PurePosixPath, record.files):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -275,12 +260,12 @@ class Cache:
             os.utime(entry)
         return Artifact(folder, record)
 
-    def _keep(self, fingerprint: str, folder: Path, record: Record) -> None:
+    def _keep(self, key: str, folder: Path, record: Record) -> None:
         """As `store`, into the folder only."""
         if self._root is None:
             return
         try:
-            write_entry(self._root, fingerprint, folder, record)
+            write_entry(self._root, key, folder, record, self._index)
         except OSError as error:
             self._warn(
                 f"the cache folder {self._root} cannot be written ({refusal(error, self._root)}); this "
@@ -288,22 +273,19 @@ class Cache:
             )
             self._root = None
 
-    def _find(self, fingerprint: str, check: Check) -> Record | None:
+    def _find(self, key: str) -> Record | None:
         if self._root is None:
             return None
-        entry = entry_folder(self._root, fingerprint)
+        entry = entry_folder(self._root, key)
         try:
-            record = checked_record(entry)
-            check(record)
+            return checked_record(entry, self._index)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except DamagedError as error:
             # Without an entry somebody cleaned the cache at this moment.
             if entry.exists():
                 self._warn(f"the cached artifact in {entry} is damaged ({error}); compiling again")
-            return None
         except OSError as error:
             reason = error.strerror or error
             self._warn(f"the cached artifact in {entry} cannot be read ({reason}); compiling again")
-            return None
-        return record
+        return None

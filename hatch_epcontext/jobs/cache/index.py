@@ -1,11 +1,11 @@
 """An index of files: from a file's status to its sha256, and from that to the facts of a model.
 
 So a build reads no file that did not change, and needs no worker for a model that it knows. An index is a
-folder of small files, which are written whole or not at all, and which any number of builds may use. Each is
-a document in an envelope: what is damaged is read again.
+folder of small files, which are written whole or not at all, and which any number of builds may use.
 
-A status counts only where it is known to change with the content, as `Mounts` knows. Elsewhere the content is
-read in each build.
+The status of a user's file counts only where it is known to change with the content, as `Mounts` knows.
+Elsewhere the content is read in each build. To the files of the cache only builds write, so their size, inode
+and time of change are enough to find what was damaged.
 
 An `Index` belongs to one build, which sees one version of each file: it fails when a file is not what it
 was when it was first read.
@@ -18,18 +18,24 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hatch_epcontext.errors import Kind, ModelError, Problem
-from hatch_epcontext.files import file_sha256, is_sha256, read_regular, write_atomically
-from hatch_epcontext.jobs.cache.envelope import DamagedError, envelope_around, read_envelope
+from hatch_epcontext.files import (
+    FileRecord,
+    file_sha256,
+    is_sha256,
+    read_regular,
+    record_file,
+    write_atomically,
+)
 from hatch_epcontext.serialize import from_json, to_json
 
 if TYPE_CHECKING:
-    from hatch_epcontext.jobs.cache.remote import Remote
+    from hatch_epcontext.jobs.cache.shared import SharedCache
 
 T = TypeVar("T")
 
@@ -109,12 +115,12 @@ def _read_mounts() -> Iterator[tuple[str, bool]]:
 class Index:
     """An index in ``folder``; with None it only remembers what it read itself.
 
-    Facts of models are also read from ``remote``, and written to it if the build may do that. With
+    Facts of models are also read from ``shared``, and written to it if the build may do that. With
     ``read_all`` it reads each file, whatever its status.
     """
 
     folder: Path | None = None
-    remote: Remote | None = None
+    shared: SharedCache | None = None
     read_all: bool = False
     _states: dict[Path, FileState] = field(default_factory=dict)
     _mounts: Mounts = field(default_factory=Mounts)
@@ -153,7 +159,7 @@ class Index:
             if _digest_of(path, path.stat()) != key:
                 raise changed_error(path)
             if settled:
-                self._write(_status_name(key), found)
+                self._write(key, found)
         # Threads may look at the same time: the first one counts.
         look = FileState(status.st_size, status.st_mtime_ns, key, found, trusted, settled)
         return self._states.setdefault(path, look)
@@ -179,12 +185,28 @@ class Index:
         settled = first.trusted and _is_settled(status)
         self._states[path] = replace(first, digest=digest, settled=settled)
 
+    def is_intact(self, path: Path, recorded: FileRecord) -> bool:
+        """Whether a file of the cache is as it was stored; it is read if its status has changed."""
+        try:
+            key = _digest_of_own(path)
+            if self.read_all or self._read_sha256(key) != recorded.sha256:
+                if record_file(path) != recorded:
+                    return False
+                self._write(key, recorded.sha256)
+        except OSError:
+            return False
+        return True
+
+    def remember(self, path: Path, recorded: FileRecord) -> None:
+        """Note that a file of the cache is as ``recorded``."""
+        self._write(_digest_of_own(path), recorded.sha256)
+
     def facts(self, key: str, type_: type[T]) -> T | None:
         """The facts that were stored under ``key``, a hex sha256."""
-        known = self._read(_facts_name(key))
+        known = self._read(key)
         text = known
-        if known is None and self.remote is not None:
-            text = self.remote.read(_facts_name(key))
+        if known is None and self.shared is not None:
+            text = self.shared.read("facts", key)
         try:
             facts = from_json(text or "", type_)
         except ValueError:
@@ -195,35 +217,30 @@ class Index:
 
     def store_facts(self, key: str, facts: object) -> None:
         """Store ``facts`` under ``key``, a hex sha256, where that can be written and has others or none."""
-        self._keep_facts(key, to_json(facts), self._read(_facts_name(key)))
+        self._keep_facts(key, to_json(facts), self._read(key))
 
     def _keep_facts(self, key: str, text: str, known: str | None) -> None:
-        name = _facts_name(key)
         if text != known:
-            self._write(name, text)
-        if self.remote is not None:
-            self.remote.share(name, text)
+            self._write(key, text)
+        if self.shared is not None:
+            self.shared.share("facts", key, text)
 
     def _read_sha256(self, key: str) -> str | None:
-        found = self._read(_status_name(key))
+        found = self._read(key)
         return found if found is not None and is_sha256(found) else None
 
-    def _read(self, name: str) -> str | None:
+    def _read(self, key: str) -> str | None:
         if self.folder is None:
             return None
         try:
-            return read_envelope(read_regular(self._file(self.folder, name)), name).text
-        except (OSError, DamagedError):
+            return read_regular(self.folder / key).decode()
+        except (OSError, UnicodeError):
             return None
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, key: str, text: str) -> None:
         if self.folder is not None:
             with contextlib.suppress(OSError):
-                document = envelope_around(name, text)
-                write_atomically(self._file(self.folder, name), document, durable=False)
-
-    def _file(self, folder: Path, name: str) -> Path:
-        return folder / name.rpartition("/")[2]
+                write_atomically(self.folder / key, text, durable=False)
 
 
 def changed_error(path: Path) -> ModelError:
@@ -238,24 +255,19 @@ def changed_error(path: Path) -> ModelError:
     )
 
 
-def _facts_name(key: str) -> str:
-    return f"index/{key}"
-
-
-def _status_name(key: str) -> str:
-    return f"status/{key}"
-
-
 def _digest_of(path: Path, status: os.stat_result) -> str:
-    parts: Iterable[int] = (
-        # Of disks that took the same place in turn.
-        os.statvfs(path).f_fsid if sys.platform != "win32" else 0,
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
+    # Of disks that took the same place in turn.
+    file_system = os.statvfs(path).f_fsid if sys.platform != "win32" else 0
+    return _digest(file_system, status.st_dev, status.st_ctime_ns, status)
+
+
+def _digest_of_own(path: Path) -> str:
+    # Not with the time of the last change of its status, which every hard link to it moves.
+    return _digest(0, 0, 0, path.stat())
+
+
+def _digest(file_system: int, device: int, changed: int, status: os.stat_result) -> str:
+    parts = (file_system, device, status.st_ino, status.st_size, status.st_mtime_ns, changed)
     return hashlib.sha256(":".join(map(str, parts)).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of documents in a shared cache; needs the package cryptography."""
+"""Ed25519 signatures of the statements in a shared cache; needs the package cryptography."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hatch_epcontext.config.cache_keys import (
     private_bytes,
     public_bytes,
 )
-from hatch_epcontext.jobs.cache.envelope import Envelope, signed_bytes
 
 
 def new_keys() -> tuple[str, str]:
@@ -29,24 +28,23 @@ def public_key(private: str) -> str:
     return _public_text(_private(private))
 
 
-def sign(name: str, text: str, private: str) -> str:
-    """The signature of a document in base64."""
-    return base64.b64encode(_private(private).sign(signed_bytes(name, text))).decode("ascii")
+def sign(data: bytes, private: str) -> str:
+    """The signature of ``data`` in base64."""
+    return base64.b64encode(_private(private).sign(data)).decode("ascii")
 
 
-def is_signed(envelope: Envelope, public: tuple[str, ...]) -> bool:
-    """Whether one of the public keys signed the document."""
+def is_signed(data: bytes, signature: str, public: tuple[str, ...]) -> bool:
+    """Whether ``signature``, in base64, is that of ``data`` by one of the public keys."""
     try:
-        signature = base64.b64decode(envelope.signature or "", validate=True)
-    except (binascii.Error, ValueError, TypeError):
+        decoded = base64.b64decode(signature, validate=True)
+    except (binascii.Error, ValueError):
         return False
-    return any(_fits(signature, envelope, key) for key in public)
+    return any(_fits(decoded, data, key) for key in public)
 
 
-def _fits(signature: bytes, envelope: Envelope, public: str) -> bool:
-    key = Ed25519PublicKey.from_public_bytes(public_bytes(public))
+def _fits(signature: bytes, data: bytes, public: str) -> bool:
     try:
-        key.verify(signature, signed_bytes(envelope.name, envelope.text))
+        Ed25519PublicKey.from_public_bytes(public_bytes(public)).verify(signature, data)
     except InvalidSignature:
         return False
     return True

@@ -1,22 +1,21 @@
 """Jobs on the machines of a cluster of ``dask.distributed``.
 
-The client, in the build process, submits each step of a job as a task. Files go both ways in chunks, one
-message each, so that no process has a large model in memory: a worker asks for the files that it does not
-have by an event, and the client fetches an artifact's files from the worker that compiled it.
+The client, in the build process, submits each step of a job as a task. Files go through the shared cache,
+named by their content: the client sends what models need, and fetches the archives that workers send.
+Resources, lost workers and the order of tasks are dask's business.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import queue
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -24,30 +23,30 @@ from typing import Any, cast
 
 from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings, Model
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem
-from hatch_epcontext.files import FileRecord
+from hatch_epcontext.files import FileRecord, record_file, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source, ValidationRun
+from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
-from hatch_epcontext.jobs.cache.index import Index
+from hatch_epcontext.jobs.cache.index import Index, changed_error
+from hatch_epcontext.jobs.cache.transport import Transport, TransportError
 from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
     BuildInfo,
     Compiled,
-    CompileTask,
     Description,
-    ModelFiles,
+    Files,
+    Outcome,
     RemoteTask,
-    ValidateTask,
+    ToValidate,
     dump,
 )
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.validation import reason_not_to_run
+from hatch_epcontext.jobs.validation import input_files, reason_not_to_run
+from hatch_epcontext.system import writing
 from hatch_epcontext.text import count, hide_credentials, pairs
 from hatch_epcontext.worker.facts import Context
-
-CHUNK = 4 << 20
-"""Bytes of a file that one message has."""
 
 CONNECT_SECONDS = 10.0
 """Seconds in which the scheduler must answer."""
@@ -56,7 +55,7 @@ WORKER_SECONDS = 30.0
 """Seconds to wait for a worker with the resources of a target: at first, and when the last one is lost."""
 
 _WATCH_SECONDS = 5.0
-"""Seconds between two looks at whether the cluster still has workers for the steps that were submitted."""
+"""Seconds between two looks at whether the cluster still has workers for the tasks that were submitted."""
 
 _BEAT_SECONDS = 30.0
 """Seconds between two signs of life to the workers, and between two lines about jobs that wait."""
@@ -64,21 +63,14 @@ _BEAT_SECONDS = 30.0
 _END_SECONDS = 10.0
 """Seconds that the end of a build may take on the cluster."""
 
-_TRANSFERS = 4
-"""Chunks that are sent or fetched at the same time."""
+_CLEANERS = 4
+"""Threads that free what workers keep."""
 
 _MIN_JOBS, _MAX_JOBS = 4, 1000
 """The limits of the number of jobs at once. Each has a thread, which waits."""
 
-_ATTEMPTS = 3
-"""How often a job is given to a worker, if its worker is lost before its artifact is fetched."""
-
 _FIRST = 10
 """The priority of validations: their artifact is on a worker already."""
-
-
-class _LostError(Exception):
-    """A worker cannot be reached, or does not have what it had."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class _Fitting:
 
 @dataclass
 class _Running:
-    """A step of ``job`` that was submitted, and may run on the workers ``able``; see `_Fitting`.
+    """A task of ``job`` that was submitted, and may run on the workers ``able``; see `_Fitting`.
 
     ``place`` is the address of the worker that runs it, None while it waits; ``reason`` is why the build
     gave it up.
@@ -106,7 +98,7 @@ class _Running:
     future: Any
     able: tuple[str, ...] | None
     place: str | None = None
-    reason: Exception | None = None
+    reason: BuildError | None = None
 
 
 class DaskExecutor:
@@ -120,6 +112,7 @@ class DaskExecutor:
         workers: Workers,
         sources: Mapping[str, Source],
         index: Index,
+        transport: Transport,
     ) -> None:
         self.at_once = at_once
         self._client = client
@@ -127,18 +120,19 @@ class DaskExecutor:
         self._workers = workers
         self._sources = sources
         self._index = index
-        self._lock = threading.Lock()
+        self._transport = transport
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._stopped = self._closing = False
         self._closed = threading.Event()
         self._numbers = itertools.count()
         # Those of the target names, with or without the need of an EP.
         self._fitting: dict[tuple[str, bool], _Fitting | BuildError] = {}
         self._target_locks: dict[tuple[str, bool], threading.Lock] = {}
-        # What workers may ask for by its sha256: its path, and its size in bytes.
-        self._files: dict[str, tuple[Path, int]] = {}
-        # The files that are being sent, with the addresses of their workers: these may ask again meanwhile.
-        self._sending: set[tuple[str, str]] = set()
-        # By the token of a job: its last step, the one that compiled it, and the workers that have it.
+        # What is in the shared cache.
+        self._sent: set[FileRecord] = set()
+        # The archives of the artifacts that were fetched, by their folders.
+        self._archives: dict[Path, FileRecord] = {}
+        # By the token of a job: its last task, the one that compiled it, and the workers that have it.
         self._running: dict[str, _Running] = {}
         self._compiled: dict[str, Any] = {}
         self._places: dict[str, set[str]] = {}
@@ -146,9 +140,7 @@ class DaskExecutor:
         self._missing: dict[frozenset[tuple[str, float]], float] = {}
         self._addresses: set[str] = set()
         self._events: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._transfers = threading.BoundedSemaphore(_TRANSFERS)
-        self._senders = ThreadPoolExecutor(_TRANSFERS, "hatch-epcontext-send")
-        self._cleanup_pool = ThreadPoolExecutor(_TRANSFERS, "hatch-epcontext-free")
+        self._cleanup_pool = ThreadPoolExecutor(_CLEANERS, "hatch-epcontext-free")
         self._threads = [
             threading.Thread(target=each, name=TOPIC, daemon=True)
             for each in (self._handle_events, self._beat, self._watch)
@@ -167,6 +159,7 @@ class DaskExecutor:
         Raises BuildError when the scheduler cannot be reached or has other versions.
         """
         assert settings.scheduler is not None, "the executor is dask"
+        assert settings.cache is not None, "it needs one"
         client = _connect(settings.scheduler)
         try:
             _check_scheduler(client)
@@ -174,6 +167,8 @@ class DaskExecutor:
             threads = sum(each["nthreads"] for each in cluster.values())
             info = BuildInfo(
                 uuid.uuid4().hex,
+                settings.cache,
+                settings.cache_timeout,
                 workers.timeout,
                 workers.memory_limit,
                 workers.verbose,
@@ -181,7 +176,8 @@ class DaskExecutor:
                 workers.progress is not None,
             )
             at_once = settings.jobs or min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
-            return DaskExecutor(client, info, at_once, workers, sources, index)
+            transport = Transport(settings.cache, settings.cache_timeout, in_all=False)
+            return DaskExecutor(client, info, at_once, workers, sources, index, transport)
         except BaseException:
             client.close(_END_SECONDS)
             raise
@@ -204,63 +200,34 @@ class DaskExecutor:
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` on a worker, and fetch its artifact into ``folder``."""
-        versions = self.versions(job)
-        reason = ""
-        for _ in range(_ATTEMPTS):
-            step = CompileTask(
-                self._info, _token(job), _portable(job), self._models(job), versions, recipe
-            )
-            # If possible where an earlier recipe has left what this one starts from.
-            running = self._submit(step, self._compiled.get(step.token))
-            compiled = cast("Compiled | Refused", self._result(running))
-            place = running.place if isinstance(compiled, Refused) else compiled.worker
-            with self._lock:
-                self._compiled[step.token] = running.future
-                self._places.setdefault(step.token, set()).update(filter(None, [place]))
-            if isinstance(compiled, Refused):
-                return compiled
-            try:
-                self._fetch(compiled, folder)
-            except _LostError as error:
-                reason = str(error)
-                self._check_running(job)
-                shutil.rmtree(folder, ignore_errors=True)
-                with self._lock:
-                    self._compiled.pop(step.token, None)
-                continue
-            return compiled.record
-        message = f"the worker was lost {_ATTEMPTS} times before its artifact was fetched: {reason}"
-        raise BuildError(Problem(Kind.WORKER_LOST, job.location, message))
+        task = self._task(job, self.versions(job), recipe)
+        # If possible where an earlier recipe has left what this one starts from.
+        running = self._submit(task, self._compiled.get(task.token))
+        compiled = cast("Compiled | Refused", self._result(running))
+        with self._lock:
+            self._compiled[task.token] = running.future
+        if isinstance(compiled, Refused):
+            return compiled
+        with (
+            self._using_cache(job),
+            writing("an artifact", folder, job.location),
+            temp_dir() as made,
+        ):
+            self._transport.fetch_blob(compiled.archive, made / "archive")
+            unpack(made / "archive", folder)
+        self._archives[folder] = compiled.archive
+        return compiled.record
 
     def validate(
         self, job: Job, model: Model, artifact: Artifact, context: Context
     ) -> ValidationRun:
         """Validate on a worker, if possible on the one that compiled the artifact."""
         fitting = self._find(job)
-        for name, file in artifact.record.files.items():
-            self._files[file.sha256] = artifact.folder / PurePosixPath(name), file.size
-        step = ValidateTask(
-            self._info,
-            _token(job),
-            _portable(job),
-            self._models(job),
-            fitting.versions,
-            job.models.index(model),
-            artifact.record,
-            context,
-        )
-        after = self._compiled.get(step.token)
-        for _ in range(_ATTEMPTS):
-            try:
-                running = self._submit(step, after, fitting.able)
-                return cast("ValidationRun", self._result(running))
-            except _LostError:
-                fitting, after = self._find(job, lost=fitting), None
-            if fitting.reason is not None:
-                message = f"the workers that can run its artifact were lost: {fitting.reason}"
-                raise BuildError(Problem(Kind.NO_WORKER, job.location, message))
-        message = f"the workers that can run its artifact were lost {_ATTEMPTS} times."
-        raise BuildError(Problem(Kind.WORKER_LOST, job.location, message))
+        archive, number = self._archive(job, artifact), job.models.index(model)
+        work = ToValidate(number, artifact.record, archive, context)
+        task = self._task(job, fitting.versions, work)
+        running = self._submit(task, self._compiled.get(task.token), fitting.able)
+        return cast("ValidationRun", self._result(running))
 
     def finished(self, job: Job) -> None:
         """Free what workers keep for ``job``."""
@@ -273,11 +240,12 @@ class DaskExecutor:
             self._cleanup_pool.submit(self._forget, address, token)
 
     def stop(self) -> None:
-        """Cancel all tasks, and end the steps that run."""
+        """Cancel all tasks, and end what runs."""
         with self._lock:
             first, self._stopped = not self._stopped, True
             running = [each.future for each in self._running.values()]
         self._workers.stop()
+        self._transport.stop()
         if first:
             _limited(lambda: self._client.cancel(running, force=True))
             _limited(self._end_everywhere)
@@ -286,8 +254,7 @@ class DaskExecutor:
         """End what runs on the cluster for this build, and the connection."""
         self._closing = True
         self._closed.set()
-        for pool in (self._senders, self._cleanup_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._cleanup_pool.shutdown(wait=False, cancel_futures=True)
         _limited(self._end_everywhere)
         with self._lock:
             self._running.clear()
@@ -299,28 +266,21 @@ class DaskExecutor:
 
     # The cluster's workers.
 
-    def _find(self, job: Job, *, lost: _Fitting | None = None) -> _Fitting:
-        """The workers of the job's target; they are examined again if they still are ``lost``."""
+    def _find(self, job: Job) -> _Fitting:
+        """The workers of the job's target, which are examined once."""
         name = (job.target.name, job.target.needs_ep)
         with self._lock:
             lock = self._target_locks.setdefault(name, threading.Lock())
         with lock:
             self._check_running(job)
-            if self._fitting.get(name) is lost:
+            if name not in self._fitting:
                 try:
-                    self._fitting[name] = self._examine_again(job) if lost else self._examine(job)
+                    self._fitting[name] = self._examine(job)
                 except BuildError as error:
                     self._fitting[name] = error
         found = self._fitting[name]
         if isinstance(found, BuildError):
             raise BuildError(*(replace(each, location=job.location) for each in found.problems))
-        return found
-
-    def _examine_again(self, job: Job) -> _Fitting:
-        """The workers, when the last one that can run artifacts was lost: another one may come."""
-        end = time.monotonic() + WORKER_SECONDS
-        while (found := self._examine(job)).reason is not None and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
         return found
 
     def _examine(self, job: Job) -> _Fitting:
@@ -396,28 +356,28 @@ class DaskExecutor:
         workers: Mapping[str, Any] = identity["workers"]
         return workers
 
-    # The steps.
+    # The tasks.
 
     def _submit(
-        self, step: RemoteTask, after: Any = None, able: tuple[str, ...] | None = None
+        self, task: RemoteTask, after: Any = None, able: tuple[str, ...] | None = None
     ) -> _Running:
-        kind = "compile" if isinstance(step, CompileTask) else "validate"
+        kind = "compile" if isinstance(task.work, Recipe) else "validate"
         future = self._client.submit(
-            dask_worker.run_step,
-            dump(step),
+            dask_worker.run_task,
+            dump(task),
             after,
             key=f"epcontext-{kind}-{self._info.id}-{next(self._numbers)}",
-            resources=dict(step.job.target.resources) or None,
+            resources=dict(task.job.target.resources) or None,
             workers=able,
             priority=0 if kind == "compile" else _FIRST,
             pure=False,
         )
-        running = _Running(step.job, future, able)
+        running = _Running(task.job, future, able)
         with self._lock:
-            self._running[step.token] = running
+            self._running[task.token] = running
         return running
 
-    def _result(self, running: _Running) -> Compiled | Refused | ValidationRun:
+    def _result(self, running: _Running) -> Outcome:
         from distributed import CancelledError, KilledWorker
 
         job, future = running.job, running.future
@@ -425,7 +385,7 @@ class DaskExecutor:
             # Too late for `stop`.
             future.cancel(force=True)
         try:
-            outcome: Compiled | Refused | ValidationRun | EpcontextError = future.result()
+            outcome: Outcome | EpcontextError = future.result()
         except CancelledError as error:
             self._check_running(job)
             raise running.reason or _lost_scheduler(job.location, error) from None
@@ -454,109 +414,75 @@ class DaskExecutor:
 
     # Files.
 
-    def _models(self, job: Job) -> tuple[ModelFiles, ...]:
-        calibration = job.target.calibration
-        return tuple(
-            self._model_files(self._sources[model.name], model, calibration) for model in job.models
-        )
+    def _task(self, job: Job, versions: Mapping[str, str], work: Recipe | ToValidate) -> RemoteTask:
+        """A task of ``job``, whose files are in the shared cache then."""
+        with self._using_cache(job):
+            return RemoteTask(
+                self._info,
+                _token(job),
+                _portable(job),
+                tuple(self._model(self._sources[model.name]) for model in job.models),
+                tuple(self._inputs(model.validate.inputs) for model in job.models),
+                self._inputs(job.target.calibration),
+                versions,
+                work,
+            )
 
-    def _model_files(self, source: Source, model: Model, calibration: str) -> ModelFiles:
-        folder = model.path.parent
-        names = (model.path.name, *source.facts.external_data)
-        inputs = model.validate.inputs
-        return ModelFiles(
-            str(folder),
-            model.path.name,
-            {name: self._offer(folder / PurePosixPath(name)) for name in names},
-            Path(inputs).name,
-            {} if inputs in SYNTHETIC else self._offer_inputs(Path(inputs)),
-            Path(calibration).name,
-            self._offer_inputs(Path(calibration)) if calibration else {},
-        )
+    def _model(self, source: Source) -> Files:
+        path = source.model.path
+        return self._offered(path.parent, path.name, source.files)
 
-    def _offer_inputs(self, inputs: Path) -> dict[str, FileRecord]:
-        """The records of a file of inputs, which has no name, or of all files in a folder."""
-        if not inputs.is_dir():
-            return {"": self._offer(inputs)}
-        paths = (each for each in sorted(inputs.rglob("*")) if each.is_file())
-        return {each.relative_to(inputs).as_posix(): self._offer(each) for each in paths}
+    def _inputs(self, given: str) -> Files | None:
+        if not given or given in SYNTHETIC:
+            return None
+        path = Path(given)
+        return self._offered(path.parent, path.name, input_files(given))
 
-    def _offer(self, path: Path) -> FileRecord:
-        """The record of a file that workers may ask for from now on."""
-        record = FileRecord(path.stat().st_size, self._index.sha256(path))
-        self._files[record.sha256] = path, record.size
-        return record
+    def _offered(self, folder: Path, name: str, paths: Iterable[Path]) -> Files:
+        """Files that workers find in the shared cache from now on."""
+        records = {}
+        for path in paths:
+            record = FileRecord(path.stat().st_size, self._index.sha256(path))
+            self._send_input(path, record)
+            records[path.relative_to(folder).as_posix()] = record
+        return Files(str(folder), name, records)
 
-    def _send(self, sha256: str, address: str) -> None:
-        path, size = self._files[sha256]
-        offset = 0
+    def _archive(self, job: Job, artifact: Artifact) -> FileRecord:
+        """The archive of ``artifact``, which workers find in the shared cache from now on."""
+        if artifact.folder not in self._archives:
+            with (
+                self._using_cache(job),
+                writing("an archive", artifact.folder, job.location),
+                temp_dir() as made,
+            ):
+                archive = pack(artifact.folder, artifact.record, made / "archive")
+                self._transport.send_blob(made / "archive", archive)
+                self._archives[artifact.folder] = archive
+        return self._archives[artifact.folder]
+
+    def _send_input(self, path: Path, record: FileRecord) -> None:
+        # One after the other: several jobs can need the same file.
+        with self._sending:
+            if record in self._sent or self._transport.has_blob(record):
+                self._sent.add(record)
+                return
+            # What the user writes at this moment must not stay there under the name of other content.
+            with writing("a copy of a model", path), temp_dir() as made:
+                shutil.copyfile(path, made / "file")
+                if record_file(made / "file") != record:
+                    raise changed_error(path)
+                self._transport.send_blob(made / "file", record)
+            self._sent.add(record)
+
+    @contextlib.contextmanager
+    def _using_cache(self, job: Job) -> Iterator[None]:
+        """Raise BuildError when the shared cache does not take or give a file."""
         try:
-            with path.open("rb") as file:
-                while offset < size and not self._closed.is_set():
-                    with self._transfers:
-                        chunk = file.read(CHUNK)
-                        if not self._send_chunk(sha256, address, offset, chunk):
-                            return
-                    offset += len(chunk)
-        except (_LostError, OSError) as error:
-            self._note_sent(sha256, address)
-            # If the worker itself is lost, dask gives its job to another one. If only this message is lost,
-            # the worker asks again.
-            with contextlib.suppress(_LostError):
-                self._call(address, dask_worker.refuse, self._info.id, sha256, f"{path}: {error}")
-        finally:
-            self._note_sent(sha256, address)
-
-    def _note_sent(self, sha256: str, address: str) -> None:
-        with self._lock:
-            self._sending.discard((sha256, address))
-
-    def _send_chunk(self, sha256: str, address: str, offset: int, chunk: bytes) -> bool:
-        """Send a chunk to a worker; False if it does not wait for it any more."""
-        if not chunk:
-            raise _LostError("it changed while the build was running")
-        try:
-            # Five times as fast as an argument of a function.
-            [sent] = self._client.scatter([chunk], workers=[address], hash=False)
-        except Exception as error:
-            raise _LostError(f"{address}: {error}") from error
-        wanted: bool = self._call(
-            address, dask_worker.receive, self._info.id, sha256, offset, sent.key
-        )
-        sent.release()
-        return wanted
-
-    def _fetch(self, compiled: Compiled, folder: Path) -> None:
-        """Fetch the files of an artifact into ``folder``, which is made; raises _LostError."""
-        folder.mkdir(parents=True)
-        for name, record in compiled.record.files.items():
-            path = folder / PurePosixPath(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            digest = hashlib.sha256()
-            with path.open("wb") as file:
-                while (offset := file.tell()) < record.size:
-                    with self._transfers:
-                        chunk: bytes = self._call(
-                            compiled.worker,
-                            dask_worker.read,
-                            compiled.artifact,
-                            name,
-                            offset,
-                            CHUNK,
-                        )
-                        if not chunk:
-                            raise _LostError(f"{name} is shorter on {compiled.worker}")
-                        digest.update(chunk)
-                        file.write(chunk)
-            if digest.hexdigest() != record.sha256:
-                raise _LostError(f"{name} has changed on {compiled.worker}")
-
-    def _call(self, address: str, function: Callable[..., Any], *arguments: object) -> Any:
-        """The result of ``function`` on the worker with that address; raises _LostError."""
-        try:
-            return self._client.run(function, *arguments, workers=[address])[address]
-        except Exception as error:
-            raise _LostError(f"{address}: {error}") from error
+            yield
+        except (TransportError, DamagedError) as error:
+            self._check_running(job)
+            message = f"the shared cache {self._transport.url} cannot be used: {error}."
+            raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message)) from None
 
     # Messages from the workers, and signs of life to them.
 
@@ -578,15 +504,6 @@ class DaskExecutor:
                     if running := self._running.get(event["started"]):
                         running.place = address
                     self._places.setdefault(event["started"], set()).add(address)
-            elif "wants" in event:
-                wanted = (event["wants"], address)
-                with self._lock:
-                    is_sent = wanted in self._sending
-                    self._sending.add(wanted)
-                # A closed pool takes nothing more.
-                with contextlib.suppress(RuntimeError):
-                    if not is_sent:
-                        self._senders.submit(self._send, *wanted)
 
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT_SECONDS):
@@ -600,13 +517,13 @@ class DaskExecutor:
             return [each for each in self._running.values() if not each.future.done()]
 
     def _watch(self) -> None:
-        """Give up the steps for which there has been no worker for too long: dask lets them wait for ever."""
+        """Give up the tasks for which there has been no worker for too long: dask lets them wait for ever."""
         while not self._closed.wait(_WATCH_SECONDS):
-            # A worker that starts a step from now on may be missing in the answer of the scheduler.
+            # A worker that starts a task from now on may be missing in the answer of the scheduler.
             places = [(each, each.place) for each in self._submitted()]
             if not places and not self._missing:
                 continue
-            # The connection may be lost, and then the steps end by themselves.
+            # The connection may be lost, and then the tasks end by themselves.
             with contextlib.suppress(Exception):
                 cluster = self._cluster("")
                 for each, place in places:
@@ -614,11 +531,11 @@ class DaskExecutor:
                         each.place = None
                 self._give_up([each for each, _ in places], cluster)
 
-    def _give_up(self, steps: Sequence[_Running], cluster: Mapping[str, Any]) -> None:
+    def _give_up(self, tasks: Sequence[_Running], cluster: Mapping[str, Any]) -> None:
         by_resources: dict[frozenset[tuple[str, float]], list[_Running]]
         by_resources = {resources: [] for resources in self._missing}
-        for step in steps:
-            by_resources.setdefault(frozenset(step.job.target.resources.items()), []).append(step)
+        for task in tasks:
+            by_resources.setdefault(frozenset(task.job.target.resources.items()), []).append(task)
         given_up = []
         for resources, same in by_resources.items():
             wanted = dict(sorted(resources))
@@ -627,7 +544,9 @@ class DaskExecutor:
                 self._missing.pop(resources, None)
                 lost = [each for each in same if each.able and fitting.isdisjoint(each.able)]
                 for each in lost:
-                    each.reason = _LostError("no worker that can run the artifact")
+                    message = "the workers that can run its artifact were lost."
+                    problem = Problem(Kind.NO_WORKER, each.job.location, message)
+                    each.reason = BuildError(problem)
                 given_up += lost
             elif self._is_missing(
                 resources, f"{_wanted(wanted)}; {_who_waits(len(same))} another one"
@@ -661,8 +580,9 @@ class DaskExecutor:
                 )
 
     def _forget(self, address: str, token: str) -> None:
-        with contextlib.suppress(_LostError):
-            self._call(address, dask_worker.forget, self._info.id, token)
+        # A worker that is lost has nothing to free.
+        with contextlib.suppress(Exception):
+            self._client.run(dask_worker.forget, self._info.id, token, workers=[address])
 
 
 _PACKAGE = "hatch_epcontext"

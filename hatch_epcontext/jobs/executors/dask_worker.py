@@ -1,34 +1,36 @@
-"""What runs on the workers of a dask cluster: the steps of jobs, each by the worker machine's own executor.
+"""What runs on the workers of a dask cluster: the tasks of jobs, each by the worker machine's own executor.
 
-A dask worker only starts the processes in which vendors' compilers run, as a build on one machine does.
+A dask worker only starts the processes in which vendors' compilers run, as a build on one machine does. Files
+come from the shared cache, and artifacts go there; what a build signs is decided by the build.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import pickle
 import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, Problem
-from hatch_epcontext.files import FileRecord, file_sha256
+from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, ValidationRun
+from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
+from hatch_epcontext.jobs.cache.transport import Transport, TransportError
 from hatch_epcontext.jobs.executors.local import LocalExecutor
-from hatch_epcontext.jobs.executors.store import ArrivalError, Store, read_chunk, room
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
 from hatch_epcontext.jobs.validation import reason_not_to_run
+from hatch_epcontext.system import writing
 from hatch_epcontext.text import pairs
 from hatch_epcontext.worker.facts import Context
 
@@ -37,19 +39,22 @@ TOPIC = "hatch-epcontext"
 last events of each topic for as long as it runs."""
 
 ABANDONED_SECONDS = 300.0
-"""Seconds after which a worker ends the steps of a build that it did not hear of."""
+"""Seconds after which a worker ends the tasks of a build that it did not hear of."""
 
 _WATCH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """A build as its workers see it: a name of its own, and how worker processes run.
+    """A build as its workers see it: a name of its own, the URL of the shared cache and the seconds to wait
+    for it, and how worker processes run.
 
     ``log`` and ``progress``: whether the build wants the lines of both.
     """
 
     id: str
+    cache: str
+    cache_timeout: float
     timeout: float
     memory_limit: int | None
     verbose: bool
@@ -58,59 +63,59 @@ class BuildInfo:
 
 
 @dataclass(frozen=True)
-class ModelFiles:
-    """The files of a model, by their paths in its folder, and those of its dummy inputs.
+class Files:
+    """Files in the shared cache, by their paths below ``folder`` on the machine of the build.
 
-    ``folder`` is their place on the machine of the build; ``name`` is the model's own file. ``inputs`` is
-    the name of the inputs' file or folder; the path of a single file is empty.
+    ``name``: the file or folder there that a job names.
     """
 
     folder: str
     name: str
-    files: Mapping[str, FileRecord]
-    inputs: str
-    input_files: Mapping[str, FileRecord] = field(default_factory=dict)
-    calibration: str = ""
-    calibration_files: Mapping[str, FileRecord] = field(default_factory=dict)
+    records: Mapping[str, FileRecord]
+
+    @property
+    def digest(self) -> str:
+        """What identifies them on any machine."""
+        return value_sha256({name: record.sha256 for name, record in self.records.items()})[:32]
+
+
+@dataclass(frozen=True)
+class ToValidate:
+    """``context``, of the job's model with the index ``model``, in the artifact of ``record``, which is in
+    the shared cache as ``archive``.
+    """
+
+    model: int
+    record: Record
+    archive: FileRecord
+    context: Context
 
 
 @dataclass(frozen=True)
 class RemoteTask:
-    """A step of ``job``. ``token`` names the job in this build; ``models`` are the files of its models.
+    """Compile ``job`` with the recipe ``work``, or validate what ``work`` says.
 
-    ``versions``: those that the job's fingerprint has.
+    ``token`` names the job in this build; ``models`` and ``inputs`` are the files of its models, and
+    ``calibration`` those of its target, where it names some. ``versions``: those that the job's fingerprint
+    has.
     """
 
     build: BuildInfo
     token: str
     job: Job
-    models: tuple[ModelFiles, ...]
+    models: tuple[Files, ...]
+    inputs: tuple[Files | None, ...]
+    calibration: Files | None
     versions: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class CompileTask(RemoteTask):
-    """Compile the job with ``recipe``."""
-
-    recipe: Recipe
-
-
-@dataclass(frozen=True)
-class ValidateTask(RemoteTask):
-    """Validate ``context``, of the job's model with the index ``model``, in the artifact of ``record``."""
-
-    model: int
-    record: Record
-    context: Context
+    work: Recipe | ToValidate
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was compiled: ``artifact`` is its folder on the worker with the address ``worker``."""
+    """What was compiled: its archive is in the shared cache."""
 
-    worker: str
-    artifact: str
     record: Record
+    archive: FileRecord
 
 
 @dataclass(frozen=True)
@@ -160,45 +165,23 @@ def _check_library(job: Job) -> None:
         raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, job.location, message, hint))
 
 
-def run_step(
-    data: bytes, after: object = None
-) -> Compiled | Refused | ValidationRun | EpcontextError:
+Outcome = Compiled | Refused | ValidationRun
+"""What comes out of a task."""
+
+
+def run_task(data: bytes, after: object = None) -> Outcome | EpcontextError:
     """Run a pickled `RemoteTask`; foreseen errors are returned, because dask logs those that are raised.
 
-    ``after`` is the result of an earlier step of the job: dask prefers the worker that has it.
+    ``after`` is the result of an earlier task of the job: dask prefers the worker that has it.
     """
     from distributed import get_worker
 
     worker = get_worker()
-    step: RemoteTask = pickle.loads(data)
-    build = _Machine.of(worker).enter(step.build, worker)
+    task: RemoteTask = pickle.loads(data)
     try:
-        with build.running(step) as job:
-            return job.run(step)
+        return _Machine.of(worker).enter(task.build, worker).run(task)
     except EpcontextError as error:
         return error
-
-
-async def receive(build: str, sha256: str, offset: int, chunk: str, dask_worker: Any) -> bool:
-    """Take a chunk of a file, which dask has under the key ``chunk``; False if nobody waits for it any more.
-
-    Dask passes ``dask_worker``.
-    """
-    found = _Machine.find(build)
-    return found is not None and await asyncio.to_thread(
-        lambda: found.store.receive(sha256, offset, dask_worker.data[chunk])
-    )
-
-
-def refuse(build: str, sha256: str, reason: str) -> None:
-    """End the waiting for a file that cannot be sent."""
-    if found := _Machine.find(build):
-        found.store.refuse(sha256, reason)
-
-
-async def read(folder: str, name: str, offset: int, size: int) -> bytes:
-    """A chunk of the file ``name`` in an artifact's folder."""
-    return await asyncio.to_thread(read_chunk, Path(folder) / PurePosixPath(name), offset, size)
 
 
 async def forget(build: str, token: str) -> None:
@@ -214,12 +197,12 @@ def keep_alive(build: str) -> None:
 
 
 async def end(build: str) -> None:
-    """End all steps of a build, and free what is kept for it."""
+    """End all tasks of a build, and free what is kept for it."""
     await asyncio.to_thread(_Machine.end, build)
 
 
 class _Machine:
-    """A dask worker process: the files that it keeps, and its builds."""
+    """A dask worker process, and its builds."""
 
     _all: dict[str, _Machine] = {}  # noqa: RUF012
     _ended: set[str] = set()  # noqa: RUF012
@@ -227,7 +210,6 @@ class _Machine:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.store = Store(folder / "files", room(folder))
         self.builds: dict[str, _Build] = {}
         self._device_locks: dict[str, threading.Lock] = {}
         threading.Thread(target=self._watch, name=TOPIC, daemon=True).start()
@@ -265,7 +247,8 @@ class _Machine:
                 raise BuildError(Problem(Kind.INTERRUPTED, "", "the build has ended."))
             if info.id not in self.builds:
                 folder = self._folder / info.id
-                self.builds[info.id] = _Build(info, worker, folder, self.store, self._device_locks)
+                folder.mkdir(parents=True)
+                self.builds[info.id] = _Build(info, worker, folder, self._device_locks)
             return self.builds[info.id]
 
     def _watch(self) -> None:
@@ -277,22 +260,17 @@ class _Machine:
 
 
 class _Build:
-    """What a worker has for one build: an executor, and a folder for each of its jobs."""
+    """What a worker has for one build: an executor, the files of models, and jobs with their artifacts."""
 
     def __init__(
-        self,
-        info: BuildInfo,
-        worker: Any,
-        folder: Path,
-        store: Store,
-        locks: dict[str, threading.Lock],
+        self, info: BuildInfo, worker: Any, folder: Path, locks: dict[str, threading.Lock]
     ) -> None:
-        self.info = info
-        self.address: str = worker.address
-        self.folder = folder
-        self.store = store
         self.seen = time.monotonic()
+        self._info = info
+        self._address: str = worker.address
+        self._folder = folder
         self._log_event = worker.log_event
+        self._transport = Transport(info.cache, info.cache_timeout, in_all=False)
         self._stack = contextlib.ExitStack()
         self._workers = self._stack.enter_context(
             Workers(
@@ -303,218 +281,173 @@ class _Build:
                 self._sender("progress") if info.progress else None,
             )
         )
-        self.executor = LocalExecutor.make(self._workers, folder, 1, {}, (), locks)
+        self._executor = LocalExecutor.make(self._workers, folder, 1, {}, (), locks)
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Job] = {}
-        self._users: Counter[Path] = Counter()
+        self._fetching: dict[str, threading.Lock] = {}
         self._installed: dict[tuple[str, bool], Mapping[str, str]] = {}
+        # By the tokens of the jobs: as they are here, and how many tasks of them run.
+        self._jobs: dict[str, Job] = {}
+        self._running: Counter[str] = Counter()
+        self._forgotten: set[str] = set()
 
-    @contextlib.contextmanager
-    def running(self, step: RemoteTask) -> Iterator[_Job]:
-        """The job of ``step``, which is kept until it is forgotten and no step of it runs."""
+    def run(self, task: RemoteTask) -> Outcome:
+        """Run ``task``; raises BuildError, with paths of the machine of the build."""
+        self._send("started", task.token)
         with self._lock:
-            if step.token not in self._jobs:
-                self._jobs[step.token] = _Job(self, step)
-                self._users.update(self._jobs[step.token].folders)
-            job = self._jobs[step.token]
-            job.running += 1
-        self.send("started", step.token)
+            self._running[task.token] += 1
+            self._forgotten.discard(task.token)
         try:
-            yield job
+            with writing("the files of a job", self._folder, task.job.location):
+                return self._run(task)
+        except (TransportError, DamagedError) as error:
+            self._check_running()
+            message = f"the worker {self._address} cannot use the shared cache: {error}."
+            problem = Problem(Kind.UNUSABLE_CACHE, task.job.location, message)
+            raise BuildError(problem) from None
+        except BuildError as error:
+            raise type(error)(*(self._as_sent(each, task) for each in error.problems)) from None
         finally:
             with self._lock:
-                job.running -= 1
-            self._free(job)
-            if self.executor.stopped:
-                # The step may have written after the end of the build.
-                shutil.rmtree(self.folder, ignore_errors=True)
+                self._running[task.token] -= 1
+            self._free(task.token)
+            if self._executor.stopped:
+                # The task may have written after the end of the build.
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def forget(self, token: str) -> None:
+        """Free what is kept for a job, when none of its tasks runs any more."""
         with self._lock:
-            job = self._jobs.get(token)
-        if job is not None:
-            job.forgotten = True
-            self._free(job)
+            self._forgotten.add(token)
+        self._free(token)
 
     def end(self) -> None:
+        """End all that runs, and free all that is kept."""
+        self._transport.stop()
         self._workers.stop()
         self._stack.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def send(self, what: str, value: object) -> None:
-        self._log_event(TOPIC, {"build": self.info.id, what: value, "worker": self.address})
+    def _run(self, task: RemoteTask) -> Outcome:
+        job = self._placed(task)
+        executor = replace(self._executor, installed=self._installed_for(task.job))
+        if (found := executor.versions(job)) != task.versions:
+            message = (
+                f"the worker {self._address} has {pairs(found)}, and the build began with "
+                f"{pairs(task.versions)}."
+            )
+            raise BuildError(Problem(Kind.VERSION_MISMATCH, task.job.location, message))
+        artifacts = self._artifacts(task.token)
+        artifacts.mkdir(parents=True, exist_ok=True)
+        work = task.work
+        if isinstance(work, ToValidate):
+            artifact = Artifact(artifacts / work.archive.sha256, work.record)
+            self._fetch(work.archive, artifact.folder)
+            return executor.validate(job, job.models[work.model], artifact, work.context)
+        with temp_dir(artifacts) as made:
+            result = executor.compile(job, work, made / "artifact")
+            if isinstance(result, Refused):
+                problems = tuple(self._as_sent(each, task) for each in result.problems)
+                return replace(result, problems=problems)
+            archive = pack(made / "artifact", result, made / "archive")
+            self._transport.send_blob(made / "archive", archive)
+            with self._one_at_a_time(archive.sha256):
+                if not (folder := artifacts / archive.sha256).exists():
+                    (made / "artifact").rename(folder)
+            return Compiled(result, archive)
 
-    def ask(self, record: FileRecord) -> None:
-        self.send("wants", record.sha256)
+    def _placed(self, task: RemoteTask) -> Job:
+        """The task's job with the paths that its files have here."""
+        for each in filter(None, (*task.models, *task.inputs, task.calibration)):
+            folder = self._place(each)
+            with self._one_at_a_time(each.digest):
+                if folder.exists():
+                    continue
+                with temp_dir(self._folder) as made:
+                    for name, record in each.records.items():
+                        target = made / "files" / PurePosixPath(name)
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        self._transport.fetch_blob(record, target)
+                    folder.parent.mkdir(exist_ok=True)
+                    (made / "files").rename(folder)
+        with self._lock:
+            if task.token not in self._jobs:
+                self._jobs[task.token] = self._moved(task)
+                self._executor.preparations.want(self._jobs[task.token])
+            return self._jobs[task.token]
 
-    def installed(self, job: Job) -> Mapping[str, str]:
+    def _moved(self, task: RemoteTask) -> Job:
+        def path(files: Files | None) -> str:
+            return "" if files is None else str(self._place(files) / files.name)
+
+        def moved(model: Model, its: Files, inputs: Files | None) -> Model:
+            given = model.validate.inputs if inputs is None else path(inputs)
+            validate = replace(model.validate, inputs=given)
+            return replace(model, path=Path(path(its)), validate=validate)
+
+        models = map(moved, task.job.models, task.models, task.inputs)
+        target = replace(task.job.target, calibration=path(task.calibration))
+        return replace(task.job, models=tuple(models), target=target)
+
+    def _fetch(self, archive: FileRecord, folder: Path) -> None:
+        """Unpack an archive into ``folder``, unless it is there."""
+        with self._one_at_a_time(archive.sha256):
+            if not folder.exists():
+                with temp_dir(self._folder) as made:
+                    self._transport.fetch_blob(archive, made / "archive")
+                    unpack(made / "archive", made / "artifact")
+                    (made / "artifact").rename(folder)
+
+    def _place(self, files: Files) -> Path:
+        return self._folder / "files" / files.digest
+
+    def _artifacts(self, token: str) -> Path:
+        return self._folder / "jobs" / token
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, digest: str) -> Iterator[None]:
+        with self._lock:
+            busy = self._fetching.setdefault(digest, threading.Lock())
+        with busy:
+            yield
+
+    def _free(self, token: str) -> None:
+        with self._lock:
+            if self._running[token] or token not in self._forgotten:
+                return
+            job = self._jobs.pop(token, None)
+        if job is not None:
+            self._executor.finished(job)
+        shutil.rmtree(self._artifacts(token), ignore_errors=True)
+
+    def _installed_for(self, job: Job) -> Mapping[str, str]:
         """What was installed for the job's target when the build began here, and imported."""
         target = (job.target.name, job.target.needs_ep)
         if target not in self._installed:
             self._installed[target] = _installed(job)
         return self._installed[target]
 
-    def check_running(self) -> None:
-        """Raise BuildError if the build has ended."""
-        if self.executor.stopped:
-            raise BuildError(Problem(Kind.INTERRUPTED, "", "the build was interrupted."))
+    def _check_running(self) -> None:
+        if self._executor.stopped:
+            raise BuildError(Problem(Kind.INTERRUPTED, "", "the build was interrupted.")) from None
 
     def _sender(self, what: str) -> Callable[[str], None]:
-        return lambda line: self.send(what, line)
+        return lambda line: self._send(what, line)
 
-    def _free(self, job: _Job) -> None:
-        with self._lock:
-            if job.running or not job.forgotten or self._jobs.pop(job.token, None) is None:
-                return
-            self._users.subtract(job.folders)
-            for folder in job.folders:
-                # The store still has its files.
-                if self._users[folder] <= 0:
-                    shutil.rmtree(folder, ignore_errors=True)
-        job.free()
+    def _send(self, what: str, value: object) -> None:
+        self._log_event(TOPIC, {"build": self._info.id, what: value, "worker": self._address})
 
-
-class _Job:
-    """A job on a worker: its models with the paths that they have here, and its artifact."""
-
-    def __init__(self, build: _Build, step: RemoteTask) -> None:
-        self.token = step.token
-        self.running = 0
-        self.forgotten = False
-        self._build = build
-        self._folder = build.folder / "jobs" / step.token
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._places = [_Places.of(build.folder / "models", each) for each in step.models]
-        self._job = replace(
-            step.job,
-            models=tuple(
-                place.moved(model)
-                for place, model in zip(self._places, step.job.models, strict=True)
-            ),
-            target=replace(step.job.target, calibration=self._places[0].calibration),
-        )
-        build.executor.preparations.want(self._job)
-
-    @property
-    def folders(self) -> set[Path]:
-        """The folders of its models and their inputs, which other jobs may use too."""
-        return {folder for place in self._places for folder in place.folders}
-
-    def run(self, step: RemoteTask) -> Compiled | Refused | ValidationRun:
-        try:
-            return self._run(step)
-        except ArrivalError as error:
-            message = f"a file did not arrive on {self._build.address}: {error}."
-            raise BuildError(Problem(Kind.WORKER_LOST, step.job.location, message)) from None
-        except BuildError as error:
-            raise type(error)(*map(self._as_sent, error.problems)) from None
-
-    def free(self) -> None:
-        self._build.executor.finished(self._job)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _run(self, step: RemoteTask) -> Compiled | Refused | ValidationRun:
-        for place in self._places:
-            self._place(place.files)
-        executor = replace(self._build.executor, installed=self._build.installed(step.job))
-        if (found := executor.versions(self._job)) != step.versions:
-            message = (
-                f"the worker {self._build.address} has {pairs(found)}, and the build began with "
-                f"{pairs(step.versions)}."
-            )
-            raise BuildError(Problem(Kind.VERSION_MISMATCH, step.job.location, message))
-        if isinstance(step, ValidateTask):
-            folder = self._folder / _digest(step.record.files)
-            with self._lock:
-                self._place(
-                    (folder / PurePosixPath(name), record)
-                    for name, record in step.record.files.items()
-                )
-            artifact = Artifact(folder, step.record)
-            model = self._job.models[step.model]
-            return executor.validate(self._job, model, artifact, step.context)
-        assert isinstance(step, CompileTask), "there are two"
-        folder = self._folder / f"{next(self._numbers)}"
-        result = executor.compile(self._job, step.recipe, folder)
-        if isinstance(result, Refused):
-            shutil.rmtree(folder, ignore_errors=True)
-            return replace(result, problems=tuple(map(self._as_sent, result.problems)))
-        for name, file in result.files.items():
-            self._build.store.adopt(folder / PurePosixPath(name), file)
-        return Compiled(self._build.address, str(folder), result)
-
-    def _place(self, files: Iterable[tuple[Path, FileRecord]]) -> None:
-        for path, record in files:
-            build = self._build
-            build.store.place(record, path, build.ask, build.check_running)
-
-    def _as_sent(self, problem: Problem) -> Problem:
-        """``problem`` with the paths of the build's machine."""
+    def _as_sent(self, problem: Problem, task: RemoteTask) -> Problem:
+        """``problem`` with the paths of the machine of the build."""
 
         def text(value: str) -> str:
-            for place in self._places:
-                value = value.replace(str(place.folder), place.sent.folder)
+            for each in filter(None, (*task.models, *task.inputs, task.calibration)):
+                value = value.replace(str(self._place(each)), each.folder)
             return value
 
         return replace(
             problem,
-            location=problem.location or self._job.location,
+            location=problem.location or task.job.location,
             message=text(problem.message),
             hint=problem.hint and text(problem.hint),
             log=problem.log and text(problem.log),
         )
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the files of a model are on this machine: the same folder for equal files."""
-
-    sent: ModelFiles
-    folder: Path
-    inputs: str
-    calibration: str
-
-    @staticmethod
-    def of(root: Path, sent: ModelFiles) -> _Places:
-        def place(name: str, files: Mapping[str, FileRecord]) -> str:
-            return str(root / f"inputs-{_digest(files)}" / name) if files else name
-
-        return _Places(
-            sent,
-            root / _digest(sent.files),
-            place(sent.inputs, sent.input_files),
-            place(sent.calibration, sent.calibration_files),
-        )
-
-    @property
-    def folders(self) -> set[Path]:
-        given = [self.inputs] if self.sent.input_files else []
-        given += [self.calibration] if self.sent.calibration_files else []
-        return {self.folder, *(Path(each).parent for each in given)}
-
-    @property
-    def files(self) -> Sequence[tuple[Path, FileRecord]]:
-        own = [(self.folder / PurePosixPath(name), each) for name, each in self.sent.files.items()]
-        return [
-            *own,
-            *_below(self.inputs, self.sent.input_files),
-            *_below(self.calibration, self.sent.calibration_files),
-        ]
-
-    def moved(self, model: Model) -> Model:
-        """``model`` with the paths on this machine."""
-        return replace(
-            model,
-            path=self.folder / self.sent.name,
-            validate=replace(model.validate, inputs=self.inputs),
-        )
-
-
-def _digest(files: Mapping[str, FileRecord]) -> str:
-    return value_sha256({name: record.sha256 for name, record in files.items()})[:32]
-
-
-def _below(folder: str, files: Mapping[str, FileRecord]) -> Sequence[tuple[Path, FileRecord]]:
-    """The places of ``files`` in ``folder``, which is itself the file without a name."""
-    return [(Path(folder) / PurePosixPath(name), each) for name, each in files.items()]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,24 +23,22 @@ import pytest
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.jobs.artifact import Record, Result, Times, ValidationStatus
 from hatch_epcontext.jobs.cache.cache import Cache
+from hatch_epcontext.jobs.cache.signing import new_keys
+from hatch_epcontext.jobs.cache.transport import Transport
 from hatch_epcontext.jobs.executors import dask as dask_module
-from hatch_epcontext.jobs.executors import dask_worker
-from hatch_epcontext.jobs.executors.dask import DaskExecutor
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
-from hatch_epcontext.jobs.run import DryRun, build, dry_run
+from hatch_epcontext.jobs.run import DryRun, build, dry_run, open_cache
 from tests.conftest import REPOSITORY, needs_qnn
 from tests.models import network, save, save_with_data, unknown_operator
 
 PRELOAD = """
 from hatch_epcontext.jobs.processes import process
 process._FIRST_BEAT = process._NEXT_BEATS = 0.5
-
-from hatch_epcontext.jobs.executors import store
-store.SILENCE_SECONDS = 1.0
 """
 """What each dask worker runs at its start, so that no test waits for long."""
 
@@ -74,7 +73,8 @@ class Cluster:
         (folder / "preload.py").write_text(PRELOAD, encoding="utf-8")
         info = folder / "scheduler.json"
         self._scheduler = self._start("scheduler", "--port=0", f"--scheduler-file={info}")
-        while not info.is_file():
+        # It is not written at once.
+        while not info.is_file() or not info.read_text(encoding="utf-8").endswith("}"):
             assert self._scheduler.poll() is None, (folder / "scheduler.log").read_text()
             time.sleep(0.05)
         self.address: str = json.loads(info.read_text(encoding="utf-8"))["address"]
@@ -170,13 +170,14 @@ resources = { NPU = 1 }
 
 
 class Builder:
-    """Builds the project in ``root`` on a cluster; all builds share one cache."""
+    """Builds the project in ``root`` on a cluster; all builds share one cache of this machine."""
 
     def __init__(self, root: Path, folder: Path, address: str) -> None:
         self.root, self.folder, self.address = root, folder, address
         self.log: list[str] = []
         self.lines: list[str] = []
         self.progress: list[str] = []
+        self.shared, self.use_shared = folder / "shared", False
         self._count = 0
 
     def __call__(
@@ -185,11 +186,19 @@ class Builder:
         environ: Mapping[str, str] | None = None,
         log: Callable[[str], None] | None = None,
     ) -> Result:
-        variables = {"EXECUTOR": "dask", "SCHEDULER": self.address, **(environ or {})}
+        variables = {
+            "EXECUTOR": "dask",
+            "SCHEDULER": self.address,
+            "CACHE": f"file://{self.shared}",
+            "CACHE_TRUST": "all",
+            "CACHE_DIR": str(self.folder / "cache"),
+            **(environ or {}),
+        }
         named = {f"HATCH_EPCONTEXT_{name}": value for name, value in variables.items()}
         config = load(self.root, parse(toml), {}, named)
         workers = Workers(config.build.timeout, self.lines.append, progress=self.progress.append)
-        return build(plan(config), self.staging(), self.cache(), log or self.log.append, workers)
+        cache = open_cache(config, self.log.append) if self.use_shared else self.cache()
+        return build(plan(config), self.staging(), cache, log or self.log.append, workers)
 
     def staging(self) -> Path:
         self._count += 1
@@ -265,27 +274,7 @@ def test_lines_of_workers_arrive_as_those_of_local_ones(run: Builder) -> None:
     ]
 
 
-def test_all_files_of_a_model_travel_in_chunks(
-    run: Builder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dask_module, "CHUNK", 1000)
-    sent: list[int] = []
-    send = DaskExecutor._send_chunk
-
-    def counted(self: Any, sha256: str, address: str, offset: int, chunk: bytes) -> bool:
-        sent.append(len(chunk))
-        return send(self, sha256, address, offset, chunk)
-
-    monkeypatch.setattr(DaskExecutor, "_send_chunk", counted)
-    fetched: list[int] = []
-    call = DaskExecutor._call
-
-    def counted_call(self: Any, address: str, function: Any, *arguments: Any) -> Any:
-        result = call(self, address, function, *arguments)
-        fetched.extend([len(result)] if isinstance(result, bytes) else [])
-        return result
-
-    monkeypatch.setattr(DaskExecutor, "_call", counted_call)
+def test_all_files_go_through_the_shared_cache_once(run: Builder) -> None:
     save_with_data(network(), run.root / "models" / "a.onnx")
     np.savez(run.root / "x.npz", x=np.full((2, 1, 8, 8), 0.5, np.float32))
     table = '{ name = "b", path = "models/a.onnx", validate = { inputs = "x.npz" } }'
@@ -295,16 +284,59 @@ def test_all_files_of_a_model_travel_in_chunks(
         ValidationStatus.RAN,
         ValidationStatus.RAN,
     ]
-    assert max(sent + fetched) == 1000
-    # Every file once, although two jobs need the same model.
-    files = [
-        run.root / "models" / "a.onnx",
-        run.root / "models" / "network.data",
-        run.root / "x.npz",
-    ]
-    assert sum(sent) == sum(file.stat().st_size for file in files)
-    assert sum(fetched) == sum(each.artifact.size for each in result.built)
-    assert len(fetched) > 20
+    inputs = {
+        file_sha256(run.root / name) for name in ("models/a.onnx", "models/network.data", "x.npz")
+    }
+    # Workers do not sign, and nor does a build that may not.
+    assert [path.name for path in (run.shared / "v5").iterdir()] == ["blobs"]
+    sent = {path.name: path for path in (run.shared / "v5" / "blobs").iterdir()}
+    assert inputs < sent.keys()
+    assert all(file_sha256(path) == name for name, path in sent.items())
+    # Their recipes and files are equal, but not the names of the models.
+    assert len(sent) == len(inputs) + 2
+    changed = {name: path.stat().st_mtime_ns for name, path in sent.items()}
+    shutil.rmtree(run.folder / "cache")
+    run(toml)
+    assert {path.name for path in (run.shared / "v5" / "blobs").iterdir()} >= sent.keys()
+    assert changed == {name: path.stat().st_mtime_ns for name, path in sent.items()}
+
+
+def test_a_build_with_the_key_signs_what_workers_compiled(
+    run: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = new_keys()
+    toml = f'{CPU}[build]\ncache-keys = ["{public}"]\n'
+    signing = {"CACHE_TRUST": "", "CACHE_WRITE": "1", "CACHE_KEY": private}
+    run.use_shared = True
+    (built,) = run(toml, signing).built
+    assert not built.cached
+    other = Builder(run.root, tmp_path / "other", "")
+    other.folder.mkdir()
+    other.use_shared, other.shared = True, run.shared
+    (taken,) = other(toml, {"CACHE_TRUST": "", "FROM_CACHE": "all"}).built
+    assert taken.artifact.record == built.artifact.record
+    assert not [line for line in other.log if "shared cache" in line]
+
+
+def test_workers_that_cannot_use_the_shared_cache_say_so(run: Builder) -> None:
+    run.shared.touch()
+    with pytest.raises(BuildError) as raised:
+        run(CPU)
+    (problem,) = raised.value.problems
+    assert (problem.kind, problem.location) == (Kind.UNUSABLE_CACHE, "a -> x")
+    assert str(run.shared) in problem.message
+
+
+def test_a_damaged_file_in_the_shared_cache_is_an_error_that_names_the_worker(run: Builder) -> None:
+    model = run.root / "models" / "a.onnx"
+    blob = run.shared / "v5" / "blobs" / file_sha256(model)
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(bytes(reversed(model.read_bytes())))
+    with pytest.raises(BuildError) as raised:
+        run(CPU)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.UNUSABLE_CACHE
+    assert f"its file {blob.name[:12]} has other content" in problem.message
 
 
 def test_folders_of_inputs_travel(run: Builder) -> None:
@@ -328,37 +360,18 @@ def test_a_model_that_changes_while_it_is_sent_is_refused(
     run: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = run.root / "models" / "a.onnx"
-    send = DaskExecutor._send
+    has_blob = Transport.has_blob
 
-    def changed(self: Any, sha256: str, address: str) -> None:
-        data = path.read_bytes()
-        path.write_bytes(data[:-1] + b"?")
-        send(self, sha256, address)
+    def changed(self: Transport, blob: FileRecord) -> bool:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        return has_blob(self, blob)
 
     save(network(5), path)
-    monkeypatch.setattr(DaskExecutor, "_send", changed)
+    monkeypatch.setattr(Transport, "has_blob", changed)
     with pytest.raises(BuildError, match=r"a\.onnx: EPC211\n    changed during the build"):
         run(CPU)
-
-
-def test_a_file_whose_transfer_failed_without_a_word_is_sent_again(
-    run: Builder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dask_module, "CHUNK", 1000)
-    save(network(6), run.root / "models" / "a.onnx")
-    lost: list[object] = []
-    call = DaskExecutor._call
-
-    def call_with_hiccup(self: Any, address: str, function: Any, *arguments: Any) -> Any:
-        is_second_chunk = function is dask_worker.receive and arguments[2] == 1000
-        if len(lost) < 2 and (is_second_chunk or function is dask_worker.refuse):
-            lost.append(function)
-            raise dask_module._LostError("a hiccup")
-        return call(self, address, function, *arguments)
-
-    monkeypatch.setattr(DaskExecutor, "_call", call_with_hiccup)
-    assert run(CPU).built[0].validations["a"].status is ValidationStatus.RAN
-    assert lost == [dask_worker.receive, dask_worker.refuse]
+    # Nothing stays there under the name of other content.
+    assert not run.shared.exists()
 
 
 def test_errors_and_their_logs_are_as_locally(run: Builder) -> None:
@@ -439,7 +452,12 @@ def test_an_empty_variable_contacts_nobody(run: Builder) -> None:
 
 
 def test_a_dry_run_knows_the_fingerprints(run: Builder) -> None:
-    farm = {"HATCH_EPCONTEXT_EXECUTOR": "dask", "HATCH_EPCONTEXT_SCHEDULER": run.address}
+    farm = {
+        "HATCH_EPCONTEXT_EXECUTOR": "dask",
+        "HATCH_EPCONTEXT_SCHEDULER": run.address,
+        "HATCH_EPCONTEXT_CACHE": f"file://{run.shared}",
+        "HATCH_EPCONTEXT_CACHE_TRUST": "all",
+    }
     found: list[DryRun] = []
     for environ in (farm, {}):
         planned = plan(load(run.root, parse(CPU), {}, environ))
@@ -454,6 +472,8 @@ def test_this_environment_needs_only_what_reads_models(project: Path) -> None:
     environ = {
         "HATCH_EPCONTEXT_EXECUTOR": "dask",
         "HATCH_EPCONTEXT_SCHEDULER": "tcp://127.0.0.1:9",
+        "HATCH_EPCONTEXT_CACHE": "file:///shared",
+        "HATCH_EPCONTEXT_CACHE_TRUST": "all",
     }
     planned = plan(load(project, parse(toml), {}, environ))
     assert planned.requirements == FARM

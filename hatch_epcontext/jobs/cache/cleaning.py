@@ -14,9 +14,10 @@ from pathlib import Path
 
 from hatch_epcontext.files import Output, is_sha256, sweep
 from hatch_epcontext.jobs.artifact import Record
-from hatch_epcontext.jobs.cache.cache_folder import STAGING, discard, is_intact_entry, stored_record
-from hatch_epcontext.jobs.cache.entry import LAYOUT
-from hatch_epcontext.jobs.cache.envelope import DamagedError
+from hatch_epcontext.jobs.cache import LAYOUT
+from hatch_epcontext.jobs.cache.archive import DamagedError
+from hatch_epcontext.jobs.cache.folder import STAGING, checked_record, discard, stored_record
+from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cutting import FOLDER as CUT_MODELS
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
@@ -56,11 +57,7 @@ class Store:
 
     def damaged(self) -> list[Entry]:
         """The artifacts that are not as they were stored; every file is read."""
-        return [
-            entry
-            for entry in self.entries()
-            if entry.record is None or not is_intact_entry(entry.folder, read_all=True)
-        ]
+        return [entry for entry in self.entries() if not _is_intact(entry.folder)]
 
     def prune(self, older_than: datetime.timedelta | None, max_size: int | None) -> list[Entry]:
         """Remove artifacts unused for ``older_than``, and the longest unused beyond ``max_size`` bytes.
@@ -134,6 +131,14 @@ class Store:
         for entry in entries:
             discard(entry.folder)
         return entries
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        checked_record(folder, Index(read_all=True))
+    except (OSError, DamagedError):
+        return False
+    return True
 
 
 def _is_temporary(file: Path) -> bool:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +19,14 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.files import FileRecord, record_files
+from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache.envelope import envelope_around
-from hatch_epcontext.jobs.cache.remote import Remote
+from hatch_epcontext.jobs.cache import signing
+from hatch_epcontext.jobs.cache.shared import SharedCache
 from hatch_epcontext.jobs.cache.signing import new_keys
+from hatch_epcontext.jobs.cache.statement import Signed
 from hatch_epcontext.serialize import to_json
-from tests.conftest import any_record, make_record
+from tests.conftest import make_record
 from tests.remotes import (
     S3_KEY,
     S3_SECRET,
@@ -80,9 +82,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make(folder: Path, warnings: list[str]) -> Callable[[], Remote]:
+def make(folder: Path, warnings: list[str]) -> Callable[[], SharedCache]:
     """A build's view of the remote in `folder`, which the build may write."""
-    return lambda: Remote(folder_url(folder), warnings.append, can_write=True)
+    return lambda: SharedCache(folder_url(folder), warnings.append, can_write=True)
 
 
 def test_an_artifact_that_one_build_sends_is_fetched_by_another(
@@ -94,33 +96,33 @@ def test_an_artifact_that_one_build_sends_is_fetched_by_another(
     (artifact.folder / "parts" / "large.bin").write_bytes(bytes(range(256)) * 20_000)
     (artifact.folder / "parts" / "larger.bin").write_bytes(bytes(range(256)) * 70_000)
     record = make_record(record_files(artifact.folder))
-    first, second = (Remote(url, warnings.append, can_write=can) for can in (True, False))
-    assert not second.has(KEY, any_record)
-    assert second.fetch(KEY, tmp_path / "missing", any_record) is None
-    first.send(KEY, artifact.folder, record, any_record)
-    assert second.has(KEY, any_record)
-    assert not second.has(OTHER, any_record)
-    assert second.fetch(KEY, tmp_path / "fetched", any_record) == record
+    first, second = (SharedCache(url, warnings.append, can_write=can) for can in (True, False))
+    assert not second.has(KEY)
+    assert second.fetch(KEY, tmp_path / "missing") is None
+    first.send(KEY, artifact.folder, record)
+    assert second.has(KEY)
+    assert not second.has(OTHER)
+    assert second.fetch(KEY, tmp_path / "fetched") == record
     assert record_files(tmp_path / "fetched") == record.files
     assert not (tmp_path / "missing").exists()
     assert not warnings
 
 
 def test_documents_are_written_again_and_read(url: str, warnings: list[str]) -> None:
-    remote = Remote(url, warnings.append, can_write=True)
-    assert remote.read("latest/x") is None
-    remote.write("latest/x", "old\n")
-    remote.write("latest/x", "newer: ü\n")
-    assert Remote(url, warnings.append).read("latest/x") == "newer: ü\n"
+    remote = SharedCache(url, warnings.append, can_write=True)
+    assert remote.read("latest", "x") is None
+    remote.write("latest", "x", "old\n")
+    remote.write("latest", "x", "newer: ü\n")
+    assert SharedCache(url, warnings.append).read("latest", "x") == "newer: ü\n"
     assert not warnings
 
 
 def test_a_build_writes_only_when_it_may(
     folder: Path, artifact: Artifact, warnings: list[str]
 ) -> None:
-    remote = Remote(folder_url(folder), warnings.append)
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
-    remote.write("latest/x", "text")
+    remote = SharedCache(folder_url(folder), warnings.append)
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.write("latest", "x", "text")
     assert not remote.can_write
     assert not folder.exists()
     assert not warnings
@@ -129,265 +131,261 @@ def test_a_build_writes_only_when_it_may(
 def test_files_that_the_remote_has_are_not_sent_again(
     server: WebServer, artifact: Artifact, warnings: list[str]
 ) -> None:
-    remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
+    remote = SharedCache(server.url, warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
     server.requests.clear()
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
-    remote.send(OTHER, artifact.folder, artifact.record, any_record)
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.send(OTHER, artifact.folder, artifact.record)
     sent = [path for method, path in server.requests if method == "PUT"]
-    assert sent == [f"/cache/v4/entries/cd/{OTHER}.json"]
+    assert sent == [f"/cache/v5/artifact/{OTHER}.json"]
     assert not warnings
 
 
-def test_an_entry_is_sent_after_its_files(
+def test_a_statement_is_sent_after_its_archive(
     server: WebServer, artifact: Artifact, warnings: list[str]
 ) -> None:
-    Remote(server.url, warnings.append, can_write=True).send(
-        KEY, artifact.folder, artifact.record, any_record
+    SharedCache(server.url, warnings.append, can_write=True).send(
+        KEY, artifact.folder, artifact.record
     )
     sent = [path for method, path in server.requests if method == "PUT"]
-    assert sent[-1].startswith("/cache/v4/entries/")
-    assert {path.split("/")[3] for path in sent[:-1]} == {"blobs"}
+    assert [path.split("/")[3] for path in sent] == ["blobs", "artifact"]
 
 
 def test_asking_for_an_artifact_downloads_none_of_its_files(
     server: WebServer, artifact: Artifact, warnings: list[str]
 ) -> None:
-    remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
+    remote = SharedCache(server.url, warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
     server.requests.clear()
-    assert remote.has(KEY, any_record)
-    assert server.requests == [("GET", f"/cache/v4/entries/ab/{KEY}.json")]
+    assert remote.has(KEY)
+    assert server.requests == [("GET", f"/cache/v5/artifact/{KEY}.json")]
 
 
-def blob(folder: Path, file: FileRecord) -> Path:
-    return folder / "v4" / "blobs" / file.sha256[:2] / file.sha256
+def blob(folder: Path) -> Path:
+    """The only archive."""
+    (found,) = (folder / "v5" / "blobs").iterdir()
+    return found
 
 
-def entry(folder: Path, fingerprint: str = KEY) -> Path:
-    return folder / "v4" / "entries" / fingerprint[:2] / f"{fingerprint}.json"
+def statement(folder: Path, key: str = KEY) -> Path:
+    return folder / "v5" / "artifact" / f"{key}.json"
 
 
 @pytest.mark.parametrize("harm", ["changed", "shorter", "missing"])
 def test_a_damaged_file_is_a_miss_and_is_sent_again(
-    make: Callable[[], Remote],
+    make: Callable[[], SharedCache],
     folder: Path,
     artifact: Artifact,
     tmp_path: Path,
     warnings: list[str],
     harm: str,
 ) -> None:
-    make().send(KEY, artifact.folder, artifact.record, any_record)
-    damaged = blob(folder, artifact.record.files["a_ctx_qnn.bin"])
+    make().send(KEY, artifact.folder, artifact.record)
+    damaged = blob(folder)
     content = damaged.read_bytes()
     if harm == "missing":
         damaged.unlink()
     else:
         damaged.write_bytes(content[:-4] if harm == "shorter" else content[:-4] + b"BLOB")
     build = make()
-    assert build.fetch(KEY, tmp_path / "fetched", any_record) is None
+    assert build.fetch(KEY, tmp_path / "fetched") is None
     assert not (tmp_path / "fetched").exists()
     (warning,) = warnings
     assert f"the artifact {KEY[:12]} in the shared cache" in warning
-    assert "is damaged (its file a_ctx_qnn.bin " in warning
-    build.send(KEY, artifact.folder, artifact.record, any_record)
-    assert make().fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+    assert "is damaged (its file " in warning
+    build.send(KEY, artifact.folder, artifact.record)
+    assert make().fetch(KEY, tmp_path / "fetched") == artifact.record
     assert len(warnings) == 1
 
 
-def test_an_incomplete_artifact_is_sent_again_by_a_build_that_has_it(
-    url: str, artifact: Artifact, tmp_path: Path, warnings: list[str]
-) -> None:
-    (artifact.folder / "empty.bin").touch()
-    record = make_record(record_files(artifact.folder))
-    # As after a store has removed a file by its age: an entry, and only some of its files.
-    documents = Remote(url, warnings.append, can_write=True)
-    documents.write(f"entries/ab/{KEY}.json", to_json(record))
-    Remote(url, warnings.append, can_write=True).send(KEY, artifact.folder, record, any_record)
-    assert Remote(url, warnings.append).fetch(KEY, tmp_path / "fetched", any_record) == record
-    assert not warnings
-
-
 def test_a_file_that_was_not_sent_to_its_end_is_sent_again_by_a_build_that_has_it(
-    make: Callable[[], Remote],
+    make: Callable[[], SharedCache],
     folder: Path,
     artifact: Artifact,
     tmp_path: Path,
     warnings: list[str],
 ) -> None:
-    make().send(KEY, artifact.folder, artifact.record, any_record)
-    cut = blob(folder, artifact.record.files["a_ctx_qnn.bin"])
+    make().send(KEY, artifact.folder, artifact.record)
+    cut = blob(folder)
     cut.write_bytes(cut.read_bytes()[:10])
-    make().send(KEY, artifact.folder, artifact.record, any_record)
-    assert make().fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+    make().send(KEY, artifact.folder, artifact.record)
+    assert make().fetch(KEY, tmp_path / "fetched") == artifact.record
     assert not warnings
 
 
 def test_a_document_that_is_too_large_to_be_read_is_not_written(
-    make: Callable[[], Remote], folder: Path, warnings: list[str]
+    make: Callable[[], SharedCache], folder: Path, warnings: list[str]
 ) -> None:
     remote = make()
-    remote.write("latest/x", "x" * (5 << 20))
-    remote.write("latest/y", "y")
-    assert [path.name for path in (folder / "v4" / "latest").iterdir()] == ["y"]
+    remote.write("latest", "x", "x" * (5 << 20))
+    remote.write("latest", "y", "y")
+    assert [path.name for path in (folder / "v5" / "latest").iterdir()] == ["y.json"]
     (warning,) = warnings
-    assert "does not get a document of 5.2 MB" in warning
+    assert "does not get a statement of 5.2 MB" in warning
 
 
 def test_an_incomplete_artifact_is_replaced_by_one_with_other_files(
-    make: Callable[[], Remote],
+    make: Callable[[], SharedCache],
     folder: Path,
     artifact: Artifact,
     tmp_path: Path,
     warnings: list[str],
 ) -> None:
-    make().send(KEY, artifact.folder, artifact.record, any_record)
-    first = artifact.record.files["a_ctx_qnn.bin"]
+    make().send(KEY, artifact.folder, artifact.record)
+    first = blob(folder)
     (artifact.folder / "a_ctx_qnn.bin").write_bytes(b"compiled on another machine")
     other = make_record(record_files(artifact.folder))
-    make().send(KEY, artifact.folder, other, any_record)
-    assert make().fetch(KEY, tmp_path / "first", any_record) == artifact.record
-    blob(folder, first).unlink()
-    make().send(KEY, artifact.folder, other, any_record)
-    assert make().fetch(KEY, tmp_path / "second", any_record) == other
+    make().send(KEY, artifact.folder, other)
+    assert make().fetch(KEY, tmp_path / "first") == artifact.record
+    # As a store does that removes files by their age.
+    first.unlink()
+    make().send(KEY, artifact.folder, other)
+    assert make().fetch(KEY, tmp_path / "second") == other
     assert not warnings
 
 
 def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
     server: WebServer, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
-    sent = blob(server.folder / "cache", artifact.record.files["a_ctx_qnn.bin"])
+    remote = SharedCache(server.url, warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
+    sent = blob(server.folder / "cache")
     with sent.open("r+b") as file:
         file.truncate(1 << 30)
-    assert remote.fetch(KEY, tmp_path / "fetched", any_record) is None
-    assert "is larger than its record says" in warnings[0]
+    assert remote.fetch(KEY, tmp_path / "fetched") is None
+    assert "is larger than it should be" in warnings[0]
 
 
-def test_the_record_of_another_artifact_is_a_miss(
-    make: Callable[[], Remote],
+def lie(folder: Path, private: str, place: Path, **changes: object) -> None:
+    """Sign a statement with right keys in which something is changed, and put it at ``place``."""
+    signed = json.loads(statement(folder).read_text(encoding="utf-8"))
+    text = json.dumps({**json.loads(signed["statement"]), **changes})
+    made = Signed(text)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(
+        to_json(Signed(text, signing.sign(made.signed_bytes, private))), encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kind": "validation"}, "it belongs to something else"),
+        ({"kind": "other"}, "it is not a statement"),
+        ({"name": OTHER}, "it belongs to something else"),
+        ({"archive": None}, "it is not complete"),
+        ({"format": 2}, "it has the format of another version"),
+        ({"archive": {"size": 20, "sha256": OTHER}}, f"its file {OTHER[:12]} is missing"),
+        ({"archive": {"size": 20}}, "it is not a statement"),
+        ({"archive": {"size": 20, "sha256": "../../../../secret"}}, "it is not a statement"),
+        ({"archive": {"size": -1, "sha256": OTHER}}, "it is not a statement"),
+    ],
+)
+def test_a_valid_signature_of_something_else_is_a_miss(
     folder: Path,
     artifact: Artifact,
     tmp_path: Path,
     warnings: list[str],
-) -> None:
-    make().send(KEY, artifact.folder, artifact.record, any_record)
-    entry(folder, OTHER).parent.mkdir(parents=True)
-    shutil.copyfile(entry(folder), entry(folder, OTHER))
-    assert make().fetch(OTHER, tmp_path / "fetched", any_record) is None
-    assert "is damaged (it belongs to something else)" in warnings[0]
-    # Not even where its name was changed.
-    text = entry(folder).read_text(encoding="utf-8").replace(f"ab/{KEY}", f"cd/{OTHER}")
-    entry(folder, OTHER).write_text(text, encoding="utf-8")
-    assert not make().has(OTHER, any_record)
-    assert "is damaged (its text was changed)" in warnings[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "it is not a document of this cache"),
-        ("<html>Please log in</html>", "it is not a document of this cache"),
-        ("\ufeff[]", "it is not a document of this cache"),
-        ("[" * 100_000, "it is not a document of this cache"),
-        ('{"name": "x", "text": ' + "9" * 100_000 + "}", "it is not a document of this cache"),
-        (
-            '{"format": 2, "name": "x", "text": "", "sha256": ""}',
-            "it has the format of another version",
-        ),
-        ('{"name": "x", "text": 3, "sha256": ""}', "its text was changed"),
-        ('{"name": "\\ud800", "text": "", "sha256": ""}', "it is not a document of this cache"),
-        ('{"format": 1, "name": "x", "text": "", "sha256": ""}', "its text was changed"),
-    ],
-)
-def test_an_entry_that_is_none_is_a_miss(
-    make: Callable[[], Remote], folder: Path, warnings: list[str], text: str, reason: str
-) -> None:
-    entry(folder).parent.mkdir(parents=True)
-    entry(folder).write_text(text, encoding="utf-8")
-    assert not make().has(KEY, any_record)
-    assert reason in warnings[0]
-
-
-def seal(record: Record, folder: Path) -> None:
-    """Write an entry with a valid checksum for ``record``, whatever it says."""
-    document = envelope_around(f"entries/ab/{KEY}.json", to_json(record))
-    entry(folder).parent.mkdir(parents=True, exist_ok=True)
-    entry(folder).write_text(document, encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../evil.bin",
-        "/tmp/evil.bin",
-        "a/../../evil.bin",
-        "..\\evil.bin",
-        "C:evil.bin",
-        "C:/evil.bin",
-        "a//evil.bin",
-        "a/./evil.bin",
-        "evil.bin:stream",
-        "evil.bin.",
-        "",
-        "a\n",
-        "con",
-        "parts/NUL.bin",
-        "\udcff.bin",
-    ],
-)
-def test_a_record_that_names_files_elsewhere_is_a_miss(
-    make: Callable[[], Remote],
-    folder: Path,
-    artifact: Artifact,
-    tmp_path: Path,
-    warnings: list[str],
-    name: str,
-) -> None:
-    make().send(KEY, artifact.folder, artifact.record, any_record)
-    file = artifact.record.files["a_ctx_qnn.bin"]
-    seal(dataclasses.replace(artifact.record, files={**artifact.record.files, name: file}), folder)
-    before = sorted(tmp_path.rglob("*"))
-    assert make().fetch(KEY, tmp_path / "fetched", any_record) is None
-    assert "has a file outside of the artifact" in warnings[0]
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({"a_ctx.onnx": FileRecord(7, "x"), "A_CTX.onnx": FileRecord(7, "x")}, "invalid size or h"),
-        (
-            {"a_ctx.onnx": FileRecord(7, KEY), "A_CTX.onnx": FileRecord(7, KEY)},
-            "two files of one name",
-        ),
-        ({"a_ctx.onnx": FileRecord(7, "../../secret")}, "invalid size or hash"),
-        ({"a_ctx.onnx": FileRecord(-7, KEY)}, "invalid size or hash"),
-        ({"other.onnx": FileRecord(7, KEY)}, "a model without a file"),
-    ],
-)
-def test_a_record_that_no_build_writes_is_a_miss(
-    make: Callable[[], Remote],
-    folder: Path,
-    warnings: list[str],
-    files: dict[str, FileRecord],
+    changes: dict[str, object],
     reason: str,
 ) -> None:
-    seal(make_record(files), folder)
-    assert not make().has(KEY, any_record)
+    private, public = new_keys()
+    cache = SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
+    )
+    cache.send(KEY, artifact.folder, artifact.record)
+    lie(folder, private, statement(folder), **changes)
+    before = sorted(tmp_path.rglob("*"))
+    assert cache.fetch(KEY, tmp_path / "fetched") is None
     assert reason in warnings[0]
+    assert sorted(tmp_path.rglob("*")) == before
+    # It is replaced by who has the right one.
+    cache.send(KEY, artifact.folder, artifact.record)
+    assert cache.fetch(KEY, tmp_path / "again") == artifact.record
+
+
+def test_a_valid_signature_of_another_artifact_or_recipe_is_a_miss(
+    folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    private, public = new_keys()
+    cache = SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
+    )
+    cache.send(KEY, artifact.folder, artifact.record)
+    shutil.copyfile(statement(folder), statement(folder, OTHER))
+    assert cache.fetch(OTHER, tmp_path / "fetched") is None
+    assert "is damaged (it belongs to something else)" in warnings[0]
+    # Of another kind with the same name.
+    cache.write("latest", KEY, "text")
+    shutil.copyfile(folder / "v5" / "latest" / f"{KEY}.json", statement(folder))
+    assert not cache.has(KEY)
+
+
+def test_a_signed_archive_with_a_member_that_its_record_does_not_name_is_a_miss(
+    folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    private, public = new_keys()
+    cache = SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
+    )
+    cache.send(KEY, artifact.folder, artifact.record)
+    with tarfile.open(blob(folder), "a") as archive:
+        archive.add(artifact.folder / "a_ctx.onnx", "files/../../evil.onnx")
+    record = record_file(blob(folder))
+    blob(folder).rename(folder / "v5" / "blobs" / record.sha256)
+    lie(folder, private, statement(folder), archive=dataclasses.asdict(record))
+    assert cache.fetch(KEY, tmp_path / "fetched") is None
+    assert "is damaged (its archive has more than its record names)" in warnings[0]
+    assert not (tmp_path / "fetched").exists()
+    assert not list(tmp_path.rglob("evil.onnx"))
+
+
+def test_an_older_statement_of_the_same_name_is_accepted(folder: Path, warnings: list[str]) -> None:
+    private, public = new_keys()
+    cache = SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
+    )
+    cache.write("latest", "x", "older")
+    file = folder / "v5" / "latest" / "x.json"
+    older = file.read_bytes()
+    cache.write("latest", "x", "newer")
+    file.write_bytes(older)
+    assert cache.read("latest", "x") == "older"
+    assert not warnings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<html>Please log in</html>",
+        "\ufeff[]",
+        "[" * 100_000,
+        '{"statement": ' + "9" * 100_000 + "}",
+        '{"statement": 3}',
+        '{"statement": "\\ud800"}',
+        '{"statement": "[]"}',
+        '{"statement": "' + "[" * 100_000 + '"}',
+    ],
+)
+def test_a_statement_that_is_none_is_a_miss(
+    make: Callable[[], SharedCache], folder: Path, warnings: list[str], text: str
+) -> None:
+    statement(folder).parent.mkdir(parents=True)
+    statement(folder).write_text(text, encoding="utf-8")
+    assert not make().has(KEY)
+    assert "it is not a statement" in warnings[0]
 
 
 def test_many_threads_and_builds_send_and_fetch_at_once(
     url: str, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    remotes = [Remote(url, warnings.append, can_write=True) for _ in range(2)]
+    remotes = [SharedCache(url, warnings.append, can_write=True) for _ in range(2)]
 
     def work(index: int) -> Record | None:
         remote = remotes[index % 2]
-        remote.send(KEY, artifact.folder, artifact.record, any_record)
-        return remote.fetch(KEY, tmp_path / f"fetched-{index}", any_record)
+        remote.send(KEY, artifact.folder, artifact.record)
+        return remote.fetch(KEY, tmp_path / f"fetched-{index}")
 
     with ThreadPoolExecutor(4) as pool:
         assert set(map(to_json, pool.map(work, range(8)))) == {to_json(artifact.record)}
@@ -411,12 +409,12 @@ def test_an_unreachable_remote_is_one_warning(
     address = f"http://127.0.0.1:{closed_port()}"
     use_s3(address, monkeypatch)
     url = "s3://bucket/team" if scheme == "s3" else f"{address}/cache"
-    remote = Remote(url, warnings.append, can_write=True)
+    remote = SharedCache(url, warnings.append, can_write=True)
     with ThreadPoolExecutor(4) as pool:
-        assert not any(pool.map(lambda key: remote.has(key, any_record), [KEY, OTHER] * 2))
-    assert remote.fetch(KEY, tmp_path / "fetched", any_record) is None
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
-    remote.write("latest/x", "text")
+        assert not any(pool.map(remote.has, [KEY, OTHER] * 2))
+    assert remote.fetch(KEY, tmp_path / "fetched") is None
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.write("latest", "x", "text")
     (warning,) = warnings
     assert warning.startswith(f"the shared cache {url} cannot be reached (")
     assert warning.endswith("this build goes on without it")
@@ -427,9 +425,9 @@ def test_an_unreachable_remote_is_one_warning(
 def test_a_remote_that_does_not_answer_is_asked_once(warnings: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
-        remote = Remote(url, warnings.append, timeout=0.5)
-        assert remote.read("latest/x") is None
-        assert remote.read("latest/y") is None
+        remote = SharedCache(url, warnings.append, timeout=0.5)
+        assert remote.read("latest", "x") is None
+        assert remote.read("latest", "y") is None
     (warning,) = warnings
     assert "kept the build waiting for too long (0.5 s without a byte in all" in warning
 
@@ -451,7 +449,7 @@ def test_a_remote_that_answers_byte_by_byte_is_not_waited_for(warnings: list[str
         thread = threading.Thread(target=drip, args=(server,))
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}/cache"
-        assert Remote(url, warnings.append, timeout=1).read("latest/x") is None
+        assert SharedCache(url, warnings.append, timeout=1).read("latest", "x") is None
         ended.set()
         thread.join()
     (warning,) = warnings
@@ -488,10 +486,10 @@ def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
 def test_a_slow_remote_is_waited_for_only_so_long_in_all(warnings: list[str]) -> None:
     importlib.import_module("fsspec.implementations.http")
     with serving(slow_server(0.3, b"not a document", 1)) as url:
-        remote = Remote(url, warnings.append, timeout=1)
+        remote = SharedCache(url, warnings.append, timeout=1)
         started = time.monotonic()
         for index in range(20):
-            assert remote.read(f"latest/{index}") is None
+            assert remote.read("latest", f"{index}") is None
         assert time.monotonic() - started < 3
     assert "kept the build waiting for too long" in warnings[-1]
     assert remote.trouble is not None
@@ -504,9 +502,9 @@ def test_a_transfer_that_progresses_is_waited_for(
     importlib.import_module("fsspec.implementations.http")
     content = bytes(400_000)
     with serving(slow_server(0.2, content, 10)) as url:
-        remote = Remote(url, warnings.append, timeout=1)
+        remote = SharedCache(url, warnings.append, timeout=1)
         record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
-        remote._download("a.bin", record, tmp_path / "a.bin")
+        remote.transport.fetch_blob(record, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == content
 
 
@@ -514,33 +512,33 @@ def test_a_missing_bucket_is_not_taken_for_an_empty_one(
     s3: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_s3(s3, monkeypatch)
-    assert not Remote("s3://a-bucket-that-nobody-made/team", warnings.append).has(KEY, any_record)
+    assert not SharedCache("s3://a-bucket-that-nobody-made/team", warnings.append).has(KEY)
     assert "cannot be reached (The specified bucket does not exist)" in warnings[0]
 
 
 def test_a_server_that_takes_no_files_is_one_warning_and_still_read(
     server: WebServer, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    Remote(server.url, warnings.append, can_write=True).send(
-        KEY, artifact.folder, artifact.record, any_record
+    SharedCache(server.url, warnings.append, can_write=True).send(
+        KEY, artifact.folder, artifact.record
     )
     server.takes_files = False
-    remote = Remote(server.url, warnings.append, can_write=True)
-    remote.send(OTHER, artifact.folder, artifact.record, any_record)
-    remote.write("latest/x", "text")
+    remote = SharedCache(server.url, warnings.append, can_write=True)
+    remote.send(OTHER, artifact.folder, artifact.record)
+    remote.write("latest", "x", "text")
     (warning,) = warnings
     assert "cannot be written (" in warning
     assert not remote.can_write
-    assert remote.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+    assert remote.fetch(KEY, tmp_path / "fetched") == artifact.record
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(
     artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
     (tmp_path / "file").touch()
-    remote = Remote(folder_url(tmp_path / "file" / "cache"), warnings.append, can_write=True)
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
-    remote.write("latest/x", "text")
+    remote = SharedCache(folder_url(tmp_path / "file" / "cache"), warnings.append, can_write=True)
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.write("latest", "x", "text")
     assert len(warnings) == 1
 
 
@@ -555,10 +553,10 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
     netrc.write_text("machine 127.0.0.1 login builder password wrong\n", encoding="utf-8")
-    denied = Remote(server.url, warnings.append, can_write=True)
-    assert not denied.has(KEY, any_record)
-    assert not denied.has(OTHER, any_record)
-    denied.send(KEY, artifact.folder, artifact.record, any_record)
+    denied = SharedCache(server.url, warnings.append, can_write=True)
+    assert not denied.has(KEY)
+    assert not denied.has(OTHER)
+    denied.send(KEY, artifact.folder, artifact.record)
     assert "does not allow reading (" in warnings[0]
     assert "cannot be written (" in warnings[1]
     assert len(warnings) == 2
@@ -566,9 +564,9 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
     netrc.write_text(
         f"machine 127.0.0.1 login builder password {server.password}\n", encoding="utf-8"
     )
-    allowed = Remote(server.url, warnings.append, can_write=True)
-    allowed.send(KEY, artifact.folder, artifact.record, any_record)
-    assert allowed.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+    allowed = SharedCache(server.url, warnings.append, can_write=True)
+    allowed.send(KEY, artifact.folder, artifact.record)
+    assert allowed.fetch(KEY, tmp_path / "fetched") == artifact.record
     assert len(warnings) == 2
     assert server.password not in "".join(warnings)
 
@@ -583,14 +581,14 @@ def test_passwords_go_to_the_host_of_the_url_and_to_no_other(
     (tmp_path / "netrc").write_text("default login builder password secret\n", encoding="utf-8")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with web_server(tmp_path / "elsewhere") as other:
-        Remote(other.url, warnings.append, can_write=True).send(
-            KEY, artifact.folder, artifact.record, any_record
+        SharedCache(other.url, warnings.append, can_write=True).send(
+            KEY, artifact.folder, artifact.record
         )
         assert set(other.authorizations) == {"Basic YnVpbGRlcjpzZWNyZXQ="}
         other.authorizations.clear()
         server.elsewhere = other.url.replace("127.0.0.1", "localhost")
-        redirected = Remote(server.url, warnings.append)
-        assert redirected.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
+        redirected = SharedCache(server.url, warnings.append)
+        assert redirected.fetch(KEY, tmp_path / "fetched") == artifact.record
         assert set(server.authorizations) == {"Basic YnVpbGRlcjpzZWNyZXQ="}
         assert set(other.authorizations) == {None}
     assert warnings == []
@@ -604,7 +602,7 @@ def test_requests_go_through_the_proxy_of_the_environment(
             monkeypatch.delenv(name, raising=False)
         for name in ("HTTP_PROXY", "http_proxy"):
             monkeypatch.setenv(name, proxy.url.removesuffix("/cache"))
-        Remote("http://cache.invalid/team", warnings.append).has(KEY, any_record)
+        SharedCache("http://cache.invalid/team", warnings.append).has(KEY)
         assert proxy.requests[0][1].startswith("http://cache.invalid/team/")
 
 
@@ -614,7 +612,7 @@ def test_warnings_contain_no_secret_of_the_environment(
     # The backend's message has the whole address.
     address = f"http://127.0.0.1:{closed_port()}/{S3_KEY}?sig={S3_SECRET}"
     use_s3(address, monkeypatch)
-    assert not Remote("s3://bucket/team", warnings.append).has(KEY, any_record)
+    assert not SharedCache("s3://bucket/team", warnings.append).has(KEY)
     assert "cannot be reached" in warnings[0]
     assert S3_SECRET not in warnings[0]
     assert S3_KEY not in warnings[0]
@@ -623,11 +621,11 @@ def test_warnings_contain_no_secret_of_the_environment(
 def test_an_interrupted_build_waits_for_no_request(warnings: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/cache"
-        remote = Remote(url, warnings.append, timeout=3600)
+        remote = SharedCache(url, warnings.append, timeout=3600)
         results: list[str | None] = ["not yet"]
 
         def read() -> None:
-            results[0] = remote.read("latest/x")
+            results[0] = remote.read("latest", "x")
 
         thread = threading.Thread(target=read)
         thread.start()
@@ -635,17 +633,17 @@ def test_an_interrupted_build_waits_for_no_request(warnings: list[str]) -> None:
         remote.stop()
         thread.join()
     assert results == [None]
-    assert not remote.has(KEY, any_record)
+    assert not remote.has(KEY)
 
 
 _WITHOUT_BACKEND = """
 import json, sys
 sys.modules[sys.argv[1]] = None
-from hatch_epcontext.jobs.cache.remote import Remote
+from hatch_epcontext.jobs.cache.shared import SharedCache
 warnings = []
-remote = Remote(sys.argv[2], warnings.append, can_write=True)
-found = remote.has("ab" * 32, lambda record: None)
-print(json.dumps([remote.read("a"), found, remote.write("a", "b"), warnings]))
+remote = SharedCache(sys.argv[2], warnings.append, can_write=True)
+found = remote.has("ab" * 32)
+print(json.dumps([remote.read("latest", "a"), found, remote.write("latest", "a", "b"), warnings]))
 """
 
 
@@ -682,15 +680,15 @@ def test_what_a_trusted_key_signed_is_used(
 ) -> None:
     (old, old_public), (key, public) = new_keys(), new_keys()
     for name, private in ((KEY, old), (OTHER, key)):
-        writer = Remote(
+        writer = SharedCache(
             url, warnings.append, can_write=True, trust=(old_public, public), key=private
         )
-        writer.send(name, artifact.folder, artifact.record, any_record)
-    reader = Remote(url, warnings.append, trust=(old_public, public))
-    assert reader.fetch(KEY, tmp_path / "first", any_record) == artifact.record
-    assert reader.fetch(OTHER, tmp_path / "second", any_record) == artifact.record
+        writer.send(name, artifact.folder, artifact.record)
+    reader = SharedCache(url, warnings.append, trust=(old_public, public))
+    assert reader.fetch(KEY, tmp_path / "first") == artifact.record
+    assert reader.fetch(OTHER, tmp_path / "second") == artifact.record
     # A key that is not trusted any more.
-    assert not Remote(url, warnings.append, trust=(public,)).has(KEY, any_record)
+    assert not SharedCache(url, warnings.append, trust=(public,)).has(KEY)
     assert "not signed by any of build.cache-keys" in warnings[0]
 
 
@@ -700,24 +698,24 @@ def test_what_no_trusted_key_signed_is_not_used_and_is_written_again(
 ) -> None:
     (stranger, _), (key, public) = new_keys(), new_keys()
     private = stranger if signed else None
-    writer = Remote(folder_url(folder), warnings.append, can_write=True, key=private)
-    writer.send(KEY, artifact.folder, artifact.record, any_record)
-    writer.write("latest/x", "forged")
+    writer = SharedCache(folder_url(folder), warnings.append, can_write=True, key=private)
+    writer.send(KEY, artifact.folder, artifact.record)
+    writer.write("latest", "x", "forged")
     # Who trusts everybody reads it.
-    assert Remote(folder_url(folder), warnings.append).read("latest/x") == "forged"
-    reader = Remote(folder_url(folder), warnings.append, trust=(public,))
-    assert not reader.has(KEY, any_record)
-    assert reader.fetch(KEY, tmp_path / "fetched", any_record) is None
-    assert reader.read("latest/x") is None
+    assert SharedCache(folder_url(folder), warnings.append).read("latest", "x") == "forged"
+    reader = SharedCache(folder_url(folder), warnings.append, trust=(public,))
+    assert not reader.has(KEY)
+    assert reader.fetch(KEY, tmp_path / "fetched") is None
+    assert reader.read("latest", "x") is None
     (warning,) = warnings
-    reason = "a document is not signed" + (" by any of build.cache-keys" if signed else "")
-    assert f"has documents that are not trusted ({reason})" in warning
-    owner = Remote(folder_url(folder), print, can_write=True, trust=(public,), key=key)
-    owner.send(KEY, artifact.folder, artifact.record, any_record)
-    owner.share("latest/x", "right")
-    again = Remote(folder_url(folder), warnings.append, trust=(public,))
-    assert again.fetch(KEY, tmp_path / "fetched", any_record) == artifact.record
-    assert again.read("latest/x") == "right"
+    reason = "a statement is not signed" + (" by any of build.cache-keys" if signed else "")
+    assert f"has statements that are not trusted ({reason})" in warning
+    owner = SharedCache(folder_url(folder), print, can_write=True, trust=(public,), key=key)
+    owner.send(KEY, artifact.folder, artifact.record)
+    owner.share("latest", "x", "right")
+    again = SharedCache(folder_url(folder), warnings.append, trust=(public,))
+    assert again.fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert again.read("latest", "x") == "right"
     assert len(warnings) == 1
 
 
@@ -726,31 +724,38 @@ def test_a_signature_is_for_one_name_and_one_text(
     folder: Path, warnings: list[str], harm: str
 ) -> None:
     key, public = new_keys()
-    remote = Remote(folder_url(folder), warnings.append, can_write=True, trust=(public,), key=key)
-    remote.write("latest/x", "first")
-    remote.write("latest/y", "second")
-    x, y = (json.loads((folder / "v4" / "latest" / n).read_text("utf-8")) for n in "xy")
-    forged = json.loads(envelope_around("latest/x", "forged", x["signature"]))
+    remote = SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=key
+    )
+    remote.write("latest", "x", "first")
+    remote.write("latest", "y", "second")
+    x, y = (json.loads((folder / "v5" / "latest" / f"{n}.json").read_text("utf-8")) for n in "xy")
     document: dict[str, Any] = {
-        "text": forged,
-        "name": json.loads(envelope_around("latest/x", "second", y["signature"])),
+        "text": {**x, "statement": x["statement"].replace("first", "forged")},
+        "name": {**y, "statement": y["statement"].replace('"y"', '"x"')},
         "signature": {**x, "signature": x["signature"][:-8] + "AAAAAAA="},
         "no text": {**x, "signature": "!"},
         "number": {**x, "signature": 5},
     }[harm]
-    (folder / "v4" / "latest" / "x").write_text(json.dumps(document), encoding="utf-8")
-    assert remote.read("latest/x") is None
-    assert "not signed by any of build.cache-keys" in warnings[0]
-    assert remote.read("latest/y") == "second"
+    assert document != x
+    (folder / "v5" / "latest" / "x.json").write_text(json.dumps(document), encoding="utf-8")
+    assert remote.read("latest", "x") is None
+    reason = (
+        "it is not a statement" if harm == "number" else "not signed by any of build.cache-keys"
+    )
+    assert reason in warnings[0]
+    assert remote.read("latest", "y") == "second"
 
 
 def test_a_build_whose_key_nobody_trusts_writes_nothing(
     folder: Path, artifact: Artifact, warnings: list[str]
 ) -> None:
     (key, _), (_, public) = new_keys(), new_keys()
-    remote = Remote(folder_url(folder), warnings.append, can_write=True, trust=(public,), key=key)
-    remote.send(KEY, artifact.folder, artifact.record, any_record)
-    remote.write("latest/x", "text")
+    remote = SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=key
+    )
+    remote.send(KEY, artifact.folder, artifact.record)
+    remote.write("latest", "x", "text")
     assert not folder.exists()
     (warning,) = warnings
     assert "HATCH_EPCONTEXT_CACHE_KEY belongs to none of build.cache-keys" in warning

@@ -1,0 +1,111 @@
+"""Artifacts as archives: an uncompressed tar file with the record first, and then its files in its order.
+
+The same artifact gives the same bytes, so that an archive is named by its sha256. An archive can come from a
+machine that is not trusted: nothing is unpacked but what its record names, inside one folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+import unicodedata
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from hatch_epcontext.files import FileRecord, is_portable, record_file
+from hatch_epcontext.jobs.artifact import Record
+from hatch_epcontext.serialize import from_json, to_json
+
+_RECORD = "record.json"
+_CHUNK = 4 << 20
+
+_MAX_RECORD = 64 << 20
+"""Bytes of a record, which is read into memory."""
+
+
+class DamagedError(ValueError):
+    """Something in a cache is not what was written; the text is the reason."""
+
+
+def pack(artifact: Path, record: Record, file: Path) -> FileRecord:
+    """Write the artifact in the folder ``artifact`` to the archive ``file``; returns what identifies that."""
+    with tarfile.open(file, "w") as archive:
+        text = to_json(record).encode()
+        archive.addfile(_member(_RECORD, len(text)), io.BytesIO(text))
+        for name, recorded in record.files.items():
+            with (artifact / PurePosixPath(name)).open("rb") as content:
+                archive.addfile(_member(f"files/{name}", recorded.size), content)
+    return record_file(file)
+
+
+def unpack(file: Path, artifact: Path) -> Record:
+    """Put the files of an archive into the folder ``artifact``, which is made.
+
+    Raises DamagedError if the archive is not as `pack` makes it, and OSError. What was unpacked until then
+    stays in the folder.
+    """
+    try:
+        # Not compressed: what it contains cannot be larger than itself.
+        with tarfile.open(file, "r:") as archive:
+            with _next(archive, _RECORD) as content:
+                record = read_record(content.read(_MAX_RECORD))
+            artifact.mkdir(parents=True)
+            for name, recorded in record.files.items():
+                target = artifact / PurePosixPath(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with _next(archive, f"files/{name}") as content, target.open("xb") as written:
+                    if _copy(content, written) != recorded:
+                        raise DamagedError(f"its file {name} has other content")
+            if archive.next() is not None:
+                raise DamagedError("its archive has more than its record names")
+    # Of headers with impossible numbers too.
+    except (tarfile.TarError, EOFError, OverflowError, UnicodeError) as error:
+        raise DamagedError(f"its archive cannot be read: {error}") from None
+    return record
+
+
+def read_record(text: str | bytes) -> Record:
+    """The record in ``text``; raises DamagedError if it is none, or names files outside of an artifact."""
+    try:
+        record = from_json(text, Record)
+    except ValueError:
+        raise DamagedError("its record cannot be read") from None
+    if not all(map(is_portable, record.files)):
+        raise DamagedError("its record has a file outside of the artifact")
+    # File systems may take names for one that differ in case or in how accents are written.
+    if len({unicodedata.normalize("NFC", name).casefold() for name in record.files}) != len(
+        record.files
+    ):
+        raise DamagedError("its record has two files of one name")
+    if any(context.model_file not in record.files for context in record.contexts):
+        raise DamagedError("its record has a model without a file")
+    return record
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    """A member without a time and an owner, which differ between machines."""
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member
+
+
+def _next(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    """The content of the next member; raises DamagedError if it is not the regular file ``name``."""
+    member = archive.next()
+    content = None
+    # Sparse files can be of any size.
+    if member is not None and member.type == tarfile.REGTYPE and not member.issparse():
+        content = archive.extractfile(member) if member.name == name else None
+    if content is None:
+        raise DamagedError(f"its archive does not have {name} in its place")
+    return content
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> FileRecord:
+    digest, size = hashlib.sha256(), 0
+    while chunk := source.read(_CHUNK):
+        target.write(chunk)
+        digest.update(chunk)
+        size += len(chunk)
+    return FileRecord(size, digest.hexdigest())

@@ -1,0 +1,100 @@
+"""Statements of a shared cache: what somebody says of an artifact, a validation or a model, and signs.
+
+A statement has its kind and its full name, so one in the place of another is noticed. Of an artifact it has
+the size and the sha256 of the archive; all others have their text themselves.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import hatch_epcontext
+from hatch_epcontext.files import FileRecord, is_sha256
+from hatch_epcontext.jobs.cache.archive import DamagedError
+from hatch_epcontext.serialize import from_json, to_json
+
+FORMAT = 1
+"""The format of statements; others are refused."""
+
+Kind = Literal["artifact", "validation", "facts", "latest"]
+"""What a statement is about: `Statement.name` is an artifact's key, that and the key of a validation, the
+key of a model's facts, or what an artifact's key is the latest of.
+"""
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``archive``: that of an artifact; ``text``: what all others say. ``versions``: of the packages that
+    made it; ``time``: when it was signed.
+    """
+
+    kind: Kind
+    name: str
+    archive: FileRecord | None = None
+    text: str = ""
+    versions: Mapping[str, str] = field(
+        default_factory=lambda: {"hatch-epcontext": hatch_epcontext.__version__}
+    )
+    time: str = field(default_factory=_now)
+    format: int = FORMAT
+
+    @property
+    def path(self) -> str:
+        """Where it is in a shared cache."""
+        return statement_path(self.kind, self.name)
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A statement as it is written: its JSON, of which each byte counts, and its signature in base64."""
+
+    statement: str
+    signature: str = ""
+
+    @property
+    def signed_bytes(self) -> bytes:
+        """What the signature is of."""
+        return f"hatch-epcontext statement\n{self.statement}".encode()
+
+
+def statement_path(kind: Kind, name: str) -> str:
+    """Where a statement is in a shared cache."""
+    return f"{kind}/{name}.json"
+
+
+def read_signed(data: str | bytes) -> Signed:
+    """The statement in ``data`` with its signature, which nobody has verified; raises DamagedError."""
+    try:
+        return from_json(data, Signed)
+    except ValueError:
+        raise DamagedError("it is not a statement") from None
+
+
+def read_statement(signed: Signed, kind: Kind, name: str) -> Statement:
+    """The statement of that kind and name; raises DamagedError if it is another one."""
+    try:
+        statement = from_json(signed.statement, Statement)
+    except ValueError:
+        raise DamagedError("it is not a statement") from None
+    archive = statement.archive
+    if archive is not None and (archive.size < 0 or not is_sha256(archive.sha256)):
+        raise DamagedError("it is not a statement")
+    if statement.format != FORMAT:
+        raise DamagedError("it has the format of another version")
+    if (statement.kind, statement.name) != (kind, name):
+        raise DamagedError("it belongs to something else")
+    if (archive is not None) != (kind == "artifact"):
+        raise DamagedError("it is not complete")
+    return statement
+
+
+def write_statement(statement: Statement) -> Signed:
+    """``statement`` as it is written, without a signature."""
+    return Signed(to_json(statement))

@@ -1,0 +1,483 @@
+"""Files at the URL of a shared cache: a bucket, a server or a folder, through the backends of fsspec.
+
+Every request runs in a thread of its own, because backends can wait for much longer than a build does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import netrc
+import os
+import re
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from hatch_epcontext.config.cache_url import REQUIREMENTS, SIGNATURES
+from hatch_epcontext.files import FileRecord, record_file
+from hatch_epcontext.jobs.cache import LAYOUT
+from hatch_epcontext.jobs.cache.archive import DamagedError
+from hatch_epcontext.jobs.requirements import pip_install
+from hatch_epcontext.text import hide_credentials
+
+T = TypeVar("T")
+
+BLOBS = "blobs"
+"""The folder with the files that are named by the sha256 of their content."""
+
+_CHUNK = 4 << 20
+"""Bytes of a file that are in memory at once; each is one request to a bucket."""
+
+MAX_DOCUMENT = _CHUNK
+"""Bytes of a document: one request for each."""
+
+_PART = 5 << 20
+"""Bytes of a file that are sent at once: the least that Amazon takes."""
+
+_SLOWEST = 10_000
+"""Bytes a second from which a transfer counts as progress: a byte from time to time is as good as none."""
+
+_CONNECT_SECONDS = 5
+_READ_SECONDS = 30
+
+
+class Failure(Enum):
+    """Why a request failed."""
+
+    MISSING = "missing"
+    DENIED = "denied"
+    NO_BACKEND = "no backend"
+    FAILED = "failed"
+    TOO_SLOW = "too slow"
+    STOPPED = "stopped"
+
+
+class TransportError(Exception):
+    """A request that failed; the text is the reason."""
+
+    def __init__(self, failure: Failure, reason: str) -> None:
+        super().__init__(reason)
+        self.failure = failure
+
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether it may be missing: a bucket that cannot be listed does not say what is."""
+        return self.failure in (Failure.MISSING, Failure.DENIED)
+
+
+_POLL_SECONDS = 0.5
+"""Seconds between two looks at whether a request that does not answer must be given up."""
+
+
+def _interrupted() -> TransportError:
+    return TransportError(Failure.STOPPED, "the build was interrupted")
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """How requests of one kind of URL are made.
+
+    ``options`` are for opening that URL, ``download`` for getting a file, and ``upload`` for sending one of
+    so many bytes. With ``streams`` a document is read in one request, because servers need not know ranges;
+    with ``local`` the files are in a folder.
+    """
+
+    options: Callable[[str], Mapping[str, Any]] = lambda _: {}
+    download: Mapping[str, Any] = field(default_factory=dict)
+    upload: Callable[[int], Mapping[str, Any]] = lambda _: {}
+    streams: bool = False
+    local: bool = False
+
+
+def _s3_options(_: str) -> Mapping[str, Any]:
+    timeouts = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+    # The file system repeats requests itself.
+    return {"config_kwargs": {**timeouts, "retries": {"max_attempts": 1}}}
+
+
+def _http_options(url: str) -> Mapping[str, Any]:
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
+    )
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    # Not aiohttp's own lookup, which sends the default entry of .netrc to whatever host it is redirected to.
+    # From a request to another host it removes this header.
+    headers = _netrc_headers(host)
+    proxy = (
+        None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(parts.scheme)
+    )
+    return {"client_kwargs": {"timeout": timeout, "headers": headers}, "proxy": proxy}
+
+
+def _netrc_headers(host: str) -> Mapping[str, str]:
+    """The header with the user and the password that .netrc has for ``host``."""
+    file = os.environ.get("NETRC") or Path("~", "_netrc" if sys.platform == "win32" else ".netrc")
+    try:
+        found = netrc.netrc(Path(file).expanduser()).authenticators(host)
+    except (OSError, RuntimeError, UnicodeError, netrc.NetrcParseError):
+        return {}
+    if found is None:
+        return {}
+    credentials = base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode()
+    return {"Authorization": f"Basic {credentials}"}
+
+
+def _http_upload(size: int) -> Mapping[str, Any]:
+    # Many servers refuse a body of unknown length.
+    return {"method": "put", "headers": {"Content-Length": str(size)}}
+
+
+_S3 = _Backend(
+    _s3_options,
+    # In one request, whose bytes are counted as they come.
+    {"max_concurrency": 1},
+    lambda _: {"chunksize": _PART, "max_concurrency": 2},
+)
+_GCS = _Backend(upload=lambda _: {"chunksize": _PART})
+_AZURE = _Backend(
+    lambda _: {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS},
+    upload=lambda _: {"overwrite": True, "max_concurrency": 2},
+)
+_HTTP = _Backend(_http_options, upload=_http_upload, streams=True)
+_FILE = _Backend(lambda _: {"auto_mkdir": True}, local=True)
+
+_BACKENDS: Mapping[str, _Backend] = {
+    "s3": _S3,
+    "gs": _GCS,
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "http": _HTTP,
+    "https": _HTTP,
+    "file": _FILE,
+}
+
+
+_LOGGERS = ("aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs")
+"""What the backends log to; nobody sees it in a build that configures no logging."""
+
+
+class _Stopwatch:
+    """How long a build has waited for its remote in all, without the time in which bytes arrived.
+
+    Several requests may wait at once: what counts is that one waits, and that nothing arrives for any.
+    Without ``in_all`` it begins again when none waits any more.
+    """
+
+    def __init__(self, limit: float, in_all: bool) -> None:
+        self.limit = limit
+        self._in_all = in_all
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._waited = self._since = 0.0
+
+    def begin(self) -> None:
+        """A request begins."""
+        with self._lock:
+            if not self._waiting:
+                self._since = time.monotonic()
+            self._waiting += 1
+
+    def end(self) -> None:
+        """A request has ended."""
+        with self._lock:
+            self._count(0)
+            self._waiting -= 1
+            if not self._waiting and not self._in_all:
+                self._waited = 0.0
+
+    def arrived(self, size: int) -> None:
+        """So many bytes have arrived, or were sent."""
+        with self._lock:
+            self._count(size)
+
+    @property
+    def left(self) -> float:
+        """Seconds that the build still waits; at most 0 when it waits no longer."""
+        with self._lock:
+            return self.limit - self._waited - (time.monotonic() - self._since)
+
+    def _count(self, size: int) -> None:
+        now = time.monotonic()
+        self._waited += max(now - self._since - size / _SLOWEST, 0)
+        self._since = now
+
+
+class Transport:
+    """The files below ``url``, a valid URL of `check_cache_url`, for all threads of one build.
+
+    ``timeout``: seconds that the build waits for it without a byte, in all, or without ``in_all`` each time
+    that it waits. All methods raise TransportError. ``signs``: whether the build also needs the package for
+    signatures, for the advice if one is missing.
+    """
+
+    def __init__(
+        self, url: str, timeout: float, *, in_all: bool = True, signs: bool = False
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._scheme = url.partition("://")[0]
+        self._backend = _BACKENDS[self._scheme]
+        self._signs = signs
+        self._stopwatch = _Stopwatch(timeout, in_all)
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._opened: tuple[Any, str] | None = None
+        self._stopped = False
+        self._waiting: set[futures.Future[Any]] = set()
+        self._damaged: set[FileRecord] = set()
+
+    def read(self, name: str) -> bytes:
+        """The document ``name``, or one byte more than it may have."""
+        return self._ask(self._read_stream if self._backend.streams else _read, name)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write the document ``name``."""
+        self._put(name, lambda files, path: files.pipe_file(path, data))
+
+    def has_blob(self, blob: FileRecord) -> bool:
+        """Whether the file with this content is there with its size, and not known to be damaged.
+
+        No listing, which needs a right of its own. Servers need not know the size.
+        """
+        if blob in self._damaged:
+            return False
+        try:
+            size = self._ask(_size_of, _path(blob))
+        except TransportError as error:
+            if error.may_be_missing:
+                return False
+            raise
+        return size is None or size == blob.size
+
+    def send_blob(self, source: Path, blob: FileRecord) -> None:
+        """Upload the file ``source`` under the name of its content, unless it is there."""
+        if self.has_blob(blob):
+            return
+        options, progress = self._backend.upload(blob.size), self._progress(blob.size)
+
+        def put(files: Any, path: str) -> None:
+            if self._backend.local:
+                files.makedirs(str(Path(path).parent), exist_ok=True)
+                _copy(source, Path(path), progress)
+            else:
+                files.put_file(str(source), path, callback=progress, **options)
+
+        self._put(_path(blob), put)
+        self._damaged.discard(blob)
+
+    def fetch_blob(self, blob: FileRecord, target: Path) -> None:
+        """Download the file with this content to ``target``, which must not exist.
+
+        Raises DamagedError if it is missing or has other content: at most ``blob.size`` bytes are downloaded.
+        """
+        try:
+            self._download(blob, target)
+        except DamagedError:
+            self._damaged.add(blob)
+            raise
+
+    def stop(self) -> None:
+        """End all requests of an interrupted build, and begin no others."""
+        with self._lock:
+            self._stopped = True
+            waiting = list(self._waiting)
+        for outcome in waiting:
+            with contextlib.suppress(futures.InvalidStateError):
+                outcome.set_exception(_interrupted())
+
+    def _download(self, blob: FileRecord, target: Path) -> None:
+        target.touch(exist_ok=False)
+        progress, options = self._progress(blob.size), self._backend.download
+
+        def get(files: Any, path: str) -> None:
+            if self._backend.local:
+                _copy(Path(path), target, progress)
+            else:
+                files.get_file(path, str(target), callback=progress, **options)
+
+        try:
+            self._ask(get, _path(blob))
+        except TransportError as error:
+            if error.failure is Failure.MISSING:
+                raise DamagedError(f"its file {blob.sha256[:12]} is missing") from None
+            raise
+        if record_file(target) != blob:
+            raise DamagedError(f"its file {blob.sha256[:12]} has other content")
+
+    def _progress(self, size: int) -> Any:
+        """A callback of fsspec that counts the bytes of a file, and ends a transfer of more than ``size``."""
+        from fsspec.callbacks import Callback
+
+        stopwatch = self._stopwatch
+
+        class Progress(Callback):  # type: ignore[misc]
+            def relative_update(self, inc: int = 1) -> None:
+                stopwatch.arrived(inc)
+                self.value += inc
+                if self.value > size:
+                    raise DamagedError("its file is larger than it should be")
+
+        return Progress()
+
+    def _read_stream(self, files: Any, path: str) -> bytes:
+        """A document of a server that need not know ranges, and at most one byte more than it may have."""
+        # With a size it does not ask for one first.
+        with contextlib.closing(files.open(path, block_size=0, size=MAX_DOCUMENT)) as stream:
+            data = bytearray()
+            while chunk := stream.read(MAX_DOCUMENT + 1 - len(data)):
+                self._stopwatch.arrived(len(chunk))
+                data += chunk
+            return bytes(data)
+
+    def _put(self, name: str, put: Callable[[Any, str], object]) -> None:
+        def request(files: Any, path: str) -> None:
+            # Others see a file of a folder while it grows.
+            if not self._backend.local:
+                put(files, path)
+                return
+            temporary = f"{path}.{os.urandom(8).hex()}.tmp"
+            try:
+                put(files, temporary)
+                Path(temporary).replace(path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+
+        self._ask(request, name)
+
+    def _ask(self, request: Callable[[Any, str], T], name: str) -> T:
+        """The result of ``request``, which gets the file system and the path of ``name``.
+
+        Raises TransportError, and DamagedError if the request does.
+        """
+        outcome: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                files, root = self._files()
+                result = request(files, f"{root}/{LAYOUT}/{name}")
+            except BaseException as error:
+                with contextlib.suppress(futures.InvalidStateError):
+                    outcome.set_exception(error)
+            else:
+                with contextlib.suppress(futures.InvalidStateError):
+                    outcome.set_result(result)
+
+        with self._lock:
+            if self._stopped:
+                raise _interrupted()
+            self._waiting.add(outcome)
+        self._stopwatch.begin()
+        threading.Thread(target=run, daemon=True, name="shared cache").start()
+        try:
+            return self._wait_for(outcome)
+        except DamagedError:
+            raise
+        except Exception as error:
+            raise self.classified(error) from None
+        finally:
+            self._stopwatch.end()
+            with self._lock:
+                self._waiting.discard(outcome)
+
+    def _wait_for(self, outcome: futures.Future[T]) -> T:
+        while (left := self._stopwatch.left) > 0:
+            # Not all of it at once: bytes that arrive prolong it.
+            futures.wait([outcome], min(left, _POLL_SECONDS))
+            if outcome.done():
+                return outcome.result()
+        reason = f"{self._stopwatch.limit:g} s without a byte in all; see build.cache-timeout"
+        raise TransportError(Failure.TOO_SLOW, reason)
+
+    def _files(self) -> tuple[Any, str]:
+        """The file system, and the path of its root."""
+        with self._opening:
+            if self._opened is None:
+                from fsspec.core import url_to_fs
+
+                # Some log whole tracebacks, with all that is in a request.
+                for logger in _LOGGERS:
+                    logging.getLogger(logger).addHandler(logging.NullHandler())
+                files, root = url_to_fs(
+                    self.url,
+                    skip_instance_cache=True,
+                    use_listings_cache=False,
+                    **self._backend.options(self.url),
+                )
+                self._opened = files, root.rstrip("/")
+            return self._opened
+
+    def classified(self, error: Exception) -> TransportError:
+        """``error`` as the failure of a request."""
+        if isinstance(error, TransportError):
+            return error
+        if isinstance(error, ImportError):
+            command = pip_install(
+                [REQUIREMENTS[self._scheme], *([SIGNATURES] if self._signs else [])]
+            )
+            return TransportError(Failure.NO_BACKEND, f"run: {command}")
+        # Amazon's code; a bucket that does not exist is no missing file.
+        response = getattr(error.__cause__, "response", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+            return TransportError(Failure.MISSING, "it is missing")
+        if isinstance(error, PermissionError) or _status(error) in (401, 403):
+            return TransportError(Failure.DENIED, _reason(error))
+        return TransportError(Failure.FAILED, _reason(error))
+
+
+def _path(blob: FileRecord) -> str:
+    return f"{BLOBS}/{blob.sha256}"
+
+
+def _size_of(files: Any, path: str) -> int | None:
+    size: int | None = files.info(path).get("size")
+    return size
+
+
+def _read(files: Any, path: str) -> bytes:
+    # Without a limit some backends ask for the size first.
+    data: bytes = files.cat_file(path, start=0, end=MAX_DOCUMENT)
+    return data
+
+
+def _copy(source: Path, target: Path, progress: Any) -> None:
+    """Copy a file in pieces, which ``progress`` counts."""
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while chunk := reading.read(_CHUNK):
+            writing.write(chunk)
+            progress.relative_update(len(chunk))
+
+
+def _status(error: Exception) -> int | None:
+    """The status of an HTTP answer, which each backend names differently."""
+    for name in ("status", "status_code", "code"):
+        value = getattr(error, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without anything that can be a secret."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    # aiohttp names its TLS setting for addresses without TLS too.
+    refused = re.fullmatch(r"Cannot connect to host \S+ ssl:.*? \[(.+)\]", text)
+    text = hide_credentials(refused[1] if refused else text)
+    for name, value in os.environ.items():
+        if len(value) >= 6 and re.search("KEY|SECRET|TOKEN|PASS|CREDENTIAL|SAS|CONNECTION", name):
+            text = text.replace(value, "***")
+    return text if len(text) <= 200 else f"{text[:197]}..."
