@@ -592,7 +592,8 @@ class Problem:
     ``location`` is a dotted key, an environment variable, a file or a job. ``key`` is set when it is
     a key of the configuration. ``settings`` are what the user can set to solve the problem, after
     the sentence in ``hint``. ``log`` is the end of a worker's log. ``targets``: those that have the problem,
-    where the key is that of a model with several.
+    where the key is that of a model with several. ``tried``: other ways to compile the job, each with what
+    came out of it.
     """
 
     kind: Kind
@@ -603,6 +604,7 @@ class Problem:
     settings: tuple[Setting, ...] = ()
     log: str | None = None
     targets: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # What a user has given in place of a path or a key can be a URL with a password.
@@ -623,12 +625,17 @@ class Problem:
             location = names.key(self.key) + names.targets(self.targets)
         location = printable(location)
         lines = [f"{location}: {self.kind.id}" if location else self.kind.id]
-        lines.append(_indented(self.message, "    "))
+        lines.append(_indented(self.account, "    "))
         if advice := self.advice(names):
             lines.append(_indented(advice, "    "))
         if self.log:
             lines += ["    the end of the worker's log:", _indented(self.log, "    | ")]
         return "\n".join(lines)
+
+    @property
+    def account(self) -> str:
+        """The message, and what else was tried, in lines."""
+        return "\n".join([self.message, *(f"Also tried: {each}" for each in self.tried)])
 
     def advice(self, names: KeyNames | None = None) -> str:
         """The hint and the settings: what to do; empty where nothing is known."""
@@ -648,7 +655,7 @@ def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     for each in problems:
         # Each log has its own times and process ids.
         log = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "", each.log or "")
-        same = (each.kind, _location(each), each.message, each.hint, log)
+        same = (each.kind, _location(each), each.account, each.hint, log)
         first = found.setdefault(same, each)
         found[same] = replace(
             first,

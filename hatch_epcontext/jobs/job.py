@@ -359,14 +359,14 @@ class _Search:
                 return attempt
         for attempt in self._attempts:
             if (error := self._disagreement(attempt)) is not None:
-                raise with_notes(error, self._notes(attempt))
+                raise _after(error, self._notes(attempt))
         if found.counts:
             try:
                 _check_coverage(self._job, found.artifact.record)
             except BuildError as error:
-                raise with_notes(error, self._notes(found)) from None
+                raise _after(error, self._notes(found)) from None
         first, refused = refusal(self._attempts)
-        raise with_notes(refused, self._notes(first))
+        raise _after(refused, self._notes(first))
 
     def _agrees(self, attempt: Attempt) -> bool:
         """Whether the artifact agrees with the CPU, or cannot be compared here; it is stored before that."""
@@ -424,13 +424,10 @@ def _check_coverage(job: Job, record: Record) -> None:
         check_coverage(context.coverage, job.target, model, job.location)
 
 
-def with_notes(error: BuildError, notes: tuple[str, ...]) -> BuildError:
-    """``error`` with what else was tried."""
-    if not notes:
-        return error
-    tried = "".join(f"\nAlso tried: {note}" for note in notes)
+def _after(error: BuildError, tried: tuple[str, ...]) -> BuildError:
+    """``error`` with what else was ``tried``."""
     first, *others = error.problems
-    return type(error)(replace(first, message=first.message + tried), *others)
+    return type(error)(replace(first, tried=tried), *others)
 
 
 def _build_elsewhere(job: Job) -> str:
