@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ OPTIONS = {
 
 ATOL = {"cpu": 1e-3, "qnn": 5e-2, "openvino": 1e-1}
 
-STEPS = ("fix, simplify", "compile", "open", "run", "run on CPU", "compare")
+MORE = "more runs"
+"""The step with the runs beyond the first."""
+
+STEPS = ("fix, simplify", "compile", "open", "run", "run on CPU", "compare", MORE)
 """The steps of a model, in order."""
 
 CONTROL_FLOW = ("If", "Loop", "Scan")
@@ -50,11 +53,15 @@ MakeOptions = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What the script works on; the contexts are written into ``folder``."""
+    """What the script works on; the contexts are written into ``folder``.
+
+    ``runs``: how often each model is run and compared, by its name; once by default.
+    """
 
     provider: str
     folder: Path
     sources: Sequence[Source]
+    runs: Mapping[str, int] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the request as JSON."""
@@ -65,14 +72,16 @@ class Request:
         """Read a request that `write` wrote."""
         found = json.loads(path.read_text(encoding="utf-8"))
         sources = [Source(**{**each, "path": Path(each["path"])}) for each in found["sources"]]
-        return Request(found["provider"], Path(found["folder"]), sources)
+        return Request(found["provider"], Path(found["folder"]), sources, found["runs"])
 
 
-def by_hand(provider: str, sources: Sequence[Source], folder: Path) -> Done:
+def by_hand(
+    provider: str, sources: Sequence[Source], folder: Path, runs: Mapping[str, int] | None = None
+) -> Done:
     """Run the script in a process of its own; the contexts are written into the new ``folder``."""
     folder.mkdir(parents=True)
     path = folder.with_suffix(".json")
-    Request(provider, folder, sources).write(path)
+    Request(provider, folder, sources, runs or {}).write(path)
     return run([sys.executable, "-m", "benchmarks.plain", str(path)], _REPOSITORY)
 
 
@@ -149,7 +158,8 @@ def _one(
     clock = Clock()
     fixed = onnx.load(source.path)
     constants = _fix(fixed, source)
-    feeds = _feeds(fixed, source)
+    rng = np.random.default_rng(_SEED)
+    feeds = _feeds(fixed, source, rng)
     if any(node.op_type in CONTROL_FLOW for node in fixed.graph.node):
         # Imported only here: it takes longer than many a model, and few need it.
         import onnxslim
@@ -167,11 +177,20 @@ def _one(
     reference = ort.InferenceSession(source.path, providers=["CPUExecutionProvider"])
     references = reference.run(None, {**feeds, **constants})
     clock.step("run on CPU")
+    _compare(outputs, references, source, request)
+    clock.step("compare")
+    for _ in range(1, request.runs.get(source.name, 1)):
+        feeds = _feeds(fixed, source, rng)
+        outputs = session.run(None, feeds)
+        _compare(outputs, reference.run(None, {**feeds, **constants}), source, request)
+    clock.step(MORE)
+    return clock.costs
+
+
+def _compare(outputs: Any, references: Any, source: Source, request: Request) -> None:
     for output, expected in zip(outputs, references, strict=True):
         atol = ATOL[request.provider] * max(1.0, float(np.abs(expected).max()))
         assert np.allclose(output, expected, rtol=1e-2, atol=atol), source.name
-    clock.step("compare")
-    return clock.costs
 
 
 def _fix(model: onnx.ModelProto, source: Source) -> dict[str, np.ndarray[Any, Any]]:
@@ -189,8 +208,9 @@ def _fix(model: onnx.ModelProto, source: Source) -> dict[str, np.ndarray[Any, An
     return constants
 
 
-def _feeds(model: onnx.ModelProto, source: Source) -> dict[str, np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(_SEED)
+def _feeds(
+    model: onnx.ModelProto, source: Source, rng: np.random.Generator
+) -> dict[str, np.ndarray[Any, Any]]:
     feeds: dict[str, np.ndarray[Any, Any]] = {}
     for value in model.graph.input:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
