@@ -33,7 +33,6 @@ from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
     BuildInfo,
-    Compiled,
     Description,
     Files,
     Outcome,
@@ -203,7 +202,7 @@ class DaskExecutor:
         task = self._task(job, self.versions(job), recipe)
         # If possible where an earlier recipe has left what this one starts from.
         running = self._submit(task, self._compiled.get(task.token))
-        compiled = cast("Compiled | Refused", self._result(running))
+        compiled = cast("FileRecord | Refused", self._result(running))
         with self._lock:
             self._compiled[task.token] = running.future
         if isinstance(compiled, Refused):
@@ -213,10 +212,10 @@ class DaskExecutor:
             writing("an artifact", folder, job.location),
             temp_dir() as made,
         ):
-            self._transport.fetch_blob(compiled.archive, made / "archive")
-            unpack(made / "archive", folder)
-        self._archives[folder] = compiled.archive
-        return compiled.record
+            self._transport.fetch_blob(compiled, made / "archive")
+            record = unpack(made / "archive", folder)
+        self._archives[folder] = compiled
+        return record
 
     def validate(
         self, job: Job, model: Model, artifact: Artifact, context: Context

@@ -111,14 +111,6 @@ class RemoteTask:
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """What was compiled: its archive is in the shared cache."""
-
-    record: Record
-    archive: FileRecord
-
-
-@dataclass(frozen=True)
 class Description:
     """What a worker says of a target: its versions and why it cannot run artifacts, or its problems."""
 
@@ -165,8 +157,9 @@ def _check_library(job: Job) -> None:
         raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, job.location, message, hint))
 
 
-Outcome = Compiled | Refused | ValidationRun
-"""What comes out of a task."""
+Outcome = FileRecord | Refused | ValidationRun
+"""What comes out of a task: the archive of what was compiled, which is in the shared cache, or why there is
+none; or a validation."""
 
 
 def run_task(data: bytes, after: object = None) -> Outcome | EpcontextError:
@@ -353,7 +346,7 @@ class _Build:
             with self._one_at_a_time(archive.sha256):
                 if not (folder := artifacts / archive.sha256).exists():
                     (made / "artifact").rename(folder)
-            return Compiled(result, archive)
+            return archive
 
     def _placed(self, task: RemoteTask) -> Job:
         """The task's job with the paths that its files have here."""
