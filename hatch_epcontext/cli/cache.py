@@ -10,8 +10,8 @@ import click
 
 from hatch_epcontext.cli._common import cache_option, open_store
 from hatch_epcontext.cli._output import add_row, echo, show, table
-from hatch_epcontext.config.cache_url import SIGNATURES
 from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.shared_cache import SIGNATURES
 from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.cache.cleaning import Entry, Store
 from hatch_epcontext.jobs.requirements import pip_install

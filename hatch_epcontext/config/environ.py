@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from hatch_epcontext.config.cache_keys import private_bytes
 from hatch_epcontext.config.settings import SECRET_VARIABLES, Editable, ValidationMode
+from hatch_epcontext.config.shared_cache import private_bytes
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.serialize import from_text

@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.tags import parse_tag
 
-from hatch_epcontext.config.cache_keys import check_public_keys
-from hatch_epcontext.config.cache_url import check_cache_url
 from hatch_epcontext.config.settings import (
     Dequantize,
     Editable,
@@ -26,6 +24,7 @@ from hatch_epcontext.config.settings import (
     ValidationMode,
     Verification,
 )
+from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
 

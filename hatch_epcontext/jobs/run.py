@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import BuildSettings, Config
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import BuildError, Kind, Problem, merged
 from hatch_epcontext.jobs.artifact import Built, Failure, Result
 from hatch_epcontext.jobs.cache.cache import NO_HOME, Cache, default_root
 from hatch_epcontext.jobs.cutting import cut_plan
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.executors.local import LocalExecutor
-from hatch_epcontext.jobs.failures import problems_of
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, Plan
@@ -26,6 +25,37 @@ from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.text import count
+
+_TARGETS = "\0"
+"""Stands for the targets in the location of a problem; no name has it."""
+
+
+def problems_of(failures: Iterable[Failure]) -> tuple[Problem, ...]:
+    """The problems of ``failures``, each with the targets that have it."""
+    problems = (each for failure in failures for each in _of_job(failure))
+    return tuple(map(_located, merged(problems)))
+
+
+def _of_job(failure: Failure) -> Iterator[Problem]:
+    job = failure.job
+    of_any = replace(job, target=replace(job.target, name=_TARGETS))
+    for each in failure.problems:
+        location = each.location.replace(job.location, of_any.location, 1)
+        # Where there is only one target, its name says nothing.
+        is_named = each.key is None or _has_other_targets(job)
+        targets = (job.target.name,) if is_named else ()
+        yield replace(each, location=location, targets=each.targets or targets)
+
+
+def _has_other_targets(job: Job) -> bool:
+    return any(len(model.targets) > 1 for model in job.models)
+
+
+def _located(problem: Problem) -> Problem:
+    if problem.key is not None:
+        return problem
+    location = problem.location.replace(_TARGETS, ", ".join(problem.targets))
+    return replace(problem, location=location)
 
 
 class IncompleteError(BuildError):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.jobs.artifact import Failure
-from hatch_epcontext.jobs.failures import problems_of
 from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.run import problems_of
 from tests.results import configured
 
 TOML = """

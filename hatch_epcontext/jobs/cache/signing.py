@@ -8,7 +8,7 @@ import binascii
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from hatch_epcontext.config.cache_keys import (
+from hatch_epcontext.config.shared_cache import (
     PRIVATE,
     PUBLIC,
     key_text,

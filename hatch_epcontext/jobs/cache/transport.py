@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hatch_epcontext.config.cache_url import REQUIREMENTS, SIGNATURES
+from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.files import FileRecord, record_file
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.cache_keys import check_public_keys, private_bytes, public_bytes
+from hatch_epcontext.config.shared_cache import (
+    check_cache_url,
+    check_public_keys,
+    private_bytes,
+    public_bytes,
+)
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.jobs.cache.signing import new_keys, public_key
 from tests.config.examples import MODELS, problems
@@ -59,3 +64,42 @@ def test_the_private_key_is_never_printed(project: Path) -> None:
     config = load(project, CPU, None, CACHE_KEY=PRIVATE)
     assert config.overrides == ()
     assert PRIVATE not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket",
+        "s3://bucket/team/models",
+        "gs://bucket/team",
+        "az://container/team",
+        "abfs://container@account.dfs.core.windows.net/team",
+        "file:///mnt/cache",
+        "file:///C:/cache",
+        "http://host:8080/cache",
+        "https://host/cache",
+    ],
+)
+def test_valid_urls(url: str) -> None:
+    assert check_cache_url(url) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("", "a URL with one of s3://"),
+        ("/mnt/cache", "a URL with one of s3://"),
+        ("s3:bucket", "a URL with one of s3://"),
+        ("ftp://host/cache", "a URL with one of s3://"),
+        ("simplecache::s3://bucket", "a URL with one of s3://"),
+        ("s3://bucket::file:///etc", "a URL with one of s3://"),
+        ("http://[host/cache", "a URL with one of s3://"),
+        ("s3://", "a bucket, container or host behind s3://"),
+        ("https:///cache", "a bucket, container or host behind https://"),
+        ("file://folder/cache", "an absolute path"),
+        ("file:///", "an absolute path"),
+        ("abfs://user@container/team", "without a user"),
+    ],
+)
+def test_invalid_urls(url: str, allowed: str) -> None:
+    assert allowed in (check_cache_url(url) or "")
