@@ -42,16 +42,16 @@ def graphs(part: Part) -> Iterator[Part]:
     while waiting:
         each = waiting.pop()
         yield each
-        inner: list[Part] = []
-        for node in each.node:
-            for attribute in node.attribute:
-                inner += attribute_graphs(attribute)
-        waiting += reversed(inner)
+        waiting += reversed([inner for node in each.node for inner in inner_graphs(node)])
 
 
-def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
-    """Return the graphs that are values of ``attribute``."""
-    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Return the graphs inside ``node``, without those inside them."""
+    return [
+        inner
+        for attribute in node.attribute
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs)
+    ]
 
 
 def nodes(part: Part) -> Iterator[onnx.NodeProto]:
@@ -63,25 +63,19 @@ def nodes(part: Part) -> Iterator[onnx.NodeProto]:
 def read_by(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the values of the graph around it that ``node`` reads, also in the graphs inside it."""
     yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in attribute_graphs(attribute):
-            own = {each.name for each in inner.input}
-            own |= {each.name for each in stored_tensors(inner)}
-            own |= {name for each in inner.node for name in each.output}
-            for each in inner.node:
-                yield from (name for name in read_by(each) if name not in own)
-            # An inner graph may also return a value of the graph around it as it is.
-            yield from (each.name for each in inner.output if each.name not in own)
+    for inner in inner_graphs(node):
+        own = {each.name for each in inner.input}
+        own |= {each.name for each in stored_tensors(inner)}
+        own |= {name for each in inner.node for name in each.output}
+        for each in inner.node:
+            yield from (name for name in read_by(each) if name not in own)
+        # An inner graph may also return a value of the graph around it as it is.
+        yield from (each.name for each in inner.output if each.name not in own)
 
 
 def is_random(node: onnx.NodeProto) -> bool:
     """Whether two runs of ``node``, or of a graph inside it, can give different values."""
-    nested = (
-        each
-        for attribute in node.attribute
-        for inner in attribute_graphs(attribute)
-        for each in nodes(inner)
-    )
+    nested = (each for inner in inner_graphs(node) for each in nodes(inner))
     return any(each.op_type in _RANDOM for each in (node, *nested))
 
 
@@ -97,7 +91,7 @@ def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 def operator(node: onnx.NodeProto) -> str:
     """Return the operator of ``node``, after its domain unless that is ONNX's own."""
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    return node.op_type if node.domain in STANDARD else f"{node.domain}.{node.op_type}"
 
 
 def opset(model: onnx.ModelProto) -> int:
@@ -262,6 +256,15 @@ def facts(value: onnx.ValueInfoProto) -> TensorFacts:
     return TensorFacts(
         value.name, _dtype_name(tensor.elem_type), tuple(size(dim) for dim in tensor.shape.dim)
     )
+
+
+def sizes(type_: onnx.TypeProto) -> tuple[int | None, ...] | None:
+    """Return the shape of a tensor's type, with None for open dimensions; None if its rank is unknown."""
+    tensor = type_.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    found = map(size, tensor.shape.dim)
+    return tuple(each if isinstance(each, int) else None for each in found)
 
 
 def size(dim: onnx.TensorShapeProto.Dimension) -> Size:

@@ -112,7 +112,7 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
             continue
         if found := _refused(node, limits, flow, kinds, fixed):
             refused.append(found)
-    inside = any(graph.attribute_graphs(each) for node in flow.nodes for each in node.attribute)
+    inside = any(map(graph.inner_graphs, flow.nodes))
     return Findings(flow, tuple(refused), inside or bool(own))
 
 

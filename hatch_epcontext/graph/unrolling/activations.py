@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.unrolling.builder import Builder
+from hatch_epcontext.graph.builder import Builder
 
 _PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softplus")}
 
@@ -42,32 +40,22 @@ class Activation:
         """Whether the function hardly changes for values far from 0."""
         return self.name in ("sigmoid", "tanh")
 
-    def apply(self, value: str, dtype: np.dtype[np.generic], builder: Builder, hint: str) -> str:
-        """Add the function of ``value``, which has elements of ``dtype``."""
-
-        def number(of: float) -> str:
-            values: Array = np.asarray(of, dtype)
-            return builder.constant(values, f"{hint}/number")
-
-        def affine(of: str, alpha: float, beta: float) -> str:
-            scaled = builder.add("Mul", [of, number(alpha)], hint)
-            return builder.add("Add", [scaled, number(beta)], hint)
-
+    def apply(self, value: str, builder: Builder) -> str:
+        """Add the function of ``value``."""
         if self.name in _PLAIN:
-            return builder.add(_PLAIN[self.name], [value], hint)
+            return builder.add(_PLAIN[self.name], value)
         if self.name in _WITH_ALPHA:
-            return builder.add(_WITH_ALPHA[self.name], [value], hint, alpha=self.alpha)
+            return builder.add(_WITH_ALPHA[self.name], value, alpha=self.alpha)
         if self.name == "hardsigmoid":
-            return builder.add("HardSigmoid", [value], hint, alpha=self.alpha, beta=self.beta)
+            return builder.add("HardSigmoid", value, alpha=self.alpha, beta=self.beta)
         if self.name == "softsign":
             # Few EPs have Softsign itself.
-            size = builder.add("Add", [builder.add("Abs", [value], hint), number(1.0)], hint)
-            return builder.add("Div", [value, size], hint)
+            size = builder.add("Add", builder.add("Abs", value), builder.number(1))
+            return builder.add("Div", value, size)
         if self.name == "affine":
-            return affine(value, self.alpha, self.beta)
-        scaled = builder.add("Mul", [value, number(self.beta)], hint)
-        curved = builder.add("Tanh", [scaled], hint)
-        return builder.add("Mul", [curved, number(self.alpha)], hint)
+            scaled = builder.scaled(value, self.alpha)
+            return builder.add("Add", scaled, builder.number(self.beta))
+        return builder.scaled(builder.add("Tanh", builder.scaled(value, self.beta)), self.alpha)
 
 
 def activations(

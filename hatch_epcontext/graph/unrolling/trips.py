@@ -9,23 +9,24 @@ from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.unrolling.scope import Scope
+from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.scope import Scope
 
 
-def trip_count(
-    loop: onnx.NodeProto, scope: Scope, opsets: onnx.ModelProto, limit: int
-) -> int | None:
-    """How often ``loop``, which is in ``scope``, runs its body; ``limit`` + 1 if it is more often.
+def trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | None:
+    """How often ``loop``, which is in ``scope``, runs its body; the limit + 1 if it is more often.
 
-    None if data decides it. What decides is run by onnx, without the rest of the body: ``opsets`` is the
-    model, of which only the versions are taken.
+    None if data decides it. What decides is run by onnx, without the rest of the body.
     """
+    assert builder.limit is not None, "a loop can be endless"
     body: onnx.GraphProto = graph.attribute(loop, "body", None)
     trips, condition, *initial = (*loop.input, "", "")[: max(2, len(loop.input))]
     number = scope.constant(trips) if trips else None
     if (trips and number is None) or not body.output:
         return None
-    most = limit + 1 if number is None else min(int(number.reshape(-1)[0]), limit + 1)
+    most = builder.limit + 1
+    if number is not None:
+        most = min(int(number.reshape(-1)[0]), most)
     # Before the condition decides, the number of trips does.
     if most <= 0:
         return 0
@@ -34,18 +35,21 @@ def trip_count(
         return None
     if first is not None and not first.reshape(-1)[0]:
         return 0
-    return _count(body, initial, scope, opsets, most)
+    return _count(body, initial, scope, builder.model, most)
 
 
 def _count(
     body: onnx.GraphProto, initial: list[str], scope: Scope, opsets: onnx.ModelProto, most: int
 ) -> int | None:
-    """The number of trips, at most ``most``, from the part of ``body`` that decides on its condition."""
+    """The number of trips, at most ``most``, from the part of ``body`` that decides on its condition.
+
+    ``opsets``: the model, of which only the versions are taken.
+    """
     number, given, *carried = (value.name for value in body.input)
     condition, *results = (value.name for value in body.output)
-    producers = {name: node for node in body.node for name in node.output if name}
+    producers = Scope(body).producers
     stored = {tensor.name: tensor for tensor in body.initializer}
-    feeds = {number: _filled(body, 0, 0), given: _filled(body, 1, True)}
+    feeds = {number: filled(body, 0, 0), given: filled(body, 1, True)}
     states: dict[str, str] = {}
     wanted, waiting = set[str](), [condition]
     while waiting:
@@ -87,7 +91,7 @@ def _count(
         evaluator = ReferenceEvaluator(model)
         # What depends on nothing else is the same in all trips.
         for trip in range(most if states or number in wanted else 1):
-            feeds[number] = _filled(body, 0, trip)
+            feeds[number] = filled(body, 0, trip)
             goes_on, *values = map(np.asarray, evaluator.run(None, feeds))
             if not goes_on.reshape(-1)[0]:
                 return trip + 1
@@ -98,7 +102,7 @@ def _count(
     return most
 
 
-def _filled(body: onnx.GraphProto, index: int, value: int) -> Array:
+def filled(body: onnx.GraphProto, index: int, value: int) -> Array:
     """``value`` as ``body`` takes it as its input ``index``: a number or a list of one."""
     dtype = (np.int64, np.bool_)[index]
     return np.full([1] * len(body.input[index].type.tensor_type.shape.dim), value, dtype)

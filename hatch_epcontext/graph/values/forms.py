@@ -84,7 +84,7 @@ def follow(part: graph.Part, forms: Forms, known: Known) -> Iterator[onnx.NodePr
     Yields each node that takes a value with forms, when those of what it takes are complete.
     """
     for node in part.node:
-        inner = [each for given in node.attribute for each in graph.attribute_graphs(given)]
+        inner = graph.inner_graphs(node)
         is_followed = any(name in forms for name in node.input)
         if is_followed:
             yield node

@@ -74,8 +74,7 @@ def _of_branches(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
     index = list(node.output).index(name)
     found = {
         _nature(branch.output[index].name, _makers(branch, makers))
-        for attribute in node.attribute
-        for branch in graph.attribute_graphs(attribute)
+        for branch in graph.inner_graphs(node)
         if index < len(branch.output)
     }
     return found.pop() if len(found) == 1 else "any"

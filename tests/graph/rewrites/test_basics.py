@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph.rewrites.basics import SIMPLER
-from hatch_epcontext.graph.rewrites.functions import DEFINITIONS
+from hatch_epcontext.graph.rewrites.fused import DEFINITIONS
 from tests.graph.rewrites.equal import made, operators, rewritten, untouched
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.graph.rewrites.casts import INTEGER_CASTS
+from hatch_epcontext.graph.rewrites.basics import INTEGER_CASTS
 from tests.graph.rewrites.equal import made, operators, rewritten, untouched
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.graph.rewrites.clip import COMPUTED_BOUNDS
+from hatch_epcontext.graph.rewrites.basics import COMPUTED_BOUNDS
 from tests.conftest import newer_runtime
 from tests.graph.rewrites.equal import made, operators, rewritten, untouched
 

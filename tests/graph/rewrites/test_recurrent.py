@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.recurrent import DEFAULT_ACTIVATIONS
+from hatch_epcontext.graph.rewrites.basics import DEFAULT_ACTIVATIONS
 from tests.graph.rewrites.equal import made, rewritten, untouched
 
 FLOAT = TensorProto.FLOAT

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hatch_epcontext.graph.rewrites.reverse import REVERSED
+from hatch_epcontext.graph.rewrites.basics import REVERSED
 from tests.graph.rewrites.equal import operators, rewritten, untouched
 from tests.graph.unrolling.models import parsed
 

@@ -4,7 +4,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.shapes import SHAPES
+from hatch_epcontext.graph.rewrites.basics import SHAPES
 from tests.graph.rewrites.equal import made, rewritten, untouched
 
 FLOAT = TensorProto.FLOAT
