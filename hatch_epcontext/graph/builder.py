@@ -141,6 +141,14 @@ class Builder:
         """Add a node with one output and return the output's name."""
         return self.add_all(op, inputs, ["output"], **attributes)[0]
 
+    def add_like(
+        self, node: onnx.NodeProto, op: str, inputs: Sequence[str], domain: str = ""
+    ) -> list[str]:
+        """Add a node with the attributes and the number of outputs of ``node``, and return their names."""
+        names = self.add_all(op, inputs, node.output, domain=domain)
+        self.nodes[-1].attribute.extend(node.attribute)
+        return names
+
     def store(self, values: ArrayLike) -> str:
         """Store a tensor and return its name."""
         name = self.fresh(f"{self._stem}/stored")
@@ -318,10 +326,9 @@ def remove_unused(
         if not used.isdisjoint(node.output) or not is_removable(node):
             kept.append(copy_of(node))
             used.update(graph.read_by(node))
-    if len(kept) < len(part.node):
-        set_nodes(part, reversed(kept))
-        _keep(part.initializer, used)
-        _keep(part.value_info, used)
+    set_nodes(part, reversed(kept))
+    _keep(part.initializer, used)
+    _keep(part.value_info, used)
 
 
 def _keep(named: Any, used: set[str]) -> None:
