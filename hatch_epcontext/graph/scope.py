@@ -1,9 +1,12 @@
-"""What is known of the values that a graph can use: its own, and those of the graphs around it."""
+"""What is known of the values that a graph can use: its own, and those of the graphs around it.
+
+Types and stored tensors are those of the graphs around it too; nodes are those of the graph itself.
+"""
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping, MutableMapping
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -59,9 +62,45 @@ class Scope:
         return Scope(graph.inferred(model, types).graph, types=types)
 
     @cached_property
-    def producers(self) -> Mapping[str, onnx.NodeProto]:
-        """The nodes of this graph by the values that they make."""
-        return {name: node for node in self.part.node for name in node.output if name}
+    def makers(self) -> Mapping[str, int]:
+        """The number of the node of this graph that makes each value."""
+        return {name: i for i, node in enumerate(self.part.node) for name in node.output if name}
+
+    @cached_property
+    def reads(self) -> Sequence[Sequence[str]]:
+        """The values that each node of this graph reads, also in the graphs inside it."""
+        return [tuple(dict.fromkeys(graph.read_by(node))) for node in self.part.node]
+
+    @cached_property
+    def readers(self) -> Mapping[str, Set[int]]:
+        """The numbers of the nodes of this graph that read each value."""
+        found: defaultdict[str, set[int]] = defaultdict(set)
+        for index, names in enumerate(self.reads):
+            for name in names:
+                found[name].add(index)
+        return found
+
+    def maker(self, name: str) -> onnx.NodeProto | None:
+        """The node of this graph that makes a value; None for inputs and stored tensors."""
+        index = self.makers.get(name)
+        return None if index is None else self.part.node[index]
+
+    def above(
+        self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True
+    ) -> list[int]:
+        """The numbers of the nodes of this graph on which values depend, the last ones first.
+
+        ``goes_on``: whether what a value depends on is wanted too.
+        """
+        found: dict[int, None] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            index = self.makers.get(name)
+            if index is not None and index not in found and goes_on(name):
+                found[index] = None
+                waiting += self.reads[index]
+        return list(found)
 
     def constant(self, name: str) -> NDArray[Any] | None:
         """The values of a stored tensor; None if it is computed, or if they are in another file."""

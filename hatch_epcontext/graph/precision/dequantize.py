@@ -391,7 +391,7 @@ def _to_stored(scope: Scope, name: str) -> _Path | None:
     """What moves a stored tensor into the value ``name``."""
     moves: list[onnx.NodeProto] = []
     while scope.stored.get(name) is None:
-        node = scope.producers.get(name)
+        node = scope.maker(name)
         if node is None or node.op_type not in _MOVING or node.domain:
             return None
         moves.insert(0, node)

@@ -87,7 +87,7 @@ def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] |
     if shape is None or 0 in shape:
         return None
     many = False
-    while (maker := scope.producers.get(source)) is not None and maker.op_type in _RESHAPING:
+    while (maker := scope.maker(source)) is not None and maker.op_type in _RESHAPING:
         many = many or len(scope.shape(source) or ()) > _FEW
         source = maker.input[0]
     return [builder.reshape(source, shape)] if many else None

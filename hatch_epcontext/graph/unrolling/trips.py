@@ -47,7 +47,7 @@ def _count(
     """
     number, given, *carried = (value.name for value in body.input)
     condition, *results = (value.name for value in body.output)
-    producers = Scope(body).producers
+    inner = Scope(body)
     stored = {tensor.name: tensor for tensor in body.initializer}
     feeds = {number: filled(body, 0, 0), given: filled(body, 1, True)}
     states: dict[str, str] = {}
@@ -57,10 +57,10 @@ def _count(
         if name in wanted:
             continue
         wanted.add(name)
-        if name in producers:
-            if graph.is_random(producers[name]):
+        if (maker := inner.maker(name)) is not None:
+            if graph.is_random(maker):
                 return None
-            waiting += graph.read_by(producers[name])
+            waiting += graph.read_by(maker)
         elif name not in stored and name not in feeds:
             outer = name
             if name in carried:
