@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,9 @@ _RANDOM = frozenset(
     }
 )
 """Operators whose results depend on chance."""
+
+_MAX_VALUES = 2**16
+"""Values of a stored tensor that can decide shapes: tables of weights are larger."""
 
 Part = onnx.GraphProto | onnx.FunctionProto
 """What has nodes."""
@@ -287,18 +292,36 @@ def _dtype_name(elem_type: int) -> str:
         return "undefined"
 
 
-def inferred(model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
-    """``model`` with the types that onnx infers from its own and from ``types``, which it does not know.
+def inferred(
+    model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto] = MappingProxyType({})
+) -> onnx.GraphProto:
+    """The main graph of a copy of ``model`` with the types that onnx infers, without its large tensors.
 
-    ``model`` itself if onnx does not understand it.
+    ``types``: those of values that onnx may not infer. The main graph itself if onnx does not understand it.
     """
-    values = model.graph.value_info
-    count = len(values)
-    values.extend(onnx.ValueInfoProto(name=name, type=type_) for name, type_ in types.items())
+    light = onnx.ModelProto(ir_version=model.ir_version)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    main = light.graph
+    main.name = model.graph.name
+    main.node.extend(model.graph.node)
+    main.input.extend(model.graph.input)
+    main.output.extend(model.graph.output)
+    main.value_info.extend(model.graph.value_info)
+    main.value_info.extend(
+        onnx.ValueInfoProto(name=name, type=each) for name, each in types.items()
+    )
+    main.sparse_initializer.extend(model.graph.sparse_initializer)
+    listed = {value.name for value in main.input}
+    for tensor in model.graph.initializer:
+        # Inferring shapes would copy the others twice, and fail where they are in another file.
+        if math.prod(tensor.dims) <= _MAX_VALUES and not is_external(tensor):
+            main.initializer.append(tensor)
+        elif tensor.name not in listed:
+            type_ = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+            main.input.append(onnx.ValueInfoProto(name=tensor.name, type=type_))
     try:
-        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+        return onnx.shape_inference.infer_shapes(light, data_prop=True).graph
     except Exception:
-        # It raises many things, for models that ONNX Runtime takes, or that are too large.
-        return model
-    finally:
-        del values[count:]
+        # It raises many things, for models that ONNX Runtime takes.
+        return model.graph

@@ -59,7 +59,9 @@ class Scope:
 
         ``types``: those that onnx may not infer, such as those behind operators of other domains.
         """
-        return Scope(graph.inferred(model, types).graph, types=types)
+        scope = Scope(graph.inferred(model, types), types=types)
+        scope.stored.update({tensor.name: tensor for tensor in model.graph.initializer})
+        return scope
 
     @cached_property
     def makers(self) -> Mapping[str, int]:
