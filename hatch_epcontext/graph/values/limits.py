@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,15 +38,12 @@ class Limit:
     usual: float | None = None
 
 
-_Found = Iterator[Limit]
+_Rule = Callable[[onnx.NodeProto, Known], Iterable[Limit]]
 
 
 def limits(node: onnx.NodeProto, known: Known) -> list[Limit]:
-    """Return the limits of the operands of ``node``; none for one that is not as its operator wants it."""
-    if node.domain in graph.STANDARD:
-        rule = _RULES.get(node.op_type)
-    else:
-        rule = _RULES_OF_ONNX_RUNTIME.get(node.op_type) if node.domain == "com.microsoft" else None
+    """Return the limits of the operands of ``node``; none for a malformed one."""
+    rule = _RULES.get(graph.operator(node))
     try:
         found = [] if rule is None else list(rule(node, known))
     except INVALID:
@@ -58,40 +55,68 @@ def _operand(node: onnx.NodeProto, number: int) -> str:
     return node.input[number] if number < len(node.input) else ""
 
 
-def _index(operand: int, size: int | None) -> _Found:
+def _indices(operand: int, size: int | None) -> Iterator[Limit]:
     """An index into ``size`` things."""
     if size:
         yield Limit(operand, 0, size - 1)
 
 
-def _length(operand: int, size: int | None) -> _Found:
+def _lengths(operand: int, size: int | None) -> Iterator[Limit]:
     """A length of at most ``size``."""
     high = math.inf if size is None else size
     if size is None or size > 0:
         yield Limit(operand, 1, high, "length", None if size is None else size)
 
 
-def _gather(node: onnx.NodeProto, known: Known) -> _Found:
-    yield from _index(1, known.size(_operand(node, 0), graph.attribute(node, "axis", 0)))
+_Axis = int | tuple[str, int]
+"""An axis, or the attribute that says which, and its default."""
 
 
-def _gather_nd(node: onnx.NodeProto, known: Known) -> _Found:
+def _size(node: onnx.NodeProto, known: Known, of: int, axis: _Axis) -> int | None:
+    along = axis if isinstance(axis, int) else graph.attribute(node, *axis)
+    return known.size(_operand(node, of), along)
+
+
+def _index(operand: int, of: int, axis: _Axis) -> _Rule:
+    """The operand is an index into the operand ``of``."""
+    return lambda node, known: _indices(operand, _size(node, known, of, axis))
+
+
+def _length(operand: int, of: int, axis: _Axis) -> _Rule:
+    """The operand is a length within the operand ``of``."""
+    return lambda node, known: _lengths(operand, _size(node, known, of, axis))
+
+
+def _axis(operand: int) -> _Rule:
+    """The operand is an axis of the first one."""
+    return lambda node, known: _indices(operand, len(known.shape(_operand(node, 0)) or ()))
+
+
+def _fixed(*found: Limit) -> _Rule:
+    return lambda node, known: found
+
+
+def _all(*rules: _Rule) -> _Rule:
+    return lambda node, known: (limit for rule in rules for limit in rule(node, known))
+
+
+def _gather_nd(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     shape = known.shape(_operand(node, 0))
     depth = known.size(_operand(node, 1), -1)
     first = graph.attribute(node, "batch_dims", 0)
     if shape and depth and isinstance(first, int) and first >= 0:
         chosen = shape[first : first + depth]
-        yield from _index(1, min((size for size in chosen if size), default=None))
+        yield from _indices(1, min((size for size in chosen if size), default=None))
 
 
-def _one_hot(node: onnx.NodeProto, known: Known) -> _Found:
+def _one_hot(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     depth = known.value(_operand(node, 1))
     if depth is not None and depth.size == 1:
-        yield from _index(0, int(depth.item()))
+        yield from _indices(0, int(depth.item()))
     yield Limit(1, 1, _MAX_CHANGED, "index", _MAX_CHANGED)
 
 
-def _equal(node: onnx.NodeProto, known: Known) -> _Found:
+def _equal(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """A member of a stored range, as exporters write one-hot tables, or a number with special values."""
     for operand, other in ((0, 1), (1, 0)):
         value = known.value(_operand(node, other))
@@ -105,45 +130,17 @@ def _equal(node: onnx.NodeProto, known: Known) -> _Found:
             yield Limit(operand, float(members[0]), float(members[-1]))
 
 
-def _compare(node: onnx.NodeProto, known: Known) -> _Found:
+def _compare(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """A length that is compared with positions."""
     for operand, other in ((0, 1), (1, 0)):
         value = known.value(_operand(node, other))
         if value is not None and value.size > 1 and value.dtype.kind in "iuf":
             members = np.unique(value).astype(np.float64)
             if members.size > 1 and members[0] in (0, 1) and (np.diff(members) == 1).all():
-                yield from _length(operand, int(members[-1] - members[0]) + 1)
+                yield from _lengths(operand, int(members[-1] - members[0]) + 1)
 
 
-def _sequence(operand: int, axis: int) -> Callable[[onnx.NodeProto, Known], _Found]:
-    def found(node: onnx.NodeProto, known: Known) -> _Found:
-        yield from _length(operand, known.size(_operand(node, 0), axis))
-
-    return found
-
-
-def _reverse(node: onnx.NodeProto, known: Known) -> _Found:
-    yield from _length(1, known.size(_operand(node, 0), graph.attribute(node, "time_axis", 0)))
-
-
-def _rank(node: onnx.NodeProto, known: Known) -> int | None:
-    shape = known.shape(_operand(node, 0))
-    return None if shape is None else len(shape)
-
-
-def _axis(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
-    def found(node: onnx.NodeProto, known: Known) -> _Found:
-        yield from _index(operand, _rank(node, known))
-
-    return found
-
-
-def _pad(node: onnx.NodeProto, known: Known) -> _Found:
-    yield Limit(1, 0, 2)
-    yield from _index(3, _rank(node, known))
-
-
-def _slice(node: onnx.NodeProto, known: Known) -> _Found:
+def _slice(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     shape = known.shape(_operand(node, 0)) or ()
     axes = known.value(_operand(node, 3))
     chosen = range(len(shape)) if axes is None else [int(axis) for axis in axes.ravel()]
@@ -151,50 +148,29 @@ def _slice(node: onnx.NodeProto, known: Known) -> _Found:
     size = min((each for each in sizes if each), default=1)
     yield Limit(1, 0, size - 1, usual=0)
     yield Limit(2, 1, size, usual=size)
-    yield from _index(3, len(shape))
+    yield from _indices(3, len(shape))
     yield Limit(4, 1, 1)
 
 
-def _top_k(node: onnx.NodeProto, known: Known) -> _Found:
-    yield from _length(1, known.size(_operand(node, 0), graph.attribute(node, "axis", -1)))
-
-
-def _trilu(node: onnx.NodeProto, known: Known) -> _Found:
+def _trilu(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     size = known.size(_operand(node, 0), -1) or 1
     yield Limit(1, -size, size, usual=0)
 
 
-def _free_sizes(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
-    def found(node: onnx.NodeProto, known: Known) -> _Found:
-        yield Limit(operand, 1, _MAX_CHANGED, usual=1)
-
-    return found
-
-
-def _rounds(node: onnx.NodeProto, known: Known) -> _Found:
-    yield Limit(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)
-
-
-def _range(node: onnx.NodeProto, known: Known) -> _Found:
-    yield Limit(0, 0, 0)
-    yield from _length(1, None)
-    yield Limit(2, 1, 1)
-
-
-def _resize(node: onnx.NodeProto, known: Known) -> _Found:
+def _resize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     sizes = known.shape(_operand(node, 0)) or ()
     yield Limit(2, 1, 2, usual=1)
     size = max((each for each in sizes if each), default=1)
     yield Limit(3, 1, size)
 
 
-def _clip(node: onnx.NodeProto, known: Known) -> _Found:
+def _clip(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     low, high = clip_bounds(node, known)
     if max(abs(low), abs(high)) <= _MAX_CLIP:
         yield Limit(0, low, high, "clip")
 
 
-def _quantize(node: onnx.NodeProto, known: Known) -> _Found:
+def _quantize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """What does not saturate."""
     scale, zero = (known.value(_operand(node, number)) for number in (1, 2))
     if scale is None or zero is None or scale.size != 1 or zero.size != 1:
@@ -204,38 +180,25 @@ def _quantize(node: onnx.NodeProto, known: Known) -> _Found:
         yield Limit(0, (info.min - middle) * factor, (info.max - middle) * factor, "clip")
 
 
-def _where(node: onnx.NodeProto, known: Known) -> _Found:
-    yield Limit(0, 0, 1, "mask", 1)
+def _positions(operand: int, table: int) -> _Rule:
+    """Positions in a table of two dimensions."""
 
-
-def _labels(node: onnx.NodeProto, known: Known) -> _Found:
-    yield from _index(1, known.size(_operand(node, 0), 1))
-
-
-def _boxes(node: onnx.NodeProto, known: Known) -> _Found:
-    """The limits of what a detector keeps."""
-    yield from _length(2, known.size(_operand(node, 0), 1))
-    yield Limit(3, 0, 1)
-    yield Limit(4, 0, 1)
-
-
-def _positions(operand: int, table: int) -> Callable[[onnx.NodeProto, Known], _Found]:
-    def found(node: onnx.NodeProto, known: Known) -> _Found:
+    def found(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
         if len(known.shape(_operand(node, table)) or ()) == 2:
-            yield from _index(operand, known.size(_operand(node, table), 0))
+            yield from _indices(operand, known.size(_operand(node, table), 0))
 
     return found
 
 
-def _written(node: onnx.NodeProto, known: Known) -> _Found:
+def _written(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """Where a cache is written: as far from its end as what is written is long."""
     axis = graph.attribute(node, "axis", -2)
     room, written = (known.size(_operand(node, operand), axis) for operand in (0, 1))
     if room is not None and written is not None:
-        yield from _index(2, room - written + 1)
+        yield from _indices(2, room - written + 1)
 
 
-def _group_query_attention(node: onnx.NodeProto, known: Known) -> _Found:
+def _group_query_attention(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """The lengths of what is in the cache with the new part: minus one, and of the whole batch."""
     past, new = known.size(_operand(node, 3), 2), known.size(_operand(node, 0), 1)
     # Shapes behind operators of ONNX Runtime are not known: one new token is what there always is.
@@ -244,25 +207,22 @@ def _group_query_attention(node: onnx.NodeProto, known: Known) -> _Found:
     yield Limit(6, 1, total, usual=total)
 
 
-def _embedding(node: onnx.NodeProto, known: Known) -> _Found:
-    """ONNX Runtime's fused embeddings: tokens, segments and positions, each with its table."""
-    for operand, table in ((0, 2), (1, 4), (8, 3)):
-        yield from _index(operand, known.size(_operand(node, table), 0))
-    yield Limit(7, 0, 1, "mask", 1)
+_MICROSOFT = "com.microsoft."
 
-
-def _mask(operand: int) -> Callable[[onnx.NodeProto, Known], _Found]:
-    def found(node: onnx.NodeProto, known: Known) -> _Found:
-        yield Limit(operand, 0, 1, "mask", 1)
-
-    return found
-
-
-_RULES: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] = {
-    **dict.fromkeys(("Gather", "GatherElements", "ScatterElements", "Scatter"), _gather),
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(
+        (
+            "Gather",
+            "GatherElements",
+            "ScatterElements",
+            "Scatter",
+            f"{_MICROSOFT}GatherBlockQuantized",
+        ),
+        _index(1, 0, ("axis", 0)),
+    ),
     **dict.fromkeys(("GatherND", "ScatterND"), _gather_nd),
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), _sequence(4, 0)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", f"{_MICROSOFT}DynamicQuantizeLSTM"), _length(4, 0, 0)),
     **dict.fromkeys(
         (
             *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1"),
@@ -271,34 +231,37 @@ _RULES: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] = {
         ),
         _axis(1),
     ),
-    **dict.fromkeys(("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"), _labels),
-    "NonMaxSuppression": _boxes,
+    **dict.fromkeys(
+        ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"),
+        _index(1, 0, 1),
+    ),
+    # The limits of what a detector keeps.
+    "NonMaxSuppression": _all(_length(2, 0, 1), _fixed(Limit(3, 0, 1), Limit(4, 0, 1))),
     "RotaryEmbedding": _positions(3, 1),
     "TensorScatter": _written,
     "DFT": _axis(2),
-    **dict.fromkeys(("Expand", "Tile"), _free_sizes(1)),
-    "ConstantOfShape": _free_sizes(0),
-    "Loop": _rounds,
+    **dict.fromkeys(("Expand", "Tile"), _fixed(Limit(1, 1, _MAX_CHANGED, usual=1))),
+    "ConstantOfShape": _fixed(Limit(0, 1, _MAX_CHANGED, usual=1)),
+    "Loop": _fixed(Limit(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)),
     "OneHot": _one_hot,
     "Equal": _equal,
-    "ReverseSequence": _reverse,
-    "Pad": _pad,
+    "ReverseSequence": _length(1, 0, ("time_axis", 0)),
+    "Pad": _all(_fixed(Limit(1, 0, 2)), _axis(3)),
     "Slice": _slice,
-    "TopK": _top_k,
+    "TopK": _length(1, 0, ("axis", -1)),
     "Trilu": _trilu,
-    "Range": _range,
+    "Range": _fixed(Limit(0, 0, 0), Limit(1, 1, math.inf, "length"), Limit(2, 1, 1)),
     "Resize": _resize,
     "Clip": _clip,
     "QuantizeLinear": _quantize,
-    "Where": _where,
-}
-
-_RULES_OF_ONNX_RUNTIME: Mapping[str, Callable[[onnx.NodeProto, Known], _Found]] = {
-    "EmbedLayerNormalization": _embedding,
-    "GatherBlockQuantized": _gather,
-    "Attention": _mask(3),
-    "MultiHeadAttention": _mask(4),
-    "DynamicQuantizeLSTM": _sequence(4, 0),
-    "RotaryEmbedding": _positions(1, 2),
-    "GroupQueryAttention": _group_query_attention,
+    "Where": _fixed(Limit(0, 0, 1, "mask", 1)),
+    # Tokens, segments and positions, each with its table.
+    f"{_MICROSOFT}EmbedLayerNormalization": _all(
+        *(_index(operand, table, 0) for operand, table in ((0, 2), (1, 4), (8, 3))),
+        _fixed(Limit(7, 0, 1, "mask", 1)),
+    ),
+    f"{_MICROSOFT}Attention": _fixed(Limit(3, 0, 1, "mask", 1)),
+    f"{_MICROSOFT}MultiHeadAttention": _fixed(Limit(4, 0, 1, "mask", 1)),
+    f"{_MICROSOFT}RotaryEmbedding": _positions(1, 2),
+    f"{_MICROSOFT}GroupQueryAttention": _group_query_attention,
 }

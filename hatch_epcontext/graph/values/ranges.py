@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
+import ml_dtypes
 import onnx
 
 from hatch_epcontext.graph import graph
@@ -307,16 +307,10 @@ def _dtype_bounds(facts: TensorFacts) -> Bounds:
     dtype = numpy_dtype(facts.dtype)
     if dtype.kind == "b":
         return 0.0, 1.0
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype.name)
-        return max(float(info.min), -_MAX_EXACT), min(float(info.max), _MAX_EXACT)
-    # ml_dtypes' integers of few bits.
-    bits = int("".join(filter(str.isdigit, dtype.name)) or 4)
-    return (
-        (0.0, 2.0**bits - 1)
-        if "uint" in dtype.name
-        else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
-    )
+    if dtype.kind == "c":
+        return -_MAX_EXACT, _MAX_EXACT
+    info = ml_dtypes.iinfo(dtype)
+    return max(float(info.min), -_MAX_EXACT), min(float(info.max), _MAX_EXACT)
 
 
 def _guess(facts: TensorFacts, reached: _Reached) -> Range:
