@@ -49,7 +49,6 @@ class Builder:
         self._taken: set[str] = set()
         self._counts: dict[str, int] = {}
         for part in graph.graphs(model.graph):
-            assert isinstance(part, onnx.GraphProto), "a graph has only graphs inside it"
             self._taken |= {each.name for each in (*part.input, *part.output, *part.value_info)}
             self._taken |= {each.name for each in graph.stored_tensors(part)}
             for node in part.node:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -19,6 +19,9 @@ CONTEXT_OP = "EPContext"
 
 STANDARD = ("", "ai.onnx")
 """The names of ONNX's own domain."""
+
+MICROSOFT = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
 
 _COMPATIBILITY = "ep_compatibility_info."
 """The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
@@ -41,9 +44,12 @@ Part = onnx.GraphProto | onnx.FunctionProto
 """What has nodes."""
 
 
-def graphs(part: Part) -> Iterator[Part]:
+_P = TypeVar("_P", bound=Part)
+
+
+def graphs(part: _P) -> Iterator[_P | onnx.GraphProto]:
     """Yield ``part`` and all graphs inside its nodes."""
-    waiting = [part]
+    waiting: list[_P | onnx.GraphProto] = [part]
     while waiting:
         each = waiting.pop()
         yield each

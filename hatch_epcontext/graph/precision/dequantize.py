@@ -21,8 +21,6 @@ from hatch_epcontext.graph.scope import Scope
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_MICROSOFT = "com.microsoft"
-
 _QUANTIZATION = {*DYNAMIC_QUANTIZATION, "QuantizeLinear", "DequantizeLinear"}
 
 _MOVING = frozenset(
@@ -140,10 +138,10 @@ class _Dynamic:
             "Div": self._divide,
             "Add": self._add,
             "DequantizeLinear": self._dequantize,
-            f"{_MICROSOFT}.DynamicQuantizeMatMul": self._quantize_and_multiply,
-            f"{_MICROSOFT}.MatMulIntegerToFloat": self._multiply_to_float,
-            f"{_MICROSOFT}.DynamicQuantizeLSTM": self._lstm,
-            f"{_MICROSOFT}.QAttention": self._attention,
+            "com.microsoft.DynamicQuantizeMatMul": self._quantize_and_multiply,
+            "com.microsoft.MatMulIntegerToFloat": self._multiply_to_float,
+            "com.microsoft.DynamicQuantizeLSTM": self._lstm,
+            "com.microsoft.QAttention": self._attention,
         }
 
     def _quantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> None:
@@ -270,7 +268,7 @@ class _Dynamic:
         if real is None or floats is None:
             return None
         inputs = [real, builder.store(floats), bias, mask, past]
-        return builder.add_like(node, "Attention", inputs, domain=_MICROSOFT)
+        return builder.add_like(node, "Attention", inputs, domain=graph.MICROSOFT)
 
     def _real(self, name: str, scale: str, zero: str) -> str | None:
         """The floats of the integers ``name``, if these are their scale and their zero point."""
@@ -305,7 +303,7 @@ class _Pairs:
 
     def rules(self) -> Mapping[str, Rule]:
         rules = dict.fromkeys((*_SAME_NUMBERS, "Concat", "Resize"), self._move)
-        for domain in ("", f"{_MICROSOFT}."):
+        for domain in ("", "com.microsoft."):
             rules |= {f"{domain}QuantizeLinear": self._quantize}
             rules |= {f"{domain}DequantizeLinear": self._dequantize}
         return rules

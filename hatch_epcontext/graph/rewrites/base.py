@@ -10,9 +10,6 @@ import onnx
 from hatch_epcontext.graph.builder import Rules, replace
 from hatch_epcontext.graph.scope import Types
 
-MICROSOFT = "com.microsoft"
-"""The domain of ONNX Runtime's own operators."""
-
 
 @dataclass(frozen=True)
 class Rewrite:

@@ -10,8 +10,9 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, copy_of
-from hatch_epcontext.graph.rewrites.base import MICROSOFT, Rewrite, by_node
+from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
 from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activations
 
 _MAX_VALUES = 2**24
 """Values of a mask that is stored: 16 MB."""
@@ -158,25 +159,18 @@ def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[s
     if elem_type not in _OF_ONNX | _OF_MICROSOFT:
         return None
     scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, dtype))
-    domain = MICROSOFT if elem_type in _OF_MICROSOFT else ""
+    domain = graph.MICROSOFT if elem_type in _OF_MICROSOFT else ""
     return [builder.add("DequantizeLinear", value, scale, zero, domain=domain)]
 
 
 INTEGER_CASTS = by_node("Cast of small integers as DequantizeLinear", {"Cast": _dequantized})
 
 
-_ACTIVATIONS = {
-    "LSTM": ["sigmoid", "tanh", "tanh"],
-    "GRU": ["sigmoid", "tanh"],
-    "RNN": ["tanh"],
-}
-
-
 def _without_defaults(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
     """``node`` without ``activations``, if these are the default ones; EPs refuse any."""
-    given = [each.decode().lower() for each in graph.attribute(node, "activations", [])]
+    given = named_activations(node)
     directions = 2 if graph.text(node, "direction") == "bidirectional" else 1
-    if not given or given != _ACTIVATIONS[node.op_type] * directions:
+    if not given or given != [*DEFAULTS[node.op_type]] * directions:
         return None
     # Those of the default activations take no numbers.
     unused = ("activations", "activation_alpha", "activation_beta")
@@ -189,7 +183,7 @@ def _without_defaults(node: onnx.NodeProto, scope: Scope, builder: Builder) -> l
 
 
 DEFAULT_ACTIVATIONS = by_node(
-    "default activations left out", dict.fromkeys(_ACTIVATIONS, _without_defaults)
+    "default activations left out", dict.fromkeys(DEFAULTS, _without_defaults)
 )
 
 

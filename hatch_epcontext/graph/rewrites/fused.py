@@ -8,7 +8,7 @@ import onnx.inliner
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder
-from hatch_epcontext.graph.rewrites.base import MICROSOFT, Rewrite, by_node
+from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
 from hatch_epcontext.graph.scope import Scope, Types
 
 
@@ -162,16 +162,16 @@ def _normalized(
 FUSED = by_node(
     "operators that ONNX Runtime has fused, taken apart",
     {
-        f"{MICROSOFT}.FusedConv": _conv,
-        f"{MICROSOFT}.FusedGemm": _gemm,
-        f"{MICROSOFT}.FusedMatMul": _matmul,
-        f"{MICROSOFT}.TransposeMatMul": _matmul,
-        f"{MICROSOFT}.QuickGelu": _quick_gelu,
-        f"{MICROSOFT}.Gelu": _gelu,
-        f"{MICROSOFT}.BiasGelu": _gelu,
-        f"{MICROSOFT}.FastGelu": _fast_gelu,
-        f"{MICROSOFT}.SkipLayerNormalization": _skip_layer_norm,
-        f"{MICROSOFT}.SkipSimplifiedLayerNormalization": _skip_rms_norm,
+        "com.microsoft.FusedConv": _conv,
+        "com.microsoft.FusedGemm": _gemm,
+        "com.microsoft.FusedMatMul": _matmul,
+        "com.microsoft.TransposeMatMul": _matmul,
+        "com.microsoft.QuickGelu": _quick_gelu,
+        "com.microsoft.Gelu": _gelu,
+        "com.microsoft.BiasGelu": _gelu,
+        "com.microsoft.FastGelu": _fast_gelu,
+        "com.microsoft.SkipLayerNormalization": _skip_layer_norm,
+        "com.microsoft.SkipSimplifiedLayerNormalization": _skip_rms_norm,
         # ONNX Runtime registers it in ONNX's domain.
         "SimplifiedLayerNormalization": _rms_norm,
     },

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder
+
+DEFAULTS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
+"""The functions of one direction of each layer, in small letters."""
 
 _PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softplus")}
 
@@ -58,23 +61,23 @@ class Activation:
         return builder.scaled(builder.add("Tanh", builder.scaled(value, self.beta)), self.alpha)
 
 
-def activations(
-    node: onnx.NodeProto, defaults: Sequence[str], directions: int
-) -> list[list[Activation]] | None:
+def named_activations(node: onnx.NodeProto) -> list[str]:
+    """The functions that ``node`` names, in small letters."""
+    names = graph.attribute(node, "activations", [])
+    return [name.decode("utf-8", "replace").casefold() for name in names]
+
+
+def activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]] | None:
     """The functions of each direction of ``node``; None if it has unknown ones, the wrong
     number, or too few parameters.
     """
-    named = [
-        name.decode("utf-8", "replace").casefold()
-        for name in graph.attribute(node, "activations", [])
-    ]
-    names = named or [name.casefold() for name in defaults] * directions
+    defaults = DEFAULTS[node.op_type]
+    names = named_activations(node) or [*defaults] * directions
     if node.op_type == "RNN":
         # Its default names those of two directions, and the second is unused for one.
         names = names[:directions]
-    if len(names) != directions * len(defaults) or not all(
-        name in {*_PLAIN, *_ALPHA, *_OTHERS} for name in names
-    ):
+    known = {*_PLAIN, *_ALPHA, *_OTHERS}
+    if len(names) != directions * len(defaults) or not known.issuperset(names):
         return None
     alphas = iter(graph.attribute(node, "activation_alpha", []))
     betas = iter(graph.attribute(node, "activation_beta", []))

@@ -16,7 +16,6 @@ from hatch_epcontext.graph.unrolling.activations import Activation, activations
 
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
-_DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 _FLAT = 20.0
@@ -93,7 +92,7 @@ def unroll_recurrent(
     layer = _layer(node, scope, builder)
     if layer is None:
         return None
-    functions = activations(node, _DEFAULTS[node.op_type], layer.directions)
+    functions = activations(node, layer.directions)
     if functions is None:
         return None
     rows, within = _rows(layer), _within(layer, scope)

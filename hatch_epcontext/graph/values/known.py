@@ -121,10 +121,9 @@ class Known:
 
     def _add_shapes(self, main: onnx.GraphProto) -> None:
         for part in graph.graphs(main):
-            if isinstance(part, onnx.GraphProto):
-                for value in (*part.input, *part.value_info, *part.output):
-                    if (sizes := graph.sizes(value.type)) is not None:
-                        self._shapes.setdefault(value.name, sizes)
+            for value in (*part.input, *part.value_info, *part.output):
+                if (sizes := graph.sizes(value.type)) is not None:
+                    self._shapes.setdefault(value.name, sizes)
 
 
 def _small(array: Array | None) -> Array | None:

@@ -207,8 +207,6 @@ def _group_query_attention(node: onnx.NodeProto, known: Known) -> Iterator[Limit
     yield Limit(6, 1, total, usual=total)
 
 
-_MICROSOFT = "com.microsoft."
-
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
         (
@@ -216,13 +214,13 @@ _RULES: Mapping[str, _Rule] = {
             "GatherElements",
             "ScatterElements",
             "Scatter",
-            f"{_MICROSOFT}GatherBlockQuantized",
+            "com.microsoft.GatherBlockQuantized",
         ),
         _index(1, 0, ("axis", 0)),
     ),
     **dict.fromkeys(("GatherND", "ScatterND"), _gather_nd),
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
-    **dict.fromkeys(("LSTM", "GRU", "RNN", f"{_MICROSOFT}DynamicQuantizeLSTM"), _length(4, 0, 0)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "com.microsoft.DynamicQuantizeLSTM"), _length(4, 0, 0)),
     **dict.fromkeys(
         (
             *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1"),
@@ -256,12 +254,12 @@ _RULES: Mapping[str, _Rule] = {
     "QuantizeLinear": _quantize,
     "Where": _fixed(Limit(0, 0, 1, "mask", 1)),
     # Tokens, segments and positions, each with its table.
-    f"{_MICROSOFT}EmbedLayerNormalization": _all(
+    "com.microsoft.EmbedLayerNormalization": _all(
         *(_index(operand, table, 0) for operand, table in ((0, 2), (1, 4), (8, 3))),
         _fixed(Limit(7, 0, 1, "mask", 1)),
     ),
-    f"{_MICROSOFT}Attention": _fixed(Limit(3, 0, 1, "mask", 1)),
-    f"{_MICROSOFT}MultiHeadAttention": _fixed(Limit(4, 0, 1, "mask", 1)),
-    f"{_MICROSOFT}RotaryEmbedding": _positions(1, 2),
-    f"{_MICROSOFT}GroupQueryAttention": _group_query_attention,
+    "com.microsoft.Attention": _fixed(Limit(3, 0, 1, "mask", 1)),
+    "com.microsoft.MultiHeadAttention": _fixed(Limit(4, 0, 1, "mask", 1)),
+    "com.microsoft.RotaryEmbedding": _positions(1, 2),
+    "com.microsoft.GroupQueryAttention": _group_query_attention,
 }

@@ -309,7 +309,7 @@ def _dtype_bounds(facts: TensorFacts) -> Bounds:
         return 0.0, 1.0
     if dtype.kind == "c":
         return -_MAX_EXACT, _MAX_EXACT
-    info = ml_dtypes.iinfo(dtype)
+    info = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
     return max(float(info.min), -_MAX_EXACT), min(float(info.max), _MAX_EXACT)
 
 
