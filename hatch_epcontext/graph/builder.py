@@ -272,10 +272,13 @@ class Builder:
             value.name = renamed.get(value.name, value.name)
 
 
-Rule = Callable[[onnx.NodeProto, Scope, Builder], "Sequence[str] | None"]
-"""Adds to the builder what computes the outputs of a node of the scope, and returns their names.
+Outputs = Sequence[str] | None
+"""The values that take the place of a node's outputs; None if the node stays as it is."""
 
-None, or an empty name of an output that is used, if the node stays as it is.
+Rule = Callable[[onnx.NodeProto, Scope, Builder], Outputs]
+"""Adds to the builder what computes the outputs of a node of the scope.
+
+The node also stays as it is if one of its outputs has an empty name in the result.
 """
 
 Rules = Mapping[str, Rule]

@@ -74,7 +74,7 @@ class Dependencies(Scope):
         origin = {value.name: value.name for value in graph.inputs(self.part)}
         found = set()
         for node in self.part.node:
-            first, second = (*node.input, "", "")[:2]
+            first, second = graph.operands(node, 2)
             if node.op_type in _SAME_VALUES and first in origin:
                 origin.update(dict.fromkeys(node.output, origin[first]))
             elif node.op_type in _CHOOSING and second in origin:

@@ -110,6 +110,16 @@ def opset(model: onnx.ModelProto) -> int:
     return max((e.version for e in model.opset_import if e.domain in STANDARD), default=1)
 
 
+def operands(node: onnx.NodeProto, count: int) -> list[str]:
+    """Return the first ``count`` inputs of ``node``, empty for missing ones."""
+    return [*node.input[:count], *[""] * (count - len(node.input))]
+
+
+def operand(node: onnx.NodeProto, number: int) -> str:
+    """Return the input ``number`` of ``node``, counted from 0; empty if it is missing."""
+    return node.input[number] if number < len(node.input) else ""
+
+
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     """Return the value of an attribute of ``node``, text as bytes; ``default`` if it has no value."""
     for each in node.attribute:

@@ -6,7 +6,7 @@ Dynamic quantization measures each activation when the model runs, which NPUs ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Rule, remove_unused
+from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.scope import Scope
 
@@ -149,7 +149,7 @@ class _Dynamic:
         self.known[quantized] = _Quantized(node.input[0], scale, zero_point)
         self.known[scale] = _Scale(scale, np.ones((), np.float32))
 
-    def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Sequence[str] | None:
+    def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         """A copy of ``node`` for the floats of quantized integers, beside the node itself."""
         known = self.known.get(node.input[0]) if node.input else None
         if not isinstance(known, _Quantized):
@@ -158,24 +158,18 @@ class _Dynamic:
         self.known |= {name: replace(known, real=real) for name, real in reals.items()}
         return node.output
 
-    def _reshape(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
+    def _reshape(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         self._same(node, scope, builder)
         return self._move(node, scope, builder)
 
-    def _dequantize(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
+    def _dequantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         known = self.known.get(node.input[0])
         if not isinstance(known, _Quantized):
             return None
         return [known.real] if list(node.input[1:]) == [known.scale, known.zero_point] else None
 
-    def _product(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
-        left, right, left_zero, right_zero = (*node.input, "", "")[:4]
+    def _product(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        left, right, left_zero, right_zero = graph.operands(node, 4)
         if (weight := _floats(scope, right)) is None:
             return None
         # The zero point of a convolution is that of each output channel.
@@ -206,9 +200,7 @@ class _Dynamic:
             known = replace(known, value=known.value.reshape(-1))
         self.known[node.output[0]] = known
 
-    def _multiply(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
+    def _multiply(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         for one, other in (node.input, reversed(node.input)):
             scale, product = self._scale_of(one, scope), self.known.get(other)
             if scale is not None and isinstance(product, _Sum):
@@ -242,27 +234,21 @@ class _Dynamic:
 
     def _quantize_and_multiply(
         self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
-        real, weight, scale, zero, bias = (*node.input, "", "")[:5]
+    ) -> Outputs:
+        real, weight, scale, zero, bias = graph.operands(node, 5)
         floats = _weight(scope, weight, scale, zero)
         return None if floats is None else _matrix_product(real, floats, bias, builder)
 
-    def _multiply_to_float(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
-        left, weight, scale, its_scale, zero, its_zero, bias = (*node.input, "", "", "")[:7]
+    def _multiply_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
         real = self._real(left, scale, zero)
         floats = _weight(scope, weight, its_scale, its_zero)
         if real is None or floats is None:
             return None
         return _matrix_product(real, floats, bias, builder)
 
-    def _attention(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
-        left, weight, bias, scale, its_scale, mask, zero, its_zero, past = (*node.input, *[""] * 9)[
-            :9
-        ]
+    def _attention(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        left, weight, bias, scale, its_scale, mask, zero, its_zero, past = graph.operands(node, 9)
         real = self._real(left, scale, zero)
         floats = _weight(scope, weight, its_scale, its_zero)
         if real is None or floats is None:
@@ -277,8 +263,8 @@ class _Dynamic:
             return None
         return known.real
 
-    def _lstm(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Sequence[str] | None:
-        names = (*node.input, *[""] * 12)[:12]
+    def _lstm(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        names = graph.operands(node, 12)
         weights = []
         for its in ((names[1], *names[8:10]), (names[2], *names[10:12])):
             stored, factor, offset = (_floats(scope, name) for name in its)
@@ -308,10 +294,8 @@ class _Pairs:
             rules |= {f"{domain}DequantizeLinear": self._dequantize}
         return rules
 
-    def _quantize(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
-        value, scale, zero = (*node.input, "")[:3]
+    def _quantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        value, scale, zero = graph.operands(node, 3)
         bounds = _bounds(scope, scale, zero)
         if bounds is None:
             return None
@@ -319,13 +303,11 @@ class _Pairs:
         builder.append(node)
         return node.output
 
-    def _dequantize(
-        self, node: onnx.NodeProto, scope: Scope, builder: Builder
-    ) -> Sequence[str] | None:
+    def _dequantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         found = self.floats.get(node.input[0])
         return None if found is None else [found]
 
-    def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Sequence[str] | None:
+    def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         """The same with floats, beside the node itself, which goes if nobody reads it any more."""
         data = node.input if node.op_type == "Concat" else node.input[:1]
         if not data or not all(name in self.floats for name in data):
@@ -354,7 +336,7 @@ def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
     return (low - middle) * factor.item(), (high - middle) * factor.item()
 
 
-def _stored_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Sequence[str] | None:
+def _stored_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """What makes the result of a DequantizeLinear if its integers are stored, perhaps moved after that."""
     path = _to_stored(scope, node.input[0])
     floats = _dequantized(node, scope, path[1], moved=bool(path[0])) if path else None
@@ -364,7 +346,7 @@ def _stored_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Sequ
 def _dequantized(node: onnx.NodeProto, scope: Scope, first: str, *, moved: bool) -> Floats | None:
     """What the DequantizeLinear ``node`` makes of the stored tensor ``first``."""
     integers, factor = scope.constant(first), _floats(scope, node.input[1])
-    zero = node.input[2] if len(node.input) > 2 else ""
+    zero = graph.operand(node, 2)
     offset = _floats(scope, zero) if zero else np.zeros((), np.float32)
     if integers is None or factor is None or offset is None:
         return None

@@ -9,7 +9,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, copy_of
+from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
 from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activations
@@ -18,7 +18,7 @@ _MAX_VALUES = 2**24
 """Values of a mask that is stored: 16 MB."""
 
 
-def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     alpha, beta = (graph.attribute(node, name, 1.0) for name in ("alpha", "beta"))
     if alpha == beta == 1:
         # ONNX Runtime makes a Gemm of the product again.
@@ -28,20 +28,20 @@ def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | N
         for name, letter in zip(node.input[:2], "AB", strict=True)
     ]
     product = builder.scaled(builder.add("MatMul", *operands), alpha)
-    if len(node.input) < 3 or not node.input[2]:
+    if not (bias := graph.operand(node, 2)):
         return [product]
-    return [builder.add("Add", product, builder.scaled(node.input[2], beta))]
+    return [builder.add("Add", product, builder.scaled(bias, beta))]
 
 
-def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     total, *others = node.input
     for each in others:
         total = builder.add("Add", total, each)
     return [builder.add("Mul", total, builder.number(1 / len(node.input)))]
 
 
-def _triangle(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
-    value, diagonal = (*node.input, "")[:2]
+def _triangle(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, diagonal = graph.operands(node, 2)
     shape = scope.shape(value)
     offset = scope.constant(diagonal) if diagonal else np.array(0)
     dtype = scope.dtype(value)
@@ -53,7 +53,7 @@ def _triangle(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]
     return [builder.add("Where", mask, value, builder.store(np.array(0, dtype)))]
 
 
-def _one_hot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _one_hot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     indices, depth_name, levels_name = node.input
     shape, dtype = scope.shape(indices), scope.dtype(indices)
     depth, levels = scope.constant(depth_name), scope.constant(levels_name)
@@ -71,7 +71,7 @@ def _one_hot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] 
     return [builder.add("Where", hit, high, low)]
 
 
-def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, indices = node.input[0], scope.constant(node.input[1])
     shape, result = scope.shape(value), scope.shape(node.output[0])
     if shape is None or result is None or indices is None or 0 in shape or not indices.size:
@@ -101,7 +101,7 @@ SIMPLER = by_node(
 )
 
 
-def _reversed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _reversed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The ReverseSequence of constant lengths that are the same for all."""
     shape, lengths = scope.shape(node.input[0]), scope.constant(node.input[1])
     if shape is None or lengths is None or not lengths.size or (lengths != lengths[0]).any():
@@ -120,9 +120,9 @@ _FIRST_OF_INTEGERS = 12
 """The opset since which Max and Min take all integers."""
 
 
-def _max_and_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _max_and_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Clip with bounds that are computed."""
-    value, low, high = (*node.input, "", "")[:3]
+    value, low, high = graph.operands(node, 3)
     dtype = scope.dtype(value)
     if len(node.input) < 2 or dtype is None:
         return None
@@ -147,7 +147,7 @@ _OF_ONNX = frozenset({TensorProto.INT8, TensorProto.UINT8})
 _OF_MICROSOFT = frozenset({TensorProto.INT16, TensorProto.UINT16})
 
 
-def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A cast of a small integer to float32 as its dequantization with the scale 1.
 
     Some EPs take small integers only as quantized values.
@@ -166,7 +166,7 @@ def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[s
 INTEGER_CASTS = by_node("Cast of small integers as DequantizeLinear", {"Cast": _dequantized})
 
 
-def _without_defaults(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _without_defaults(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``node`` without ``activations``, if these are the default ones; EPs refuse any."""
     given = named_activations(node)
     directions = 2 if graph.text(node, "direction") == "bidirectional" else 1

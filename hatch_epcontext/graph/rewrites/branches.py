@@ -11,7 +11,7 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.rewrites.base import by_node
 from hatch_epcontext.graph.scope import Scope, Types
 
@@ -39,7 +39,7 @@ _MAX_CONDITIONS = 3
 """The number of conditions of which all combinations are tried."""
 
 
-def _both_branches(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _both_branches(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     shape = scope.shape(node.input[0])
     if shape is None or any(size != 1 for size in shape):
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.rewrites.base import by_node
 from hatch_epcontext.graph.scope import Scope
 
@@ -83,7 +83,7 @@ class _Sums:
         return _Operand(product, labels)
 
 
-def _expand(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _expand(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     shapes = [scope.shape(name) for name in node.input]
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):

@@ -7,7 +7,7 @@ import onnx
 import onnx.inliner
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
 from hatch_epcontext.graph.scope import Scope, Types
 
@@ -26,8 +26,8 @@ def _activated(builder: Builder, value: str, name: str, numbers: list[float]) ->
     return None
 
 
-def _conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
-    value, weights, bias, added = (*node.input, "", "")[:4]
+def _conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, weights, bias, added = graph.operands(node, 4)
     names = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     attributes = {name: graph.attribute(node, name, None) for name in names}
     result = builder.add("Conv", value, weights, bias, **attributes)
@@ -45,7 +45,7 @@ def _with_activation(
     return None if activated is None else [activated]
 
 
-def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     names = ("alpha", "beta", "transA", "transB")
     attributes = {name: graph.attribute(node, name, None) for name in names}
     result = builder.add("Gemm", *node.input, **attributes)
@@ -53,7 +53,7 @@ def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | N
     return _with_activation(node, builder, result, [each for each in numbers if each is not None])
 
 
-def _matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     operands = []
     for name, letter in zip(node.input, "AB", strict=True):
         sizes = scope.sizes(name)
@@ -71,7 +71,7 @@ def _matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] |
     return [builder.scaled(builder.add("MatMul", *operands), graph.attribute(node, "alpha", 1.0))]
 
 
-def _gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+def _gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if graph.text(node, "approximate") == "tanh":
         return _fast_gelu(node, scope, builder)
     value = _biased(node, builder)
@@ -80,7 +80,7 @@ def _gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
     return [builder.add("Mul", half, builder.add("Add", error, builder.number(1)))]
 
 
-def _fast_gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+def _fast_gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value = _biased(node, builder)
     factor = builder.scaled(builder.add("Mul", value, value), np.sqrt(2 / np.pi) * 0.044715)
     factor = builder.add("Add", factor, builder.number(np.sqrt(2 / np.pi)))
@@ -89,37 +89,37 @@ def _fast_gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str
     return [builder.add("Mul", half, builder.add("Add", curved, builder.number(1)))]
 
 
-def _quick_gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+def _quick_gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value = node.input[0]
     scaled = builder.scaled(value, graph.attribute(node, "alpha", 1.702))
     return [builder.add("Mul", value, builder.add("Sigmoid", scaled))]
 
 
 def _biased(node: onnx.NodeProto, builder: Builder) -> str:
-    value, bias = (*node.input, "")[:2]
+    value, bias = graph.operands(node, 2)
     return builder.add("Add", value, bias) if bias else value
 
 
-def _layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
-    value, scale, bias = (*node.input, "")[:3]
+def _layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, scale, bias = graph.operands(node, 3)
     return _normalized(node, scope, builder, value, scale, bias, centred=True)
 
 
-def _rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, scale = node.input[:2]
     result = _normalized(node, scope, builder, value, scale, "", centred=False)
     return None if result is None else [result[0], *result[2:]]
 
 
-def _skip_layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
-    value, skip, scale, bias, added = (*node.input, "", "")[:5]
+def _skip_layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, skip, scale, bias, added = graph.operands(node, 5)
     total = _sum(builder, value, skip, added)
     result = _normalized(node, scope, builder, total, scale, bias, centred=True)
     return None if result is None else [*result, total]
 
 
-def _skip_rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
-    value, skip, scale, added = (*node.input, "", "")[:4]
+def _skip_rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, skip, scale, added = graph.operands(node, 4)
     total = _sum(builder, value, skip, added)
     result = _normalized(node, scope, builder, total, scale, "", centred=False)
     return None if result is None else [*result, total]

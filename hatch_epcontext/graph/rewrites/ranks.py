@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, remove_unused, replace
+from hatch_epcontext.graph.builder import Builder, Outputs, remove_unused, replace
 from hatch_epcontext.graph.rewrites.base import Rewrite
 from hatch_epcontext.graph.scope import Scope, Types
 
@@ -65,7 +65,7 @@ class _Permutation:
         return result
 
 
-def _transposed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _transposed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Transpose of many dimensions as one of fewer, or else as several."""
     sizes, result = scope.shape(node.input[0]), scope.shape(node.output[0])
     if sizes is None or result is None or len(sizes) <= _FEW:
@@ -80,7 +80,7 @@ def _transposed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[st
     return [builder.reshape(value, result)]
 
 
-def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Reshape that takes what a value of many dimensions before it was made of."""
     shape, source = scope.shape(node.output[0]), node.input[0]
     # A size of zero is that of its input.

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, remove_unused
+from hatch_epcontext.graph.builder import Builder, Outputs, remove_unused
 from hatch_epcontext.graph.rewrites.base import Rewrite
 from hatch_epcontext.graph.scope import Scope, Types
 
@@ -33,7 +33,7 @@ class _Sequences:
         self.known: defaultdict[Scope, dict[str, list[str]]] = defaultdict(dict)
         self.taken = 0
 
-    def make(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+    def make(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         """Enter what ``node`` makes, which stays as it is; adds nodes that make its tensors."""
         known = self.known[scope]
         first = known.get(node.input[0]) if node.input else None
@@ -44,7 +44,7 @@ class _Sequences:
             known[output] = list(node.input)
         elif operator == "SplitToSequence":
             if tensors := _split(node, scope, builder):
-                known[output] = tensors
+                known[output] = [*tensors]
                 builder.append(node)
                 return [output]
         elif operator == "Identity" and first is not None:
@@ -52,8 +52,8 @@ class _Sequences:
         elif first is not None:
             index = 2 if operator == "SequenceInsert" else 1
             position: int | None = len(first) if operator == "SequenceInsert" else len(first) - 1
-            if len(node.input) > index and node.input[index]:
-                position = _position(node.input[index], len(first), scope)
+            if given := graph.operand(node, index):
+                position = _position(given, len(first), scope)
             if position is None:
                 return None
             if operator == "SequenceInsert":
@@ -62,7 +62,7 @@ class _Sequences:
                 known[output] = [*first[:position], *first[position + 1 :]]
         return None
 
-    def take(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
+    def take(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         """What ``node`` takes of the tensors of its sequence."""
         tensors = self.known[scope].get(node.input[0])
         result = None if tensors is None else _taken(node, tensors, scope, builder)
@@ -80,8 +80,8 @@ def _position(name: str, length: int, scope: Scope) -> int | None:
     return position if 0 <= position <= length else None
 
 
-def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str] | None:
-    value, chunks = (*node.input, "")[:2]
+def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, chunks = graph.operands(node, 2)
     shape = scope.shape(value)
     axis = graph.number(node, "axis", 0)
     if shape is None or not -len(shape) <= axis < len(shape):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import onnx
 
-from hatch_epcontext.graph.builder import Builder, replace
+from hatch_epcontext.graph.builder import Builder, Outputs, replace
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling.loops import unroll_loop, unroll_scan
 from hatch_epcontext.graph.unrolling.recurrent import RECURRENT, unroll_recurrent
@@ -38,7 +38,7 @@ def unroll(
     """
     done: list[str] = []
 
-    def unrolled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Sequence[str] | None:
+    def unrolled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         found = _UNROLL[node.op_type](node, scope, builder)
         if found is None:
             return None

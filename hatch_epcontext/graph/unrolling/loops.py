@@ -126,7 +126,7 @@ def _trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | N
     """
     assert builder.limit is not None, "a loop can be endless"
     body: onnx.GraphProto = graph.attribute(loop, "body", None)
-    trips, condition, *initial = (*loop.input, "", "")[: max(2, len(loop.input))]
+    trips, condition = graph.operands(loop, 2)
     number = scope.constant(trips) if trips else None
     if (trips and number is None) or not body.output:
         return None
@@ -141,11 +141,11 @@ def _trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | N
         return None
     if first is not None and not first.reshape(-1)[0]:
         return 0
-    return _count(body, initial, scope, builder.model, most)
+    return _count(body, loop.input[2:], scope, builder.model, most)
 
 
 def _count(
-    body: onnx.GraphProto, initial: list[str], scope: Scope, opsets: onnx.ModelProto, most: int
+    body: onnx.GraphProto, initial: Sequence[str], scope: Scope, opsets: onnx.ModelProto, most: int
 ) -> int | None:
     """The number of trips, at most ``most``, from the part of ``body`` that decides on its condition.
 

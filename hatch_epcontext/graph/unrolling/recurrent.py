@@ -38,10 +38,6 @@ class _Layer:
     directions: int
     batch_first: bool
 
-    def input(self, index: int) -> str:
-        """The name of an input; empty if it is missing."""
-        return self.node.input[index] if index < len(self.node.input) else ""
-
     def of_direction(self, index: int, direction: int) -> str:
         """The part of a weight for ``direction``."""
         return self.builder.item(self.node.input[index], 0, direction)
@@ -52,9 +48,9 @@ class _Layer:
 
     def state(self, index: int, direction: int) -> str:
         """The initial state for ``direction`` (batch x hidden), zeros without one."""
-        if not self.input(index):
+        if not (given := graph.operand(self.node, index)):
             return self.builder.store(np.zeros((self.batch, self.hidden), self.builder.dtype))
-        return self.builder.item(self.input(index), 1 if self.batch_first else 0, direction)
+        return self.builder.item(given, 1 if self.batch_first else 0, direction)
 
     def clipped(self, value: str, limit: float) -> str:
         """``value`` within -``limit`` and ``limit``."""
@@ -131,14 +127,14 @@ def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Non
 
 def _within(layer: _Layer, scope: Scope) -> list[str]:
     """For each step 1 for the sequences that have it, else 0 (batch x 1); empty if all have all steps."""
-    if not layer.input(4):
+    if not (given := graph.operand(layer.node, 4)):
         return []
-    lengths = scope.constant(layer.input(4))
+    lengths = scope.constant(given)
     if lengths is not None and (lengths == layer.steps).all():
         return []
     builder = layer.builder
     steps = np.arange(layer.steps, dtype=np.int32).reshape(-1, 1)
-    less = builder.add("Less", builder.store(np.tile(steps, (1, layer.batch))), layer.input(4))
+    less = builder.add("Less", builder.store(np.tile(steps, (1, layer.batch))), given)
     value = builder.add("Cast", less, to=helper.np_dtype_to_tensor_dtype(builder.dtype))
     return layer.per_step(builder.reshape(value, [layer.steps * layer.batch, 1]))
 
@@ -166,7 +162,7 @@ def _input_part(layer: _Layer, rows: str, direction: int, fixed: str) -> list[st
 
 def _biases(layer: _Layer, direction: int) -> tuple[str, str]:
     """The biases of the input and of the state; empty without them."""
-    if not layer.input(3):
+    if not graph.operand(layer.node, 3):
         return "", ""
     gates = _GATES[layer.node.op_type]
     bias = layer.of_direction(3, direction)
@@ -184,7 +180,7 @@ def _lstm(
 ) -> tuple[Step, list[str], str]:
     f, g, h = functions
     weight = layer.weight(2, direction)
-    peephole = layer.input(7)
+    peephole = graph.operand(layer.node, 7)
     inner = layer.parts(layer.of_direction(7, direction), 0, 3) if peephole else ["", "", ""]
     coupled = graph.number(layer.node, "input_forget", 0) != 0
     one = layer.builder.number(1) if coupled else ""

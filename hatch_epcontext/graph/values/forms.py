@@ -271,10 +271,8 @@ def _clip_bound(node: onnx.NodeProto, operand: int, name: str, known: Known) -> 
     given = graph.attribute(node, name, None)
     if isinstance(given, float):
         return given if math.isfinite(given) else None
-    if len(node.input) > operand and node.input[operand]:
-        bounds = constant_bounds(node.input[operand], known)
-        return bounds[0] if bounds else None
-    return None
+    bounds = constant_bounds(graph.operand(node, operand), known)
+    return bounds[0] if bounds else None
 
 
 def _sum(a: Bounds, b: Bounds) -> Bounds:

@@ -51,10 +51,6 @@ def limits(node: onnx.NodeProto, known: Known) -> list[Limit]:
     return [each for each in found if each.operand < len(node.input) and each.low <= each.high]
 
 
-def _operand(node: onnx.NodeProto, number: int) -> str:
-    return node.input[number] if number < len(node.input) else ""
-
-
 def _indices(operand: int, size: int | None) -> Iterator[Limit]:
     """An index into ``size`` things."""
     if size:
@@ -74,7 +70,7 @@ _Axis = int | tuple[str, int]
 
 def _size(node: onnx.NodeProto, known: Known, of: int, axis: _Axis) -> int | None:
     along = axis if isinstance(axis, int) else graph.attribute(node, *axis)
-    return known.size(_operand(node, of), along)
+    return known.size(graph.operand(node, of), along)
 
 
 def _index(operand: int, of: int, axis: _Axis) -> _Rule:
@@ -89,7 +85,7 @@ def _length(operand: int, of: int, axis: _Axis) -> _Rule:
 
 def _axis(operand: int) -> _Rule:
     """The operand is an axis of the first one."""
-    return lambda node, known: _indices(operand, len(known.shape(_operand(node, 0)) or ()))
+    return lambda node, known: _indices(operand, len(known.shape(graph.operand(node, 0)) or ()))
 
 
 def _fixed(*found: Limit) -> _Rule:
@@ -101,8 +97,8 @@ def _all(*rules: _Rule) -> _Rule:
 
 
 def _gather_nd(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    shape = known.shape(_operand(node, 0))
-    depth = known.size(_operand(node, 1), -1)
+    shape = known.shape(graph.operand(node, 0))
+    depth = known.size(graph.operand(node, 1), -1)
     first = graph.attribute(node, "batch_dims", 0)
     if shape and depth and isinstance(first, int) and first >= 0:
         chosen = shape[first : first + depth]
@@ -110,7 +106,7 @@ def _gather_nd(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 
 
 def _one_hot(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    depth = known.value(_operand(node, 1))
+    depth = known.value(graph.operand(node, 1))
     if depth is not None and depth.size == 1:
         yield from _indices(0, int(depth.item()))
     yield Limit(1, 1, _MAX_CHANGED, "index", _MAX_CHANGED)
@@ -119,7 +115,7 @@ def _one_hot(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 def _equal(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """A member of a stored range, as exporters write one-hot tables, or a number with special values."""
     for operand, other in ((0, 1), (1, 0)):
-        value = known.value(_operand(node, other))
+        value = known.value(graph.operand(node, other))
         if value is None or not value.size:
             continue
         if value.size == 1:
@@ -133,7 +129,7 @@ def _equal(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 def _compare(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """A length that is compared with positions."""
     for operand, other in ((0, 1), (1, 0)):
-        value = known.value(_operand(node, other))
+        value = known.value(graph.operand(node, other))
         if value is not None and value.size > 1 and value.dtype.kind in "iuf":
             members = np.unique(value).astype(np.float64)
             if members.size > 1 and members[0] in (0, 1) and (np.diff(members) == 1).all():
@@ -141,8 +137,8 @@ def _compare(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 
 
 def _slice(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    shape = known.shape(_operand(node, 0)) or ()
-    axes = known.value(_operand(node, 3))
+    shape = known.shape(graph.operand(node, 0)) or ()
+    axes = known.value(graph.operand(node, 3))
     chosen = range(len(shape)) if axes is None else [int(axis) for axis in axes.ravel()]
     sizes = [shape[axis] for axis in chosen if -len(shape) <= axis < len(shape)]
     size = min((each for each in sizes if each), default=1)
@@ -153,12 +149,12 @@ def _slice(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 
 
 def _trilu(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    size = known.size(_operand(node, 0), -1) or 1
+    size = known.size(graph.operand(node, 0), -1) or 1
     yield Limit(1, -size, size, usual=0)
 
 
 def _resize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    sizes = known.shape(_operand(node, 0)) or ()
+    sizes = known.shape(graph.operand(node, 0)) or ()
     yield Limit(2, 1, 2, usual=1)
     size = max((each for each in sizes if each), default=1)
     yield Limit(3, 1, size)
@@ -172,7 +168,7 @@ def _clip(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 
 def _quantize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """What does not saturate."""
-    scale, zero = (known.value(_operand(node, number)) for number in (1, 2))
+    scale, zero = (known.value(graph.operand(node, number)) for number in (1, 2))
     if scale is None or zero is None or scale.size != 1 or zero.size != 1:
         return
     if zero.dtype.kind in "iu":
@@ -184,8 +180,8 @@ def _positions(operand: int, table: int) -> _Rule:
     """Positions in a table of two dimensions."""
 
     def found(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-        if len(known.shape(_operand(node, table)) or ()) == 2:
-            yield from _indices(operand, known.size(_operand(node, table), 0))
+        if len(known.shape(graph.operand(node, table)) or ()) == 2:
+            yield from _indices(operand, known.size(graph.operand(node, table), 0))
 
     return found
 
@@ -193,14 +189,14 @@ def _positions(operand: int, table: int) -> _Rule:
 def _written(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """Where a cache is written: as far from its end as what is written is long."""
     axis = graph.attribute(node, "axis", -2)
-    room, written = (known.size(_operand(node, operand), axis) for operand in (0, 1))
+    room, written = (known.size(graph.operand(node, operand), axis) for operand in (0, 1))
     if room is not None and written is not None:
         yield from _indices(2, room - written + 1)
 
 
 def _group_query_attention(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     """The lengths of what is in the cache with the new part: minus one, and of the whole batch."""
-    past, new = known.size(_operand(node, 3), 2), known.size(_operand(node, 0), 1)
+    past, new = known.size(graph.operand(node, 3), 2), known.size(graph.operand(node, 0), 1)
     # Shapes behind operators of ONNX Runtime are not known: one new token is what there always is.
     total = (past or 0) + (new or 1)
     yield Limit(5, 0, total - 1, usual=total - 1)

@@ -119,7 +119,7 @@ def _measured(node: onnx.NodeProto, forms: Forms) -> Iterator[str]:
 
 
 def _at(node: onnx.NodeProto, operand: int, forms: Forms) -> tuple[LinearForm, ...]:
-    return forms.get(node.input[operand], ()) if operand < len(node.input) else ()
+    return forms.get(graph.operand(node, operand), ())
 
 
 def _hides(form: LinearForm) -> bool:
