@@ -57,3 +57,20 @@ def test_values_of_an_inner_graph_hide_those_of_the_outer_one() -> None:
     assert scope.constant("c") == 1
     assert Scope(inner, scope).constant("c") is None
     assert Scope(helper.make_graph([], "empty", [], []), scope).constant("c") == 1
+
+
+def test_what_nodes_make_and_read_is_known_also_of_graphs_inside_them() -> None:
+    branch = helper.make_graph([helper.make_node("Neg", ["a"], ["n"])], "b", [], [value("n", [])])
+    nodes = [
+        helper.make_node("Exp", ["x"], ["a"]),
+        helper.make_node("Abs", ["x"], ["unused"]),
+        helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
+    ]
+    main = helper.make_graph(nodes, "g", [value("x", []), value("c", [])], [value("y", [])])
+    scope = Scope(main)
+    assert scope.makers == {"a": 0, "unused": 1, "y": 2}
+    assert list(scope.reads[2]) == ["c", "a"]
+    assert (scope.readers["a"], scope.readers["x"]) == ({2}, {0, 1})
+    assert scope.maker("x") is None
+    assert scope.above(["y"]) == [2, 0]
+    assert scope.above(["y"], lambda name: name != "a") == [2]

@@ -88,10 +88,6 @@ class Known:
                 self._values[name] = _small(self._computed(node, depth))
         return self._values[name]
 
-    def producer(self, name: str) -> onnx.NodeProto | None:
-        """The node that computes the value ``name``; None for inputs and stored tensors."""
-        return self._producers.get(name)
-
     def _computed(self, node: onnx.NodeProto, depth: int) -> Array | None:
         if node.op_type == "Constant":
             return _array(graph.constant_tensor(node))
