@@ -26,7 +26,7 @@ from hatch_epcontext.graph.values.kinds import (
     looks_like_image,
 )
 from hatch_epcontext.graph.values.known import Known
-from hatch_epcontext.graph.values.limits import Limit, limits
+from hatch_epcontext.graph.values.operands import Limit, limits
 
 _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
