@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
@@ -323,15 +323,10 @@ def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
         return None
     low, high, middle = 0.0, 255.0, 0.0
     if zero:
-        tensor = scope.stored.get(zero)
-        if (
-            tensor is None
-            or tensor.data_type == TensorProto.FLOAT
-            or offset is None
-            or offset.size != 1
-        ):
+        dtype = scope.dtype(zero)
+        if offset is None or offset.size != 1 or dtype is None or dtype.kind == "f":
             return None
-        info = np.iinfo(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+        info = np.iinfo(dtype)
         low, high, middle = info.min, info.max, offset.item()
     return (low - middle) * factor.item(), (high - middle) * factor.item()
 

@@ -16,13 +16,25 @@ from hatch_epcontext.graph.scope import Scope
 
 
 class Body:
-    """The graph that a loop repeats: what is the same in all trips is added to ``builder`` at once."""
+    """The graph that a loop repeats: what is the same in all trips is added to ``builder`` at once.
 
-    def __init__(self, body: onnx.GraphProto, builder: Builder) -> None:
+    ``outputs``: those of the body that are ``states``, which the next trip gets, or ``scans``, to which
+    each trip adds one.
+    """
+
+    def __init__(
+        self,
+        body: onnx.GraphProto,
+        outputs: Sequence[onnx.ValueInfoProto],
+        states: list[str],
+        builder: Builder,
+    ) -> None:
+        self.states = states
+        self.scans: list[list[str]] = [[] for _ in outputs[len(states) :]]
         self._builder = builder
         self._varying: list[onnx.NodeProto] = []
         self._outer: dict[str, str] = {}
-        self._outputs = [value.name for value in body.output]
+        self._outputs = [value.name for value in outputs]
         self._inputs = [value.name for value in body.input]
         builder.store_all(body, self._outer)
         changing = set(self._inputs)
@@ -33,11 +45,14 @@ class Body:
             else:
                 builder.copy([node], self._outer)
 
-    def repeat(self, trip: int, inputs: Sequence[str]) -> list[str]:
-        """Add the nodes of one trip with ``inputs``, and return the names of its outputs."""
+    def repeat(self, trip: int, inputs: Sequence[str]) -> None:
+        """Add the nodes of one trip with ``inputs``."""
         renamed = self._outer | dict(zip(self._inputs, inputs, strict=True))
         self._builder.copy(self._varying, renamed, f"/{trip}")
-        return [renamed.get(name, name) for name in self._outputs]
+        outputs = [renamed.get(name, name) for name in self._outputs]
+        self.states, scanned = outputs[: len(self.states)], outputs[len(self.states) :]
+        for values, output in zip(self.scans, scanned, strict=True):
+            values.append(output)
 
 
 def unroll_loop(
@@ -52,20 +67,15 @@ def unroll_loop(
         return None
     trips = _trip_count(node, scope, builder)
     states = list(node.input[2:])
-    scanned = len(body.output) - 1 - len(states)
-    if trips is None or (trips == 0 and scanned > 0):
-        return None
+    if not trips:
+        return None if trips is None or len(body.output) - 1 > len(states) else (0, states)
     _check(trips, builder)
-    scans = [list[str]() for _ in range(scanned)]
-    if trips:
-        repeated, true = Body(body, builder), builder.store(_filled(body, 1, True))
+    # The first output says whether it goes on.
+    repeated = Body(body, body.output[1:], states, builder)
+    true = builder.store(_filled(body, 1, True))
     for trip in range(trips):
-        number = builder.store(_filled(body, 0, trip))
-        _, *outputs = repeated.repeat(trip, [number, true, *states])
-        states, items = outputs[: len(states)], outputs[len(states) :]
-        for values, output in zip(scans, items, strict=True):
-            values.append(output)
-    return trips, [*states, *(builder.stack(values, 0) for values in scans)]
+        repeated.repeat(trip, [builder.store(_filled(body, 0, trip)), true, *repeated.states])
+    return trips, [*repeated.states, *(builder.stack(values, 0) for values in repeated.scans)]
 
 
 def unroll_scan(
@@ -86,24 +96,21 @@ def unroll_scan(
     backward = graph.attribute(node, "scan_input_directions", [0] * count)
     # A negative axis counts from the end, which Gather of older opsets does not know.
     axes = [axis % len(sizes) for axis, sizes in zip(axes, shapes, strict=True)]
-    repeated = Body(body, builder)
-    scans = [list[str]() for _ in body.output[len(states) :]]
+    repeated = Body(body, body.output, states, builder)
     for trip in range(length):
         items = [
             builder.item(name, axis, length - 1 - trip if reverse else trip)
             for name, axis, reverse in zip(scanned, axes, backward, strict=True)
         ]
-        outputs = repeated.repeat(trip, [*states, *items])
-        states, items = outputs[: len(states)], outputs[len(states) :]
-        for values, output in zip(scans, items, strict=True):
-            values.append(output)
-    axes = graph.attribute(node, "scan_output_axes", [0] * len(scans))
-    reversed_ = graph.attribute(node, "scan_output_directions", [0] * len(scans))
+        repeated.repeat(trip, [*repeated.states, *items])
+    none = [0] * len(repeated.scans)
+    axes = graph.attribute(node, "scan_output_axes", none)
+    backward = graph.attribute(node, "scan_output_directions", none)
     results = [
         builder.stack(values[::-1] if reverse else values, axis)
-        for values, axis, reverse in zip(scans, axes, reversed_, strict=True)
+        for values, axis, reverse in zip(repeated.scans, axes, backward, strict=True)
     ]
-    return length, [*states, *results]
+    return length, [*repeated.states, *results]
 
 
 def _body(node: onnx.NodeProto) -> onnx.GraphProto | None:
