@@ -262,20 +262,16 @@ def _inverse(name: str, form: LinearForm, target: Bounds) -> Bounds:
     With several inputs, each gets an equal part of what there is.
     """
     scale = dict(form.scales)[name]
+    if scale[1] < 0:
+        return _inverse(name, form.times((-1.0, -1.0)), (-target[1], -target[0]))
     low = -math.inf if form.within[0] >= target[0] else target[0] - form.offset[0]
     high = math.inf if form.within[1] <= target[1] else target[1] - form.offset[1]
-    parts = len(form.scales)
-    if scale[1] < 0:
-        scale, low, high = (-scale[1], -scale[0]), -high, -low
-        flipped = True
-    else:
-        flipped = False
     if scale[0] <= 0:
         return _EVERYTHING
-    low, high = low / parts, high / parts
+    low, high = low / len(form.scales), high / len(form.scales)
     low = low / (scale[0] if low >= 0 else scale[1])
     high = high / (scale[1] if high >= 0 else scale[0])
-    return (-high, -low) if flipped else (low, high)
+    return low, high
 
 
 def _value_for(name: str, form: LinearForm, target: float) -> float | None:
