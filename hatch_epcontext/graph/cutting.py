@@ -10,6 +10,7 @@ import onnx
 from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, Setting, collect
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing, suggestion
 
 
@@ -64,19 +65,24 @@ def _part(
     main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: Key
 ) -> Diagnosed[Part | None]:
     own = [value.name for value in graph.inputs(main)]
-    makers = {name: index for index, node in enumerate(main.node) for name in node.output if name}
+    scope = Scope(main)
     stored = {tensor.name for tensor in main.initializer}
-    wrong = [*_unknown(key / "inputs", cut.inputs, [*own, *makers], stored)]
-    wrong += _unknown(key / "outputs", cut.outputs, list(makers), stored | set(own))
+    wrong = [*_unknown(key / "inputs", cut.inputs, [*own, *scope.makers], stored)]
+    wrong += _unknown(key / "outputs", cut.outputs, list(scope.makers), stored | set(own))
     if wrong:
         yield from wrong
         return None
     outputs = cut.outputs or tuple(value.name for value in main.output)
     reached: dict[str, set[str]] = {}
     nodes: set[int] = set()
+    ends = {*cut.inputs, *own}
     for name in outputs:
-        its_nodes, reached[name] = _above(main, name, makers, {*cut.inputs, *own})
-        nodes |= its_nodes
+        above = scope.above([name], lambda each: each not in ends)
+        nodes.update(above)
+        # An output of the graph can be the cut's own input, or the graph's.
+        reached[name] = {
+            each for each in (name, *(n for i in above for n in scope.reads[i])) if each in ends
+        }
     needed = {name for its in reached.values() for name in its}
     named = set(cut.inputs) if cut.inputs else set(own)
     for name, its in reached.items():
@@ -105,23 +111,6 @@ def _unknown(
         else:
             message = f"the model's graph has no tensor {name!r}."
             yield Problem.at(key, Kind.INVALID_CUT, message, suggestion(name, list(known)))
-
-
-def _above(
-    main: onnx.GraphProto, name: str, makers: Mapping[str, int], ends: Collection[str]
-) -> tuple[set[int], set[str]]:
-    """Return the nodes on which the output ``name`` depends, and those of ``ends`` that they read."""
-    nodes, reached = set[int](), set[str]()
-    # An output of the graph that is the cut's own input, or the graph's.
-    waiting = [name]
-    while waiting:
-        each = waiting.pop()
-        if each in ends:
-            reached.add(each)
-        elif (maker := makers.get(each)) is not None and maker not in nodes:
-            nodes.add(maker)
-            waiting += graph.read_by(main.node[maker])
-    return nodes, reached
 
 
 def _check_output(

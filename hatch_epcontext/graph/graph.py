@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -17,6 +19,9 @@ CONTEXT_OP = "EPContext"
 
 STANDARD = ("", "ai.onnx")
 """The names of ONNX's own domain."""
+
+MICROSOFT = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
 
 _COMPATIBILITY = "ep_compatibility_info."
 """The prefix of the metadata with an EP's compatibility string; the EP's name follows it."""
@@ -32,26 +37,32 @@ _RANDOM = frozenset(
 )
 """Operators whose results depend on chance."""
 
+_MAX_VALUES = 2**16
+"""Values of a stored tensor that can decide shapes: tables of weights are larger."""
+
 Part = onnx.GraphProto | onnx.FunctionProto
 """What has nodes."""
 
 
-def graphs(part: Part) -> Iterator[Part]:
+_P = TypeVar("_P", bound=Part)
+
+
+def graphs(part: _P) -> Iterator[_P | onnx.GraphProto]:
     """Yield ``part`` and all graphs inside its nodes."""
-    waiting = [part]
+    waiting: list[_P | onnx.GraphProto] = [part]
     while waiting:
         each = waiting.pop()
         yield each
-        inner: list[Part] = []
-        for node in each.node:
-            for attribute in node.attribute:
-                inner += attribute_graphs(attribute)
-        waiting += reversed(inner)
+        waiting += reversed([inner for node in each.node for inner in inner_graphs(node)])
 
 
-def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
-    """Return the graphs that are values of ``attribute``."""
-    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Return the graphs inside ``node``, without those inside them."""
+    return [
+        inner
+        for attribute in node.attribute
+        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs)
+    ]
 
 
 def nodes(part: Part) -> Iterator[onnx.NodeProto]:
@@ -63,25 +74,19 @@ def nodes(part: Part) -> Iterator[onnx.NodeProto]:
 def read_by(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the values of the graph around it that ``node`` reads, also in the graphs inside it."""
     yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in attribute_graphs(attribute):
-            own = {each.name for each in inner.input}
-            own |= {each.name for each in stored_tensors(inner)}
-            own |= {name for each in inner.node for name in each.output}
-            for each in inner.node:
-                yield from (name for name in read_by(each) if name not in own)
-            # An inner graph may also return a value of the graph around it as it is.
-            yield from (each.name for each in inner.output if each.name not in own)
+    for inner in inner_graphs(node):
+        own = {each.name for each in inner.input}
+        own |= {each.name for each in stored_tensors(inner)}
+        own |= {name for each in inner.node for name in each.output}
+        for each in inner.node:
+            yield from (name for name in read_by(each) if name not in own)
+        # An inner graph may also return a value of the graph around it as it is.
+        yield from (each.name for each in inner.output if each.name not in own)
 
 
 def is_random(node: onnx.NodeProto) -> bool:
     """Whether two runs of ``node``, or of a graph inside it, can give different values."""
-    nested = (
-        each
-        for attribute in node.attribute
-        for inner in attribute_graphs(attribute)
-        for each in nodes(inner)
-    )
+    nested = (each for inner in inner_graphs(node) for each in nodes(inner))
     return any(each.op_type in _RANDOM for each in (node, *nested))
 
 
@@ -97,12 +102,22 @@ def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 def operator(node: onnx.NodeProto) -> str:
     """Return the operator of ``node``, after its domain unless that is ONNX's own."""
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    return node.op_type if node.domain in STANDARD else f"{node.domain}.{node.op_type}"
 
 
 def opset(model: onnx.ModelProto) -> int:
     """Return the version of ONNX's own operators in ``model``; 1 if it does not say it."""
     return max((e.version for e in model.opset_import if e.domain in STANDARD), default=1)
+
+
+def operands(node: onnx.NodeProto, count: int) -> list[str]:
+    """Return the first ``count`` inputs of ``node``, empty for missing ones."""
+    return [*node.input[:count], *[""] * (count - len(node.input))]
+
+
+def operand(node: onnx.NodeProto, number: int) -> str:
+    """Return the input ``number`` of ``node``, counted from 0; empty if it is missing."""
+    return node.input[number] if number < len(node.input) else ""
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
@@ -264,6 +279,15 @@ def facts(value: onnx.ValueInfoProto) -> TensorFacts:
     )
 
 
+def sizes(type_: onnx.TypeProto) -> tuple[int | None, ...] | None:
+    """Return the shape of a tensor's type, with None for open dimensions; None if its rank is unknown."""
+    tensor = type_.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    found = map(size, tensor.shape.dim)
+    return tuple(each if isinstance(each, int) else None for each in found)
+
+
 def size(dim: onnx.TensorShapeProto.Dimension) -> Size:
     """Return a dimension's size, or its name if it is open, or None if it has neither."""
     if dim.HasField("dim_value") and dim.dim_value >= 0:
@@ -284,18 +308,36 @@ def _dtype_name(elem_type: int) -> str:
         return "undefined"
 
 
-def inferred(model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
-    """``model`` with the types that onnx infers from its own and from ``types``, which it does not know.
+def inferred(
+    model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto] = MappingProxyType({})
+) -> onnx.GraphProto:
+    """The main graph of a copy of ``model`` with the types that onnx infers, without its large tensors.
 
-    ``model`` itself if onnx does not understand it.
+    ``types``: those of values that onnx may not infer. The main graph itself if onnx does not understand it.
     """
-    values = model.graph.value_info
-    count = len(values)
-    values.extend(onnx.ValueInfoProto(name=name, type=type_) for name, type_ in types.items())
+    light = onnx.ModelProto(ir_version=model.ir_version)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    main = light.graph
+    main.name = model.graph.name
+    main.node.extend(model.graph.node)
+    main.input.extend(model.graph.input)
+    main.output.extend(model.graph.output)
+    main.value_info.extend(model.graph.value_info)
+    main.value_info.extend(
+        onnx.ValueInfoProto(name=name, type=each) for name, each in types.items()
+    )
+    main.sparse_initializer.extend(model.graph.sparse_initializer)
+    listed = {value.name for value in main.input}
+    for tensor in model.graph.initializer:
+        # Inferring shapes would copy the others twice, and fail where they are in another file.
+        if math.prod(tensor.dims) <= _MAX_VALUES and not is_external(tensor):
+            main.initializer.append(tensor)
+        elif tensor.name not in listed:
+            type_ = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+            main.input.append(onnx.ValueInfoProto(name=tensor.name, type=type_))
     try:
-        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+        return onnx.shape_inference.infer_shapes(light, data_prop=True).graph
     except Exception:
-        # It raises many things, for models that ONNX Runtime takes, or that are too large.
-        return model
-    finally:
-        del values[count:]
+        # It raises many things, for models that ONNX Runtime takes.
+        return model.graph

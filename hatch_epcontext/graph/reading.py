@@ -119,8 +119,8 @@ def _damaged_part(part: graph.Part) -> Iterator[str]:
             its = (node.name, node.op_type, node.domain, *node.input, *node.output)
             if not _are_names(its):
                 yield from _no_names("a name of a node", *its)
+            waiting += graph.inner_graphs(node)
             for attribute in node.attribute:
-                waiting += graph.attribute_graphs(attribute)
                 for tensor in graph.attribute_tensors(attribute):
                     yield from _damaged_tensor(tensor)
 

@@ -95,7 +95,7 @@ def _largest(
 
 def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
     """Return the values with shapes that are known only at run time, although the inputs are fixed."""
-    inferred = onnx.shape_inference.infer_shapes(prepared, data_prop=True).graph
+    inferred = graph.inferred(prepared)
     values = (*inferred.input, *inferred.value_info, *inferred.output)
     return frozenset(value.name for value in values if not graph.facts(value).is_fixed)
 

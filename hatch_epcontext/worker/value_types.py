@@ -26,7 +26,7 @@ def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]
 
     onnx infers none behind operators of other domains; there ONNX Runtime does.
     """
-    main = graph.inferred(model, {}).graph
+    main = graph.inferred(model)
     types = {value.name: value.type for value in (*main.value_info, *main.output)}
     if all(node.domain in graph.STANDARD for node in main.node):
         return types

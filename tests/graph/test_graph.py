@@ -211,3 +211,15 @@ def test_an_open_dimension_has_its_name_or_none() -> None:
 def test_the_dtype_of_a_sequence_is_its_kind() -> None:
     sequence = helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, [1])
     assert graph.facts(sequence).dtype == "sequence_type"
+
+
+def test_types_are_inferred_beside_tensors_in_another_file(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Reshape", ["x", "sizes"], ["a"]), helper.make_node("Neg", ["a"], ["y"])],
+        [value("x", [4])],
+        [value("y", [2, 2])],
+        [helper.make_tensor("sizes", TensorProto.INT64, [2], [2, 2])],
+    )
+    path = save_with_data(made, tmp_path / "a.onnx")
+    (found,) = graph.inferred(onnx.load(path, load_external_data=False)).value_info
+    assert (found.name, len(graph.facts(found).shape)) == ("a", 2)

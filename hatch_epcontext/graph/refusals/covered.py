@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 
 import onnx
 
@@ -12,6 +11,7 @@ from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.cutting import part_between
 from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.graph.scope import Scope
 
 _SMALLEST = 0.2
 """The share of all nodes from which a part is worth naming."""
@@ -31,10 +31,10 @@ def largest_covered(
     are those of the source itself are not named. ``frozen``: the inputs with a constant. None if there is no
     such part.
     """
-    flow = _Flow.of(prepared, {name for node in uncovered for name in node.output})
+    flow = _Flow(prepared, {name for node in uncovered for name in node.output})
     inputs = {value.name for value in graph.inputs(source)}
-    makers = {name for node in source.node for name in node.output}
-    begin, end = (inputs | makers) - set(open_values), makers
+    made = {name for node in source.node for name in node.output}
+    begin, end = (inputs | made) - set(open_values), made
     parts = sorted(
         (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
     )
@@ -60,43 +60,26 @@ def _is_possible(source: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> 
     return True
 
 
-@dataclass(frozen=True)
 class _Flow:
-    """The nodes of a graph: what each reads of inputs and other nodes, and which of them are covered."""
+    """The ``nodes`` of a graph, without constants, by their numbers, and which of them are covered."""
 
-    nodes: tuple[onnx.NodeProto, ...]
-    reads: tuple[tuple[str, ...], ...]
-    makers: Mapping[str, int]
-    readers: Mapping[str, Set[int]]
-    covered: frozenset[int]
-    outputs: frozenset[str]
-
-    @staticmethod
-    def of(main: onnx.GraphProto, left: Collection[str]) -> _Flow:
-        """The flow of ``main``; nodes with a result in ``left`` are not covered."""
-        nodes = tuple(node for node in main.node if node.op_type != "Constant")
-        makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-        known = {*makers, *(value.name for value in graph.inputs(main))}
-        reads = tuple(
-            tuple(n for n in dict.fromkeys(graph.read_by(node)) if n in known) for node in nodes
-        )
-        readers: dict[str, set[int]] = defaultdict(set)
-        for index, names in enumerate(reads):
-            for name in names:
-                readers[name].add(index)
-        covered = (i for i, node in enumerate(nodes) if not set(node.output) & set(left))
-        outputs = frozenset(value.name for value in main.output)
-        return _Flow(nodes, reads, makers, readers, frozenset(covered), outputs)
+    def __init__(self, main: onnx.GraphProto, left: Collection[str]) -> None:
+        """Nodes of ``main`` with a result in ``left`` are not covered."""
+        self._scope, self._nodes = Scope(main), main.node
+        self.nodes = [i for i, node in enumerate(main.node) if node.op_type != "Constant"]
+        self.covered = {i for i in self.nodes if not set(main.node[i].output) & set(left)}
+        self._outputs = {value.name for value in main.output}
+        made = (name for i in self.nodes for name in main.node[i].output)
+        self._values = {*(value.name for value in graph.inputs(main)), *made}
 
     def parts(self) -> Iterator[set[int]]:
         """Yield connected covered parts that no path leaves and enters again.
 
         Nodes are in one part if equally many uncovered nodes are on the longest path to them, or from them.
         """
-        order = range(len(self.nodes))
         for depths in (
-            self._depths(self._before, order),
-            self._depths(self._after, reversed(order)),
+            self._depths(self._before, self.nodes),
+            self._depths(self._after, reversed(self.nodes)),
         ):
             levels: dict[int, set[int]] = defaultdict(set)
             for index in self.covered:
@@ -105,11 +88,24 @@ class _Flow:
                 yield from self._connected(level)
 
     def _before(self, index: int) -> Iterator[int]:
-        return (self.makers[name] for name in self.reads[index] if name in self.makers)
+        makers = self._scope.makers
+        return (makers[name] for name in self.reads(index) if name in makers)
 
     def _after(self, index: int) -> Iterator[int]:
-        for name in self.nodes[index].output:
-            yield from self.readers.get(name, ())
+        for name in self._nodes[index].output:
+            yield from self.readers(name)
+
+    def reads(self, index: int) -> list[str]:
+        """What a node reads of inputs and other nodes."""
+        return [name for name in self._scope.reads[index] if name in self._values]
+
+    def readers(self, name: str) -> Set[int]:
+        """The nodes that read a value."""
+        return self._scope.readers.get(name, frozenset())
+
+    def maker(self, name: str) -> int | None:
+        """The node that makes a value; None for an input."""
+        return self._scope.makers.get(name)
 
     def _depths(
         self, neighbours: Callable[[int], Iterable[int]], order: Iterable[int]
@@ -134,10 +130,10 @@ class _Flow:
 
     def ends(self, part: Collection[int]) -> tuple[list[str], list[str]]:
         """The values that ``part`` reads from outside, and those of its own that are read there."""
-        made = [name for index in sorted(part) for name in self.nodes[index].output if name]
-        read = dict.fromkeys(name for index in sorted(part) for name in self.reads[index])
-        first = [name for name in read if self.makers.get(name) not in part]
-        last = [n for n in made if n in self.outputs or not self.readers.get(n, set()) <= set(part)]
+        made = [name for index in sorted(part) for name in self._nodes[index].output if name]
+        read = dict.fromkeys(name for index in sorted(part) for name in self.reads(index))
+        first = [name for name in read if self.maker(name) not in part]
+        last = [n for n in made if n in self._outputs or not self.readers(n) <= set(part)]
         return first, last
 
 
@@ -146,10 +142,8 @@ def _within(flow: _Flow, part: set[int], begin: Set[str], end: Set[str]) -> set[
     part = set(part)
     while part:
         first, last = flow.ends(part)
-        wrong = {flow.makers[name] for name in last if name not in end}
-        wrong |= {
-            reader for name in first if name not in begin for reader in flow.readers[name] & part
-        }
+        wrong = {flow.maker(name) for name in last if name not in end}
+        wrong |= {each for name in first if name not in begin for each in flow.readers(name) & part}
         if not wrong:
             break
         part -= wrong

@@ -112,7 +112,7 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
             continue
         if found := _refused(node, limits, flow, kinds, fixed):
             refused.append(found)
-    inside = any(graph.attribute_graphs(each) for node in flow.nodes for each in node.attribute)
+    inside = any(map(graph.inner_graphs, flow.nodes))
     return Findings(flow, tuple(refused), inside or bool(own))
 
 
@@ -242,7 +242,7 @@ def _refused(
     if node.domain in limits.domains and operator not in limits.known:
         return Refused(node, f"is an operator of {node.domain}, which the EP does not have")
     for index in limits.shapes_from.get(operator, ()):
-        name = node.input[index] if index < len(node.input) else ""
+        name = graph.operand(node, index)
         if name and flow.depends([name]) and not fixed.issuperset(node.output):
             return Refused(node, "has an output whose shape depends on the values of", name)
     if operator == "Loop" and not limits.loops and flow.depends(node.input[:1]):

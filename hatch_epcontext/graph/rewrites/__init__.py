@@ -8,19 +8,21 @@ from __future__ import annotations
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Rewrite, Types, Values
-from hatch_epcontext.graph.rewrites.basics import SIMPLER
+from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.rewrites.basics import (
+    COMPUTED_BOUNDS,
+    DEFAULT_ACTIVATIONS,
+    INTEGER_CASTS,
+    REVERSED,
+    SHAPES,
+    SIMPLER,
+)
 from hatch_epcontext.graph.rewrites.branches import BRANCHES
-from hatch_epcontext.graph.rewrites.casts import INTEGER_CASTS
-from hatch_epcontext.graph.rewrites.clip import COMPUTED_BOUNDS
 from hatch_epcontext.graph.rewrites.einsum import EINSUM
-from hatch_epcontext.graph.rewrites.functions import DEFINITIONS
-from hatch_epcontext.graph.rewrites.fused import FUNCTIONS, FUSED
+from hatch_epcontext.graph.rewrites.fused import DEFINITIONS, FUNCTIONS, FUSED
 from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
-from hatch_epcontext.graph.rewrites.recurrent import DEFAULT_ACTIVATIONS
-from hatch_epcontext.graph.rewrites.reverse import REVERSED
 from hatch_epcontext.graph.rewrites.sequences import SEQUENCES
-from hatch_epcontext.graph.rewrites.shapes import SHAPES
+from hatch_epcontext.graph.scope import Types
 
 REWRITES: tuple[Rewrite, ...] = (
     BRANCHES,
@@ -55,5 +57,5 @@ def rewrite(
     for each in rewrites:
         wanted = each.operators & refused
         if any(graph.operator(node) in wanted for node in graph.nodes(model.graph)):
-            done += [each.name] if each.apply(Values(model, types), refused) else []
+            done += [each.name] if each.apply(model, types, refused) else []
     return tuple(done)

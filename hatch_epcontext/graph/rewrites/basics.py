@@ -3,81 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import onnx
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Values, by_node
-from hatch_epcontext.graph.rewrites.chain import Chain
+from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
+from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
+from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activations
 
 _MAX_VALUES = 2**24
 """Values of a mask that is stored: 16 MB."""
 
 
-def _gemm(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
+def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     alpha, beta = (graph.attribute(node, name, 1.0) for name in ("alpha", "beta"))
     if alpha == beta == 1:
         # ONNX Runtime makes a Gemm of the product again.
         return None
     operands = [
-        chain.add("Transpose", name, perm=[1, 0])
-        if graph.number(node, f"trans{letter}", 0)
-        else name
+        builder.transpose(name, [1, 0]) if graph.number(node, f"trans{letter}", 0) else name
         for name, letter in zip(node.input[:2], "AB", strict=True)
     ]
-    product = chain.add("MatMul", *operands)
-    product = chain.scaled(product, alpha)
-    if len(node.input) < 3 or not node.input[2]:
-        return product
-    return chain.add("Add", product, chain.scaled(node.input[2], beta))
+    product = builder.scaled(builder.add("MatMul", *operands), alpha)
+    if not (bias := graph.operand(node, 2)):
+        return [product]
+    return [builder.add("Add", product, builder.scaled(bias, beta))]
 
 
-def _mean(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
+def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     total, *others = node.input
     for each in others:
-        total = chain.add("Add", total, each)
-    return chain.add("Mul", total, chain.number(1 / len(node.input)))
+        total = builder.add("Add", total, each)
+    return [builder.add("Mul", total, builder.number(1 / len(node.input)))]
 
 
-def _triangle(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
-    value, diagonal = (*node.input, "")[:2]
-    shape = values.shape(value)
-    offset = values.constant(diagonal) if diagonal else np.array(0)
-    dtype = values.dtype(value)
+def _triangle(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, diagonal = graph.operands(node, 2)
+    shape = scope.shape(value)
+    offset = scope.constant(diagonal) if diagonal else np.array(0)
+    dtype = scope.dtype(value)
     if shape is None or offset is None or dtype is None or np.prod(shape[-2:]) > _MAX_VALUES:
         return None
     ones = np.ones(shape[-2:], np.bool_)
     cut = np.triu if graph.number(node, "upper", 1) else np.tril
-    mask = values.store(f"{value}/mask", cut(ones, int(offset.item())))
-    return chain.add("Where", mask, value, values.store(f"{value}/zero", np.array(0, dtype)))
+    mask = builder.store(cut(ones, int(offset.item())))
+    return [builder.add("Where", mask, value, builder.store(np.array(0, dtype)))]
 
 
-def _one_hot(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
+def _one_hot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     indices, depth_name, levels_name = node.input
-    shape, dtype = values.shape(indices), values.dtype(indices)
-    depth, levels = values.constant(depth_name), values.constant(levels_name)
+    shape, dtype = scope.shape(indices), scope.dtype(indices)
+    depth, levels = scope.constant(depth_name), scope.constant(levels_name)
     if shape is None or dtype is None or dtype.kind not in "iu" or depth is None or levels is None:
         return None
     count = int(depth.item())
     axis = graph.number(node, "axis", -1) % (len(shape) + 1)
-    wide = chain.add("Reshape", indices, chain.integers(*shape[:axis], 1, *shape[axis:]))
+    wide = builder.reshape(indices, [*shape[:axis], 1, *shape[axis:]])
     # Indices count from the end too.
     positions = np.arange(count).reshape([count if i == axis else 1 for i in range(len(shape) + 1)])
     sides = (positions, positions - count) if dtype.kind == "i" else (positions,)
-    equal = [
-        chain.add("Equal", wide, values.store(f"{indices}/positions", side.astype(dtype)))
-        for side in sides
-    ]
-    hit = equal[0] if len(equal) == 1 else chain.add("Or", *equal)
-    low, high = (values.store(f"{levels_name}/{i}", levels[i : i + 1]) for i in (0, 1))
-    return chain.add("Where", hit, high, low)
+    equal = [builder.add("Equal", wide, builder.store(side.astype(dtype))) for side in sides]
+    hit = equal[0] if len(equal) == 1 else builder.add("Or", *equal)
+    low, high = (builder.store(levels[i : i + 1]) for i in (0, 1))
+    return [builder.add("Where", hit, high, low)]
 
 
-def _gathered(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
-    value, indices = node.input[0], values.constant(node.input[1])
-    shape, result = values.shape(value), values.shape(node.output[0])
+def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, indices = node.input[0], scope.constant(node.input[1])
+    shape, result = scope.shape(value), scope.shape(node.output[0])
     if shape is None or result is None or indices is None or 0 in shape or not indices.size:
         return None
     batches = graph.number(node, "batch_dims", 0)
@@ -88,34 +84,127 @@ def _gathered(node: onnx.NodeProto, chain: Chain, values: Values) -> str | None:
     inner = positive @ np.array([math.prod(sizes[i + 1 :]) for i in range(len(sizes))], np.int64)
     outer = np.arange(math.prod(shape[:batches])) * math.prod(sizes)
     places = inner + outer.reshape(*shape[:batches], *[1] * (inner.ndim - batches))
-    flat = chain.integers(math.prod(shape[:named]), *shape[named:])
-    gathered = chain.add(
-        "Gather",
-        chain.add("Reshape", value, flat),
-        chain.integers(*places.ravel().tolist()),
-        axis=0,
-    )
-    return chain.add("Reshape", gathered, chain.integers(*result))
-
-
-Parts = Callable[[onnx.NodeProto, Chain, Values], "str | None"]
-"""Adds the nodes that compute a node's output to a chain, and returns its name; None if it cannot."""
-
-_PARTS: dict[str, Parts] = {
-    "GatherND": _gathered,
-    "Gemm": _gemm,
-    "Mean": _mean,
-    "OneHot": _one_hot,
-    "Trilu": _triangle,
-}
-
-
-def _expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None:
-    chain = Chain(values, node)
-    found = _PARTS[node.op_type](node, chain, values)
-    return None if found is None else chain.end({found: node.output[0]})
+    flat = builder.reshape(value, [math.prod(shape[:named]), *shape[named:]])
+    gathered = builder.add("Gather", flat, builder.integers(places.ravel().tolist()), axis=0)
+    return [builder.reshape(gathered, result)]
 
 
 SIMPLER = by_node(
-    "GatherND, Gemm, Mean, OneHot or Trilu as simpler operators", tuple(_PARTS), _expand
+    "GatherND, Gemm, Mean, OneHot or Trilu as simpler operators",
+    {
+        "GatherND": _gathered,
+        "Gemm": _gemm,
+        "Mean": _mean,
+        "OneHot": _one_hot,
+        "Trilu": _triangle,
+    },
 )
+
+
+def _reversed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The ReverseSequence of constant lengths that are the same for all."""
+    shape, lengths = scope.shape(node.input[0]), scope.constant(node.input[1])
+    if shape is None or lengths is None or not lengths.size or (lengths != lengths[0]).any():
+        return None
+    axis = graph.number(node, "time_axis", 0) % len(shape)
+    length = int(lengths[0])
+    indices = np.arange(shape[axis], dtype=np.int64)
+    indices[:length] = indices[:length][::-1]
+    return [builder.add("Gather", node.input[0], builder.store(indices), axis=axis)]
+
+
+REVERSED = by_node("ReverseSequence as Gather", {"ReverseSequence": _reversed})
+
+
+_FIRST_OF_INTEGERS = 12
+"""The opset since which Max and Min take all integers."""
+
+
+def _max_and_min(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Clip with bounds that are computed."""
+    value, low, high = graph.operands(node, 3)
+    dtype = scope.dtype(value)
+    if len(node.input) < 2 or dtype is None:
+        return None
+    if dtype.kind != "f" and builder.opset < _FIRST_OF_INTEGERS:
+        return None
+    for operator, bound, limit in (("Max", low, -np.inf), ("Min", high, np.inf)):
+        if bound and not _is(scope, bound, limit):
+            value = builder.add(operator, value, bound)
+    return [value]
+
+
+def _is(scope: Scope, bound: str, limit: float) -> bool:
+    """Whether ``bound`` is stored as ``limit``, which is no bound."""
+    array = scope.constant(bound)
+    return array is not None and array.size == 1 and array.dtype.kind == "f" and array == limit
+
+
+COMPUTED_BOUNDS = by_node("Clip as Max and Min", {"Clip": _max_and_min})
+
+
+_OF_ONNX = frozenset({TensorProto.INT8, TensorProto.UINT8})
+_OF_MICROSOFT = frozenset({TensorProto.INT16, TensorProto.UINT16})
+
+
+def _dequantized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A cast of a small integer to float32 as its dequantization with the scale 1.
+
+    Some EPs take small integers only as quantized values.
+    """
+    (value,) = node.input
+    elem_type, dtype = scope.elem_type(value), scope.dtype(value)
+    if graph.attribute(node, "to", 0) != TensorProto.FLOAT or dtype is None:
+        return None
+    if elem_type not in _OF_ONNX | _OF_MICROSOFT:
+        return None
+    scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, dtype))
+    domain = graph.MICROSOFT if elem_type in _OF_MICROSOFT else ""
+    return [builder.add("DequantizeLinear", value, scale, zero, domain=domain)]
+
+
+INTEGER_CASTS = by_node("Cast of small integers as DequantizeLinear", {"Cast": _dequantized})
+
+
+def _without_defaults(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """``node`` without ``activations``, if these are the default ones; EPs refuse any."""
+    given = named_activations(node)
+    directions = 2 if graph.text(node, "direction") == "bidirectional" else 1
+    if not given or given != [*DEFAULTS[node.op_type]] * directions:
+        return None
+    # Those of the default activations take no numbers.
+    unused = ("activations", "activation_alpha", "activation_beta")
+    kept = [each for each in node.attribute if each.name not in unused]
+    result = copy_of(node)
+    del result.attribute[:]
+    result.attribute.extend(kept)
+    builder.append(result)
+    return list(node.output)
+
+
+DEFAULT_ACTIVATIONS = by_node(
+    "default activations left out", dict.fromkeys(DEFAULTS, _without_defaults)
+)
+
+
+_COMPARISONS = frozenset({"GreaterOrEqual", "LessOrEqual"})
+"""Functions of ONNX, whose older versions ONNX Runtime infers no shape for, which some EPs need."""
+
+
+def _write_shapes(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+    main, scope = model.graph, Scope.of(model, types)
+    known = {value.name for value in (*main.value_info, *main.output)}
+    found = [
+        helper.make_tensor_value_info(name, elem_type, shape)
+        for node in main.node
+        if graph.operator(node) in _COMPARISONS & refused
+        for name in node.output
+        if name not in known
+        and (elem_type := scope.elem_type(name)) is not None
+        and (shape := scope.shape(name)) is not None
+    ]
+    main.value_info.extend(found)
+    return len(found)
+
+
+SHAPES = Rewrite("shapes of comparisons written down", _COMPARISONS, _write_shapes)

@@ -10,7 +10,10 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Array, Rewrite, Types, Values, copy, replace
+from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.rewrites.base import by_node
+from hatch_epcontext.graph.scope import Scope, Types
 
 _NAMES = """
 Abs Add And AveragePool BatchNormalization Ceil Celu Clip Concat Constant Conv ConvTranspose Cos Elu Equal
@@ -36,75 +39,53 @@ _MAX_CONDITIONS = 3
 """The number of conditions of which all combinations are tried."""
 
 
-def _apply(values: Values, refused: frozenset[str]) -> int:
-    return replace(values.model.graph, _both_branches, values, frozenset({"If"}))
-
-
-BRANCHES = Rewrite("If as both branches and Where", frozenset({"If"}), _apply)
-
-
-def _both_branches(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None:
-    branches = [graph.attribute(node, name, None) for name in ("then_branch", "else_branch")]
-    then, other = branches
-    shape = values.shape(node.input[0])
+def _both_branches(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    shape = scope.shape(node.input[0])
     if shape is None or any(size != 1 for size in shape):
         return None
-    if not all(_is_safe(each, values) for branch in branches for each in branch.node):
+    branches = [graph.attribute(node, name, None) for name in ("then_branch", "else_branch")]
+    scopes = [Scope(branch, scope) for branch in branches]
+    if not all(_is_safe(each, scope) for scope in scopes for each in scope.part.node):
         return None
-    pairs = list(zip(node.output, then.output, other.output, strict=True))
-    if any(
-        _form(a.name, values) is None or _form(a.name, values) != _form(b.name, values)
-        for _, a, b in pairs
-    ):
+    ends = list(zip(*([each.name for each in branch.output] for branch in branches), strict=True))
+    forms = [
+        [_form(name, scope) for name, scope in zip(pair, scopes, strict=True)] for pair in ends
+    ]
+    if any(one is None or one != other for one, other in forms):
         return None
-    result: list[onnx.NodeProto] = []
-    new_names = [_inline(branch, values, result) for branch in branches]
-    for output, a, b in pairs:
-        taken = [
-            names.get(each.name, each.name) for names, each in zip(new_names, (a, b), strict=True)
-        ]
-        rank = len(values.shape(a.name) or ())
+    new_names: list[dict[str, str]] = [{}, {}]
+    for branch, names in zip(branches, new_names, strict=True):
+        builder.store_all(branch, names)
+        builder.copy(branch.node, names)
+    result = []
+    for pair in ends:
+        rank = len(scopes[0].sizes(pair[0]) or ())
         condition = node.input[0]
         if len(shape) > rank:
-            condition = values.fresh(f"{condition}/scalar")
-            sizes = values.store(f"{condition}/shape", np.ones(rank, np.int64))
-            result.append(helper.make_node("Reshape", [node.input[0], sizes], [condition]))
-        result.append(helper.make_node("Where", [condition, *taken], [output]))
+            condition = builder.reshape(condition, [1] * rank)
+        taken = [names.get(name, name) for names, name in zip(new_names, pair, strict=True)]
+        result.append(builder.add("Where", condition, *taken))
     return result
 
 
-def _form(name: str, values: Values) -> tuple[int, tuple[int, ...]] | None:
-    elem_type, shape = values.elem_type(name), values.shape(name)
+BRANCHES = by_node("If as both branches and Where", {"If": _both_branches}, nested=False)
+
+
+def _form(name: str, scope: Scope) -> tuple[int, tuple[int, ...]] | None:
+    elem_type, shape = scope.elem_type(name), scope.shape(name)
     return None if elem_type is None or shape is None else (elem_type, shape)
 
 
-def _is_safe(node: onnx.NodeProto, values: Values) -> bool:
+def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``node`` gives a result of a known shape for any data."""
-    if node.domain or any(_form(name, values) is None for name in filter(None, node.output)):
+    if node.domain or any(_form(name, scope) is None for name in filter(None, node.output)):
         return False
     if node.op_type in _OF_FLOATS:
-        dtypes = [values.dtype(name) for name in node.input]
+        dtypes = [scope.dtype(name) for name in node.input]
         return all(dtype is not None and dtype.kind == "f" for dtype in dtypes)
     if node.op_type in _OF_CONSTANTS:
-        return all(values.constant(name) is not None for name in node.input[1:] if name)
+        return all(scope.constant(name) is not None for name in node.input[1:] if name)
     return node.op_type in _NEVER_FAIL
-
-
-def _inline(
-    branch: onnx.GraphProto, values: Values, result: list[onnx.NodeProto]
-) -> Mapping[str, str]:
-    """Add the nodes of ``branch`` to ``result``; returns the new names of its values."""
-    names: dict[str, str] = {}
-    for tensor in branch.initializer:
-        names[tensor.name] = values.move(tensor)
-    for node in branch.node:
-        names.update({name: values.fresh(name) for name in node.output if name})
-    for node in branch.node:
-        new = copy(node)
-        for list_ in (new.input, new.output):
-            list_[:] = [names.get(name, name) for name in list_]
-        result.append(new)
-    return names
 
 
 def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
@@ -121,18 +102,18 @@ def removed(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
 def with_inputs(model: onnx.ModelProto, names: Iterable[str], types: Types) -> onnx.ModelProto:
     """A copy of ``model`` in which the conditions ``names`` are inputs, instead of being computed.
 
-    ``types``: those that `Values` gets.
+    ``types``: those that `Scope.of` gets.
     """
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    values = Values(result, types)
+    scope, builder = Scope.of(model, types), Builder(result)
     given = {value.name for value in result.graph.input}
     for name in names:
         if name in given:
             continue
         for node in result.graph.node:
-            node.output[:] = [values.fresh(name) if each == name else each for each in node.output]
-        shape = values.shape(name)
+            node.output[:] = [builder.fresh(name) if each == name else each for each in node.output]
+        shape = scope.shape(name)
         assert shape is not None, "it was a condition of one value"
         result.graph.input.append(
             helper.make_tensor_value_info(name, onnx.TensorProto.BOOL, list(shape))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Values, by_node
-from hatch_epcontext.graph.rewrites.chain import Chain
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.rewrites.base import by_node
+from hatch_epcontext.graph.scope import Scope
 
 _MAX_DIMENSIONS = 4
 """Dimensions of an operand that every EP multiplies; more are joined."""
@@ -29,7 +30,7 @@ class _Operand:
 class _Sums:
     """Writes the nodes; ``sizes`` are those of the letters."""
 
-    chain: Chain
+    builder: Builder
     sizes: Mapping[str, int]
 
     def summed(self, operand: _Operand, kept: str) -> _Operand:
@@ -38,24 +39,21 @@ class _Sums:
         if not axes:
             return operand
         labels = "".join(label for label in operand.labels if label in kept)
-        return _Operand(self.chain.sum(operand.value, axes), labels)
+        return _Operand(self.builder.reduced("ReduceSum", operand.value, axes, keepdims=0), labels)
 
     def ordered(self, operand: _Operand, labels: str) -> _Operand:
         """``operand`` with its dimensions in the order of ``labels``."""
         if labels == operand.labels:
             return operand
         perm = [operand.labels.index(label) for label in labels]
-        return _Operand(self.chain.add("Transpose", operand.value, perm=perm), labels)
+        return _Operand(self.builder.transpose(operand.value, perm), labels)
 
     def grouped(self, operand: _Operand, groups: Sequence[str]) -> str:
         """``operand`` with one dimension for each of ``groups``, of size 1 for an empty one."""
         value = self.ordered(operand, "".join(groups)).value
         if all(len(group) == 1 for group in groups):
             return value
-        return self.reshaped(value, [self.size(group) for group in groups])
-
-    def reshaped(self, value: str, shape: Sequence[int]) -> str:
-        return self.chain.add("Reshape", value, self.chain.integers(*shape))
+        return self.builder.reshape(value, [self.size(group) for group in groups])
 
     def size(self, labels: str) -> int:
         return math.prod(self.sizes[label] for label in labels)
@@ -75,18 +73,18 @@ class _Sums:
                 self.grouped(a, [*batch, left, inner]),
                 self.grouped(b, [*batch, inner, right]),
             )
-            product = self.chain.add("MatMul", *operands)
+            product = self.builder.add("MatMul", *operands)
         else:
             operands = self.grouped(a, [*batch, left, ""]), self.grouped(b, [*batch, "", right])
-            product = self.chain.add("Mul", *operands)
+            product = self.builder.add("Mul", *operands)
         labels = shared + left + right
         if not all(len(group) == 1 for group in [*batch, left, right]):
-            product = self.reshaped(product, [self.sizes[label] for label in labels])
+            product = self.builder.reshape(product, [self.sizes[label] for label in labels])
         return _Operand(product, labels)
 
 
-def _expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None:
-    shapes = [values.shape(name) for name in node.input]
+def _expand(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    shapes = [scope.shape(name) for name in node.input]
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):
         return None
@@ -100,17 +98,13 @@ def _expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None
             # NumPy's broadcasting of a size 1 is rare here.
             if sizes.setdefault(label, size) != size:
                 return None
-    chain = Chain(values, node)
-    sums = _Sums(chain, sizes)
+    sums = _Sums(builder, sizes)
     first, *others = (_Operand(n, term) for n, term in zip(node.input, terms, strict=True))
     while others:
         second, *others = others
         kept = result + "".join(each.labels for each in others)
         first = sums.multiplied(first, second, kept)
-    end = sums.ordered(sums.summed(first, result), result)
-    if end.value in node.input:
-        end = _Operand(chain.add("Identity", end.value), result)
-    return chain.end({end.value: node.output[0]})
+    return [sums.ordered(sums.summed(first, result), result).value]
 
 
 def _parse(equation: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | None:
@@ -151,4 +145,4 @@ def _parse(equation: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str],
     return None if set(result) - set("".join(terms)) else (terms, result)
 
 
-EINSUM = by_node("Einsum as MatMul, Mul and ReduceSum", ("Einsum",), _expand)
+EINSUM = by_node("Einsum as MatMul, Mul and ReduceSum", {"Einsum": _expand})

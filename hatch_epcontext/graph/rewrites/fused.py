@@ -1,202 +1,183 @@
-"""ONNX Runtime's own fused operators, taken apart into ONNX's."""
+"""ONNX Runtime's own fused operators, and functions of ONNX, taken apart into basic operators of ONNX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx
+import onnx.inliner
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import MICROSOFT, Rewrite, Values, by_node
-from hatch_epcontext.graph.rewrites.chain import Chain
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
+from hatch_epcontext.graph.scope import Scope, Types
 
 
-def _activated(chain: Chain, value: str, name: str, numbers: list[float]) -> str | None:
+def _activated(builder: Builder, value: str, name: str, numbers: list[float]) -> str | None:
     """``value`` after the activation ``name``, which takes ``numbers``; None for an unknown one."""
     if name in ("Relu", "Sigmoid", "Tanh"):
-        return chain.add(name, value)
+        return builder.add(name, value)
     if name == "LeakyRelu":
-        return chain.add(name, value, alpha=numbers[0] if numbers else None)
+        return builder.add(name, value, alpha=numbers[0] if numbers else None)
     if name == "HardSigmoid":
         alpha, beta = (*numbers, None, None)[:2]
-        return chain.add(name, value, alpha=alpha, beta=beta)
+        return builder.add(name, value, alpha=alpha, beta=beta)
     if name == "Clip" and len(numbers) == 2:
-        return chain.clip(value, numbers[0], numbers[1])
+        return builder.clip(value, numbers[0], numbers[1])
     return None
 
 
-def _conv(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
-    value, weights, bias, added = (*node.input, "", "")[:4]
+def _conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, weights, bias, added = graph.operands(node, 4)
     names = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     attributes = {name: graph.attribute(node, name, None) for name in names}
-    result = chain.add("Conv", *filter(None, (value, weights, bias)), **attributes)
+    result = builder.add("Conv", value, weights, bias, **attributes)
     if added:
-        result = chain.add("Add", result, added)
-    return _with_activation(node, chain, result, graph.attribute(node, "activation_params", []))
+        result = builder.add("Add", result, added)
+    return _with_activation(node, builder, result, graph.attribute(node, "activation_params", []))
 
 
 def _with_activation(
-    node: onnx.NodeProto, chain: Chain, value: str, numbers: list[float]
+    node: onnx.NodeProto, builder: Builder, value: str, numbers: list[float]
 ) -> list[str] | None:
     if not (name := graph.text(node, "activation")):
         return [value]
-    activated = _activated(chain, value, name, list(numbers))
+    activated = _activated(builder, value, name, list(numbers))
     return None if activated is None else [activated]
 
 
-def _gemm(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
+def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     names = ("alpha", "beta", "transA", "transB")
     attributes = {name: graph.attribute(node, name, None) for name in names}
-    result = chain.add("Gemm", *filter(None, node.input), **attributes)
+    result = builder.add("Gemm", *node.input, **attributes)
     numbers = [graph.attribute(node, f"activation_{name}", None) for name in ("alpha", "beta")]
-    return _with_activation(node, chain, result, [each for each in numbers if each is not None])
+    return _with_activation(node, builder, result, [each for each in numbers if each is not None])
 
 
-def _matmul(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
+def _matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     operands = []
     for name, letter in zip(node.input, "AB", strict=True):
-        rank = chain.rank(name)
+        sizes = scope.sizes(name)
         batch = graph.number(node, f"transBatch{letter}", 0)
         transposed = graph.number(node, f"trans{letter}", 0)
-        if rank is None or (rank < 2 and (batch or transposed)):
+        if sizes is None or (len(sizes) < 2 and (batch or transposed)):
             return None
-        order = list(range(rank))
+        order = list(range(len(sizes)))
         if batch:
             # The first dimension goes before the last.
             order = [*order[1:-1], order[0], order[-1]]
         if transposed:
             order[-2:] = reversed(order[-2:])
-        same = order == sorted(order)
-        operands.append(name if same else chain.add("Transpose", name, perm=order))
-    return [chain.scaled(chain.add("MatMul", *operands), graph.attribute(node, "alpha", 1.0))]
+        operands.append(name if order == sorted(order) else builder.transpose(name, order))
+    return [builder.scaled(builder.add("MatMul", *operands), graph.attribute(node, "alpha", 1.0))]
 
 
-def _gelu(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
-    value = _biased(node, chain)
+def _gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if graph.text(node, "approximate") == "tanh":
-        return [_tanh_gelu(chain, value)]
-    half = chain.add("Mul", value, chain.number(0.5))
-    error = chain.add("Erf", chain.add("Mul", value, chain.number(np.sqrt(0.5))))
-    return [chain.add("Mul", half, chain.add("Add", error, chain.number(1)))]
+        return _fast_gelu(node, scope, builder)
+    value = _biased(node, builder)
+    half = builder.scaled(value, 0.5)
+    error = builder.add("Erf", builder.scaled(value, np.sqrt(0.5)))
+    return [builder.add("Mul", half, builder.add("Add", error, builder.number(1)))]
 
 
-def _fast_gelu(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
-    return [_tanh_gelu(chain, _biased(node, chain))]
+def _fast_gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value = _biased(node, builder)
+    factor = builder.scaled(builder.add("Mul", value, value), np.sqrt(2 / np.pi) * 0.044715)
+    factor = builder.add("Add", factor, builder.number(np.sqrt(2 / np.pi)))
+    curved = builder.add("Tanh", builder.add("Mul", value, factor))
+    half = builder.scaled(value, 0.5)
+    return [builder.add("Mul", half, builder.add("Add", curved, builder.number(1)))]
 
 
-def _tanh_gelu(chain: Chain, value: str) -> str:
-    square = chain.add("Mul", value, value)
-    factor = chain.add("Mul", square, chain.number(np.sqrt(2 / np.pi) * 0.044715))
-    inner = chain.add("Mul", value, chain.add("Add", factor, chain.number(np.sqrt(2 / np.pi))))
-    half = chain.add("Mul", value, chain.number(0.5))
-    return chain.add("Mul", half, chain.add("Add", chain.add("Tanh", inner), chain.number(1)))
-
-
-def _quick_gelu(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
+def _quick_gelu(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value = node.input[0]
-    alpha = graph.attribute(node, "alpha", 1.702)
-    return [chain.add("Mul", value, chain.add("Sigmoid", chain.scaled(value, alpha)))]
+    scaled = builder.scaled(value, graph.attribute(node, "alpha", 1.702))
+    return [builder.add("Mul", value, builder.add("Sigmoid", scaled))]
 
 
-def _biased(node: onnx.NodeProto, chain: Chain) -> str:
-    value, bias = (*node.input, "")[:2]
-    return chain.add("Add", value, bias) if bias else value
+def _biased(node: onnx.NodeProto, builder: Builder) -> str:
+    value, bias = graph.operands(node, 2)
+    return builder.add("Add", value, bias) if bias else value
 
 
-def _layer_norm(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
-    value, scale, bias = (*node.input, "")[:3]
-    return _normalized(node, chain, value, scale, bias, centred=True)
+def _layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, scale, bias = graph.operands(node, 3)
+    return _normalized(node, scope, builder, value, scale, bias, centred=True)
 
 
-def _rms_norm(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
+def _rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, scale = node.input[:2]
-    result = _normalized(node, chain, value, scale, "", centred=False)
+    result = _normalized(node, scope, builder, value, scale, "", centred=False)
     return None if result is None else [result[0], *result[2:]]
 
 
+def _skip_layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, skip, scale, bias, added = graph.operands(node, 5)
+    total = _sum(builder, value, skip, added)
+    result = _normalized(node, scope, builder, total, scale, bias, centred=True)
+    return None if result is None else [*result, total]
+
+
+def _skip_rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, skip, scale, added = graph.operands(node, 4)
+    total = _sum(builder, value, skip, added)
+    result = _normalized(node, scope, builder, total, scale, "", centred=False)
+    return None if result is None else [*result, total]
+
+
+def _sum(builder: Builder, value: str, skip: str, added: str) -> str:
+    total = builder.add("Add", value, skip)
+    return builder.add("Add", total, added) if added else total
+
+
 def _normalized(
-    node: onnx.NodeProto, chain: Chain, value: str, scale: str, bias: str, *, centred: bool
-) -> list[str] | None:
-    """The normalized value, its mean, and the inverse of its standard deviation."""
-    rank = chain.rank(value)
-    if rank is None:
-        return None
-    axis = graph.number(node, "axis", -1)
-    axes = tuple(range(axis % rank, rank))
-    mean = ""
-    if centred:
-        mean = chain.mean(value, axes)
-        value = chain.add("Sub", value, mean)
-    variance = chain.mean(chain.add("Mul", value, value), axes)
-    epsilon = chain.number(graph.attribute(node, "epsilon", 1e-5))
-    deviation = chain.add("Sqrt", chain.add("Add", variance, epsilon))
-    result = chain.add("Mul", chain.add("Div", value, deviation), scale)
-    inverse = chain.add("Reciprocal", deviation) if any(node.output[1:]) else ""
-    return [chain.add("Add", result, bias) if bias else result, mean, inverse]
-
-
-def _skip_layer_norm(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
-    value, skip, scale, bias, added = (*node.input, "", "")[:5]
-    return _with_sum(node, chain, (value, skip, added), scale, bias, centred=True)
-
-
-def _skip_rms_norm(node: onnx.NodeProto, chain: Chain) -> list[str] | None:
-    value, skip, scale, added = (*node.input, "")[:4]
-    return _with_sum(node, chain, (value, skip, added), scale, "", centred=False)
-
-
-def _with_sum(
     node: onnx.NodeProto,
-    chain: Chain,
-    added: tuple[str, str, str],
+    scope: Scope,
+    builder: Builder,
+    value: str,
     scale: str,
     bias: str,
     *,
     centred: bool,
 ) -> list[str] | None:
-    value, skip, more = added
-    total = chain.add("Add", value, skip, like=value)
-    if more:
-        total = chain.add("Add", total, more, like=value)
-    result = _normalized(node, chain, total, scale, bias, centred=centred)
-    return None if result is None else [*result, total]
+    """The normalized ``value``, its mean, and the inverse of its standard deviation."""
+    sizes = scope.sizes(node.input[0])
+    if sizes is None:
+        return None
+    rank, axis = len(sizes), graph.number(node, "axis", -1)
+    axes = range(axis % rank, rank)
+    mean = ""
+    if centred:
+        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
+        value = builder.add("Sub", value, mean)
+    square = builder.add("Mul", value, value)
+    variance = builder.reduced("ReduceMean", square, axes, keepdims=1)
+    epsilon = builder.number(graph.attribute(node, "epsilon", 1e-5))
+    deviation = builder.add("Sqrt", builder.add("Add", variance, epsilon))
+    result = builder.add("Mul", builder.add("Div", value, deviation), scale)
+    inverse = builder.add("Reciprocal", deviation) if any(node.output[1:]) else ""
+    return [builder.add("Add", result, bias) if bias else result, mean, inverse]
 
 
-Parts = Callable[[onnx.NodeProto, Chain], "list[str] | None"]
-"""Adds the nodes that compute a node's outputs to a chain, and returns their names; None if it cannot."""
-
-
-def _rewrite(name: str, parts: dict[str, Parts]) -> Rewrite:
-    def expand(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None:
-        chain = Chain(values, node)
-        found = parts[graph.operator(node)](node, chain)
-        if found is None or any(o and not f for o, f in zip(node.output, found, strict=False)):
-            return None
-        return chain.end({f: o for o, f in zip(node.output, found, strict=False) if o})
-
-    return by_node(name, tuple(parts), expand)
-
-
-FUSED = _rewrite(
+FUSED = by_node(
     "operators that ONNX Runtime has fused, taken apart",
     {
-        f"{MICROSOFT}.FusedConv": _conv,
-        f"{MICROSOFT}.FusedGemm": _gemm,
-        f"{MICROSOFT}.FusedMatMul": _matmul,
-        f"{MICROSOFT}.TransposeMatMul": _matmul,
-        f"{MICROSOFT}.QuickGelu": _quick_gelu,
-        f"{MICROSOFT}.Gelu": _gelu,
-        f"{MICROSOFT}.BiasGelu": _gelu,
-        f"{MICROSOFT}.FastGelu": _fast_gelu,
-        f"{MICROSOFT}.SkipLayerNormalization": _skip_layer_norm,
-        f"{MICROSOFT}.SkipSimplifiedLayerNormalization": _skip_rms_norm,
+        "com.microsoft.FusedConv": _conv,
+        "com.microsoft.FusedGemm": _gemm,
+        "com.microsoft.FusedMatMul": _matmul,
+        "com.microsoft.TransposeMatMul": _matmul,
+        "com.microsoft.QuickGelu": _quick_gelu,
+        "com.microsoft.Gelu": _gelu,
+        "com.microsoft.BiasGelu": _gelu,
+        "com.microsoft.FastGelu": _fast_gelu,
+        "com.microsoft.SkipLayerNormalization": _skip_layer_norm,
+        "com.microsoft.SkipSimplifiedLayerNormalization": _skip_rms_norm,
         # ONNX Runtime registers it in ONNX's domain.
         "SimplifiedLayerNormalization": _rms_norm,
     },
 )
 
-FUNCTIONS = _rewrite(
+FUNCTIONS = by_node(
     "functions as basic operators",
     {
         "Gelu": _gelu,
@@ -204,3 +185,32 @@ FUNCTIONS = _rewrite(
         "RMSNormalization": _rms_norm,
     },
 )
+
+_NAMES = """
+AffineGrid Attention Celu CenterCropPad GroupNormalization HardSwish LogSoftmax
+Mish PRelu ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceSumSquare
+RotaryEmbedding Softplus Softsign SwiGLU Swish
+"""
+_DEFINED = frozenset(_NAMES.split())
+
+
+def _inline_definitions(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+    wanted = _DEFINED & refused
+    if not (before := _count(model, wanted)):
+        return 0
+    names = [("", name) for name in sorted(wanted)]
+    try:
+        inlined = onnx.inliner.inline_selected_functions(model, names, inline_schema_functions=True)
+    except RuntimeError:
+        # It does not understand all models that ONNX Runtime takes.
+        return 0
+    model.CopyFrom(inlined)
+    # An older opset may not define all of them.
+    return before - _count(model, wanted)
+
+
+def _count(model: onnx.ModelProto, wanted: frozenset[str]) -> int:
+    return sum(not node.domain and node.op_type in wanted for node in model.graph.node)
+
+
+DEFINITIONS = Rewrite("functions of ONNX as it defines them", _DEFINED, _inline_definitions)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
-from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Rewrite, Values, consumers, replace
+from hatch_epcontext.graph.builder import Builder, Outputs, remove_unused, replace
+from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.scope import Scope, Types
 
 _FEW = 4
 """Dimensions that every EP takes."""
@@ -65,86 +65,41 @@ class _Permutation:
         return result
 
 
-def _transposed(node: onnx.NodeProto, values: Values) -> list[onnx.NodeProto] | None:
+def _transposed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Transpose of many dimensions as one of fewer, or else as several."""
-    sizes, result = values.shape(node.input[0]), values.shape(node.output[0])
-    if node.op_type != "Transpose" or sizes is None or result is None or len(sizes) <= _FEW:
+    sizes, result = scope.shape(node.input[0]), scope.shape(node.output[0])
+    if sizes is None or result is None or len(sizes) <= _FEW:
         return None
     reverse = range(len(sizes) - 1, -1, -1)
     own = _Permutation(sizes, tuple(graph.attribute(node, "perm", reverse)))
     simplest = own.simplest()
     steps = [simplest] if len(simplest.perm) < len(own.perm) else own.steps()
-    nodes: list[onnx.NodeProto] = []
     value = node.input[0]
     for step in steps if len(simplest.perm) > 1 else ():
-        value = _reshaped(value, step.sizes, values, nodes)
-        output = values.fresh(f"{node.output[0]}/Transpose")
-        nodes.append(helper.make_node("Transpose", [value], [output], perm=list(step.perm)))
-        value = output
-    _reshaped(value, result, values, nodes, node.output[0])
-    return nodes
+        value = builder.transpose(builder.reshape(value, step.sizes), step.perm)
+    return [builder.reshape(value, result)]
 
 
-def _reshaped(
-    value: str,
-    sizes: tuple[int, ...],
-    values: Values,
-    nodes: list[onnx.NodeProto],
-    output: str = "",
-) -> str:
-    output = output or values.fresh(f"{value}/Reshape")
-    shape = values.store(f"{output}/shape", np.array(sizes, np.int64))
-    nodes.append(helper.make_node("Reshape", [value, shape], [output]))
-    return output
+def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Reshape that takes what a value of many dimensions before it was made of."""
+    shape, source = scope.shape(node.output[0]), node.input[0]
+    # A size of zero is that of its input.
+    if shape is None or 0 in shape:
+        return None
+    many = False
+    while (maker := scope.maker(source)) is not None and maker.op_type in _RESHAPING:
+        many = many or len(scope.shape(source) or ()) > _FEW
+        source = maker.input[0]
+    return [builder.reshape(source, shape)] if many else None
 
 
-def _join_reshapes(part: onnx.GraphProto, values: Values) -> int:
-    """Let each Reshape of a value of many dimensions take what that was made of; returns how many do."""
-    made_by = {name: node for node in part.node for name in node.output}
-    joined = 0
-    for node in part.node:
-        shape = _known(values.shape(node.output[0])) if node.op_type in _RESHAPING else None
-        source = node.input[0] if shape is not None else ""
-        many = False
-        while (maker := made_by.get(source)) is not None and maker.op_type in _RESHAPING:
-            many = many or len(values.shape(source) or ()) > _FEW
-            source = maker.input[0]
-        if many and shape is not None:
-            sizes = values.store(f"{node.output[0]}/shape", np.array(shape, np.int64))
-            new = helper.make_node("Reshape", [source, sizes], node.output, node.name)
-            node.CopyFrom(new)
-            joined += 1
-    return joined
-
-
-def _known(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """``shape`` unless a size is zero, which Reshape takes for that of its input."""
-    return None if shape is None or 0 in shape else shape
-
-
-def _remove_unused(part: onnx.GraphProto) -> None:
-    outputs = {value.name for value in part.output}
-    while True:
-        used = consumers(part).keys() | outputs
-        unused = [
-            node
-            for node in part.node
-            if node.op_type in _OPERATORS and used.isdisjoint(node.output)
-        ]
-        if not unused:
-            return
-        for node in unused:
-            part.node.remove(node)
-
-
-def _apply(values: Values, refused: frozenset[str]) -> int:
-    main = values.model.graph
-    replaced = replace(main, _transposed, values, frozenset({"Transpose"}))
+def _apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+    replaced = replace(model, {"Transpose": _transposed}, types, nested=False)
     # What these reshape has shapes now too.
-    joined = _join_reshapes(main, Values(values.model, values.types))
-    if replaced + joined:
-        _remove_unused(main)
-    return replaced + joined
+    replaced += replace(model, dict.fromkeys(_RESHAPING, _joined), types, nested=False)
+    if replaced:
+        remove_unused(model.graph, lambda node: node.op_type in _OPERATORS)
+    return replaced
 
 
 FEW_DIMENSIONS = Rewrite("Reshape and Transpose with fewer dimensions", _OPERATORS, _apply)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
 
 import numpy as np
 import onnx
-from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Rewrite, Values, consumers, copy
+from hatch_epcontext.graph.builder import Builder, Outputs, remove_unused
+from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.scope import Scope, Types
 
 _MAKERS = frozenset(
     {
@@ -25,70 +25,54 @@ _MAKERS = frozenset(
 _TAKERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLength"})
 _OPERATORS = (_MAKERS - {"Identity"}) | _TAKERS
 
-Known = dict[str, list[str]]
-"""The tensors of each sequence, by its name."""
 
+class _Sequences:
+    """The tensors of each sequence by its name, in each graph; ``taken``: how many nodes take them now."""
 
-def _apply(values: Values, refused: frozenset[str]) -> int:
-    parts = [each for each in graph.graphs(values.model.graph) if isinstance(each, onnx.GraphProto)]
-    return sum(_replace(part, values) for part in parts)
+    def __init__(self) -> None:
+        self.known: defaultdict[Scope, dict[str, list[str]]] = defaultdict(dict)
+        self.taken = 0
 
-
-SEQUENCES = Rewrite("sequences as tensors", _OPERATORS, _apply)
-
-
-def _replace(part: onnx.GraphProto, values: Values) -> int:
-    """Replace in ``part``, in place, what takes tensors of known sequences; returns how many nodes."""
-    known: Known = {}
-    result: list[onnx.NodeProto] = []
-    taken = 0
-    for node in part.node:
-        operator = graph.operator(node)
-        new = None
-        if operator in _MAKERS:
-            result += _make(node, known, values)
-        elif operator in _TAKERS and node.input[0] in known:
-            new = _take(node, known[node.input[0]], values)
-        taken += new is not None
-        result += [copy(node)] if new is None else new
-    if not taken:
-        return 0
-    del part.node[:]
-    part.node.extend(result)
-    _remove_unused(part, known)
-    return taken
-
-
-def _make(node: onnx.NodeProto, known: Known, values: Values) -> list[onnx.NodeProto]:
-    """Enter what ``node`` makes into ``known``; returns nodes that make its tensors."""
-    first = known.get(node.input[0]) if node.input else None
-    output, operator = node.output[0], node.op_type
-    if operator == "SequenceEmpty":
-        known[output] = []
-    elif operator == "SequenceConstruct":
-        known[output] = list(node.input)
-    elif operator == "SplitToSequence":
-        return _split(node, known, values)
-    elif first is not None:
-        position = len(first) if operator == "SequenceInsert" else len(first) - 1
-        index = 2 if operator == "SequenceInsert" else 1
-        if len(node.input) > index and node.input[index]:
-            given = _position(node.input[index], len(first), values)
-            if given is None:
-                return []
-            position = given
-        if operator == "Identity":
+    def make(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        """Enter what ``node`` makes, which stays as it is; adds nodes that make its tensors."""
+        known = self.known[scope]
+        first = known.get(node.input[0]) if node.input else None
+        output, operator = node.output[0], node.op_type
+        if operator == "SequenceEmpty":
+            known[output] = []
+        elif operator == "SequenceConstruct":
+            known[output] = list(node.input)
+        elif operator == "SplitToSequence":
+            if tensors := _split(node, scope, builder):
+                known[output] = [*tensors]
+                builder.append(node)
+                return [output]
+        elif operator == "Identity" and first is not None:
             known[output] = first
-        elif operator == "SequenceInsert":
-            known[output] = [*first[:position], node.input[1], *first[position:]]
-        elif position < len(first):
-            known[output] = [*first[:position], *first[position + 1 :]]
-    return []
+        elif first is not None:
+            index = 2 if operator == "SequenceInsert" else 1
+            position: int | None = len(first) if operator == "SequenceInsert" else len(first) - 1
+            if given := graph.operand(node, index):
+                position = _position(given, len(first), scope)
+            if position is None:
+                return None
+            if operator == "SequenceInsert":
+                known[output] = [*first[:position], node.input[1], *first[position:]]
+            elif position < len(first):
+                known[output] = [*first[:position], *first[position + 1 :]]
+        return None
+
+    def take(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        """What ``node`` takes of the tensors of its sequence."""
+        tensors = self.known[scope].get(node.input[0])
+        result = None if tensors is None else _taken(node, tensors, scope, builder)
+        self.taken += result is not None
+        return None if result is None else [result]
 
 
-def _position(name: str, length: int, values: Values) -> int | None:
+def _position(name: str, length: int, scope: Scope) -> int | None:
     """The constant ``name`` as a position from 0 to ``length``; None for any other one."""
-    array = values.constant(name)
+    array = scope.constant(name)
     if array is None or array.size != 1:
         return None
     position = int(array.reshape(-1)[0])
@@ -96,42 +80,27 @@ def _position(name: str, length: int, values: Values) -> int | None:
     return position if 0 <= position <= length else None
 
 
-def _split(node: onnx.NodeProto, known: Known, values: Values) -> list[onnx.NodeProto]:
-    value, chunks = (*node.input, "")[:2]
-    shape = values.shape(value)
+def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, chunks = graph.operands(node, 2)
+    shape = scope.shape(value)
     axis = graph.number(node, "axis", 0)
     if shape is None or not -len(shape) <= axis < len(shape):
-        return []
+        return None
     axis %= len(shape)
-    sizes = _sizes(chunks, shape[axis], values)
+    sizes = _sizes(chunks, shape[axis], scope)
     if not sizes or sum(sizes) != shape[axis] or min(sizes) < 1:
-        return []
-    output = node.output[0]
-    names = [values.fresh(f"{output}/{index}") for index in range(len(sizes))]
-    name = values.fresh(f"{output}/Split")
-    if values.opset >= 13:
-        stored = values.store(f"{output}/sizes", np.asarray(sizes, np.int64))
-        result = [helper.make_node("Split", [value, stored], names, name, axis=axis)]
-    else:
-        result = [helper.make_node("Split", [value], names, name, axis=axis, split=sizes)]
-    if not chunks and not graph.number(node, "keepdims", 1):
-        inner = [size for index, size in enumerate(shape) if index != axis]
-        target = values.store(f"{output}/shape", np.asarray(inner, np.int64))
-        squeezed = [values.fresh(f"{output}/{index}") for index in range(len(sizes))]
-        result += [
-            helper.make_node("Reshape", [name, target], [new], values.fresh(f"{new}/Reshape"))
-            for name, new in zip(names, squeezed, strict=True)
-        ]
-        names = squeezed
-    known[output] = names
-    return result
+        return None
+    tensors = builder.split(value, axis, sizes)
+    if chunks or graph.number(node, "keepdims", 1):
+        return tensors
+    return [builder.reshape(tensor, [*shape[:axis], *shape[axis + 1 :]]) for tensor in tensors]
 
 
-def _sizes(chunks: str, total: int, values: Values) -> list[int] | None:
+def _sizes(chunks: str, total: int, scope: Scope) -> list[int] | None:
     """The sizes of the parts of ``total``: 1 each, all of one size but the last, or as they are given."""
     if not chunks:
         return [1] * total
-    array = values.constant(chunks)
+    array = scope.constant(chunks)
     if array is None or array.ndim > 1:
         return None
     if array.ndim == 1:
@@ -140,51 +109,30 @@ def _sizes(chunks: str, total: int, values: Values) -> list[int] | None:
     return [min(size, total - at) for at in range(0, total, size)] if size > 0 else None
 
 
-def _take(
-    node: onnx.NodeProto, tensors: Sequence[str], values: Values
-) -> list[onnx.NodeProto] | None:
-    """Nodes that compute ``node`` from the tensors of its sequence; None if it stays."""
-    output = node.output[0]
+def _taken(node: onnx.NodeProto, tensors: list[str], scope: Scope, builder: Builder) -> str | None:
     if node.op_type == "SequenceLength":
-        length = values.store(f"{output}/length", np.asarray(len(tensors), np.int64))
-        return [_node("Identity", [length], output, values)]
+        return builder.store(np.int64(len(tensors)))
     if node.op_type == "SequenceAt":
-        position = _position(node.input[1], len(tensors), values)
-        if position is None or position >= len(tensors):
-            return None
-        return [_node("Identity", [tensors[position]], output, values)]
+        position = _position(node.input[1], len(tensors), scope)
+        return None if position is None or position >= len(tensors) else tensors[position]
     if not tensors:
         return None
     axis = graph.number(node, "axis", 0)
-    if not graph.number(node, "new_axis", 0):
-        return [_node("Concat", list(tensors), output, values, axis=axis)]
-    result: list[onnx.NodeProto] = []
-    rows: list[str] = []
-    for tensor in tensors:
-        row = values.fresh(f"{output}/row")
-        if values.opset >= 13:
-            axes = values.store(f"{output}/axes", np.asarray([axis], np.int64))
-            result.append(_node("Unsqueeze", [tensor, axes], row, values))
-        else:
-            result.append(_node("Unsqueeze", [tensor], row, values, axes=[axis]))
-        rows.append(row)
-    return [*result, _node("Concat", rows, output, values, axis=axis)]
+    if graph.number(node, "new_axis", 0):
+        return builder.stack(tensors, axis)
+    return builder.concat(tensors, axis)
 
 
-def _node(
-    operator: str, inputs: list[str], output: str, values: Values, **attributes: Any
-) -> onnx.NodeProto:
-    name = values.fresh(f"{output}/{operator}")
-    return helper.make_node(operator, inputs, [output], name, **attributes)
+def _apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+    builder, sequences = Builder(model), _Sequences()
+    rules = dict.fromkeys(_MAKERS, sequences.make) | dict.fromkeys(_TAKERS, sequences.take)
+    builder.replace(Scope.of(model, types), rules)
+    if sequences.taken:
+        builder.write()
+        made = {name for known in sequences.known.values() for name in known}
+        for part in graph.graphs(model.graph):
+            remove_unused(part, lambda node: not made.isdisjoint(node.output))
+    return sequences.taken
 
 
-def _remove_unused(part: onnx.GraphProto, known: Known) -> None:
-    """Remove what makes known sequences that nothing takes any more."""
-    outputs = {value.name for value in part.output}
-    while True:
-        used = outputs | consumers(part).keys()
-        kept = [copy(node) for node in part.node if not known.keys() & set(node.output) - set(used)]
-        if len(kept) == len(part.node):
-            return
-        del part.node[:]
-        part.node.extend(kept)
+SEQUENCES = Rewrite("sequences as tensors", _OPERATORS, _apply)

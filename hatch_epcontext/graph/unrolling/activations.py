@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.unrolling.builder import Builder
+from hatch_epcontext.graph.builder import Builder
+
+DEFAULTS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
+"""The functions of one direction of each layer, in small letters."""
 
 _PLAIN = {each.casefold(): each for each in ("Sigmoid", "Tanh", "Relu", "Softplus")}
 
@@ -42,51 +43,41 @@ class Activation:
         """Whether the function hardly changes for values far from 0."""
         return self.name in ("sigmoid", "tanh")
 
-    def apply(self, value: str, dtype: np.dtype[np.generic], builder: Builder, hint: str) -> str:
-        """Add the function of ``value``, which has elements of ``dtype``."""
-
-        def number(of: float) -> str:
-            values: Array = np.asarray(of, dtype)
-            return builder.constant(values, f"{hint}/number")
-
-        def affine(of: str, alpha: float, beta: float) -> str:
-            scaled = builder.add("Mul", [of, number(alpha)], hint)
-            return builder.add("Add", [scaled, number(beta)], hint)
-
+    def apply(self, value: str, builder: Builder) -> str:
+        """Add the function of ``value``."""
         if self.name in _PLAIN:
-            return builder.add(_PLAIN[self.name], [value], hint)
+            return builder.add(_PLAIN[self.name], value)
         if self.name in _WITH_ALPHA:
-            return builder.add(_WITH_ALPHA[self.name], [value], hint, alpha=self.alpha)
+            return builder.add(_WITH_ALPHA[self.name], value, alpha=self.alpha)
         if self.name == "hardsigmoid":
-            return builder.add("HardSigmoid", [value], hint, alpha=self.alpha, beta=self.beta)
+            return builder.add("HardSigmoid", value, alpha=self.alpha, beta=self.beta)
         if self.name == "softsign":
             # Few EPs have Softsign itself.
-            size = builder.add("Add", [builder.add("Abs", [value], hint), number(1.0)], hint)
-            return builder.add("Div", [value, size], hint)
+            size = builder.add("Add", builder.add("Abs", value), builder.number(1))
+            return builder.add("Div", value, size)
         if self.name == "affine":
-            return affine(value, self.alpha, self.beta)
-        scaled = builder.add("Mul", [value, number(self.beta)], hint)
-        curved = builder.add("Tanh", [scaled], hint)
-        return builder.add("Mul", [curved, number(self.alpha)], hint)
+            scaled = builder.scaled(value, self.alpha)
+            return builder.add("Add", scaled, builder.number(self.beta))
+        return builder.scaled(builder.add("Tanh", builder.scaled(value, self.beta)), self.alpha)
 
 
-def activations(
-    node: onnx.NodeProto, defaults: Sequence[str], directions: int
-) -> list[list[Activation]] | None:
+def named_activations(node: onnx.NodeProto) -> list[str]:
+    """The functions that ``node`` names, in small letters."""
+    names = graph.attribute(node, "activations", [])
+    return [name.decode("utf-8", "replace").casefold() for name in names]
+
+
+def activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]] | None:
     """The functions of each direction of ``node``; None if it has unknown ones, the wrong
     number, or too few parameters.
     """
-    named = [
-        name.decode("utf-8", "replace").casefold()
-        for name in graph.attribute(node, "activations", [])
-    ]
-    names = named or [name.casefold() for name in defaults] * directions
+    defaults = DEFAULTS[node.op_type]
+    names = named_activations(node) or [*defaults] * directions
     if node.op_type == "RNN":
         # Its default names those of two directions, and the second is unused for one.
         names = names[:directions]
-    if len(names) != directions * len(defaults) or not all(
-        name in {*_PLAIN, *_ALPHA, *_OTHERS} for name in names
-    ):
+    known = {*_PLAIN, *_ALPHA, *_OTHERS}
+    if len(names) != directions * len(defaults) or not known.issuperset(names):
         return None
     alphas = iter(graph.attribute(node, "activation_alpha", []))
     betas = iter(graph.attribute(node, "activation_beta", []))

@@ -6,133 +6,216 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.unrolling.builder import Builder, TooManyNodesError, instantiate
-from hatch_epcontext.graph.unrolling.scope import Scope
-from hatch_epcontext.graph.unrolling.trips import trip_count
+from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.builder import Builder, TooManyNodesError
+from hatch_epcontext.graph.scope import Scope
 
 
 class Body:
-    """The graph that a loop repeats: what is the same in all trips is added to ``builder`` at once."""
+    """The graph that a loop repeats: what is the same in all trips is added to ``builder`` at once.
 
-    def __init__(self, body: onnx.GraphProto, builder: Builder) -> None:
+    ``outputs``: those of the body that are ``states``, which the next trip gets, or ``scans``, to which
+    each trip adds one.
+    """
+
+    def __init__(
+        self,
+        body: onnx.GraphProto,
+        outputs: Sequence[onnx.ValueInfoProto],
+        states: list[str],
+        builder: Builder,
+    ) -> None:
+        self.states = states
+        self.scans: list[list[str]] = [[] for _ in outputs[len(states) :]]
         self._builder = builder
         self._varying: list[onnx.NodeProto] = []
         self._outer: dict[str, str] = {}
-        self._outputs = [value.name for value in body.output]
+        self._outputs = [value.name for value in outputs]
         self._inputs = [value.name for value in body.input]
-        for tensor in body.initializer:
-            hoisted = onnx.TensorProto()
-            hoisted.CopyFrom(tensor)
-            hoisted.name = self._outer[tensor.name] = builder.names.fresh(tensor.name)
-            builder.constants.append(hoisted)
+        builder.store_all(body, self._outer)
         changing = set(self._inputs)
         for node in body.node:
             if graph.is_random(node) or not changing.isdisjoint(graph.read_by(node)):
                 changing.update(node.output)
                 self._varying.append(node)
             else:
-                instantiate([node], self._outer, builder, "")
+                builder.copy([node], self._outer)
 
-    def repeat(self, trip: int, inputs: Sequence[str]) -> list[str]:
-        """Add the nodes of one trip with ``inputs``, and return the names of its outputs."""
+    def repeat(self, trip: int, inputs: Sequence[str]) -> None:
+        """Add the nodes of one trip with ``inputs``."""
         renamed = self._outer | dict(zip(self._inputs, inputs, strict=True))
-        instantiate(self._varying, renamed, self._builder, f"/{trip}")
-        return [renamed.get(name, name) for name in self._outputs]
+        self._builder.copy(self._varying, renamed, f"/{trip}")
+        outputs = [renamed.get(name, name) for name in self._outputs]
+        self.states, scanned = outputs[: len(self.states)], outputs[len(self.states) :]
+        for values, output in zip(self.scans, scanned, strict=True):
+            values.append(output)
 
 
 def unroll_loop(
-    node: onnx.NodeProto,
-    body: onnx.GraphProto,
-    scope: Scope,
-    model: onnx.ModelProto,
-    builder: Builder,
-) -> int | None:
-    """Add what ``node``, a Loop, computes; ``body`` is its body, in which other loops may be unrolled.
+    node: onnx.NodeProto, scope: Scope, builder: Builder
+) -> tuple[int, list[str]] | None:
+    """Add what ``node``, a Loop, computes; other loops in its body may be unrolled already.
 
-    Returns the number of trips; None, and nothing is added, where it is unknown or nothing is left.
-    Raises TooManyNodesError.
+    Returns the number of trips and the outputs; None where that is unknown or nothing is left. Raises
+    TooManyNodesError.
     """
-    trips = trip_count(node, scope, model, builder.limit)
-    initial = list(node.input[2:])
-    scanned = len(body.output) - 1 - len(initial)
-    if trips is None or (trips == 0 and scanned > 0):
+    if (body := _body(node)) is None:
         return None
-    if trips > builder.limit:
-        raise TooManyNodesError(builder.limit)
-    hint = node.name or node.op_type
-    states, scans = initial, [list[str]() for _ in range(scanned)]
-    if trips:
-        repeated = Body(body, builder)
-        true = builder.constant(np.ones(_shape(body, 1), np.bool_), f"{hint}/true")
+    trips = _trip_count(node, scope, builder)
+    states = list(node.input[2:])
+    if not trips:
+        return None if trips is None or len(body.output) - 1 > len(states) else (0, states)
+    _check(trips, builder)
+    # The first output says whether it goes on.
+    repeated = Body(body, body.output[1:], states, builder)
+    true = builder.store(_filled(body, 1, True))
     for trip in range(trips):
-        number = builder.constant(np.full(_shape(body, 0), trip, np.int64), f"{hint}/trip")
-        _, *outputs = repeated.repeat(trip, [number, true, *states])
-        states = outputs[: len(initial)]
-        for values, output in zip(scans, outputs[len(initial) :], strict=True):
-            values.append(output)
-    results = [*states, *(_stack(values, 0, hint, builder) for values in scans)]
-    _give_outputs(node, results, builder)
-    return trips
+        repeated.repeat(trip, [builder.store(_filled(body, 0, trip)), true, *repeated.states])
+    return trips, [*repeated.states, *(builder.stack(values, 0) for values in repeated.scans)]
 
 
 def unroll_scan(
-    node: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Builder
-) -> int | None:
+    node: onnx.NodeProto, scope: Scope, builder: Builder
+) -> tuple[int, list[str]] | None:
     """Add what ``node``, a Scan of opset 9 or newer, computes, as `unroll_loop` does."""
     count = graph.number(node, "num_scan_inputs", 0)
     states, scanned = list(node.input[: len(node.input) - count]), node.input[-count:]
     axes = graph.attribute(node, "scan_input_axes", [0] * count)
-    types = [scope.type_of(name) for name in scanned]
-    if builder.opset < 9 or count < 1 or not all(types):
+    shapes = [sizes for name in scanned if (sizes := scope.sizes(name)) is not None]
+    body = _body(node)
+    if body is None or builder.opset < 9 or count < 1 or len(shapes) < count:
         return None
-    lengths = {each.shape[axis] for each, axis in zip(types, axes, strict=True) if each is not None}
-    length: int = min(lengths)
-    if len(lengths) > 1 or length < 1:
+    length, *others = {sizes[axis] for sizes, axis in zip(shapes, axes, strict=True)}
+    if others or not length:
         return None
-    if length > builder.limit:
-        raise TooManyNodesError(builder.limit)
-    hint = node.name or node.op_type
+    _check(length, builder)
     backward = graph.attribute(node, "scan_input_directions", [0] * count)
     # A negative axis counts from the end, which Gather of older opsets does not know.
-    axes = [
-        axis % len(each.shape) for axis, each in zip(axes, types, strict=True) if each is not None
-    ]
-    repeated, initial = Body(body, builder), len(states)
-    scans = [list[str]() for _ in body.output[initial:]]
+    axes = [axis % len(sizes) for axis, sizes in zip(axes, shapes, strict=True)]
+    repeated = Body(body, body.output, states, builder)
     for trip in range(length):
         items = [
-            builder.item(
-                name, axis, length - 1 - trip if reverse else trip, f"{hint}/{name}/{trip}"
-            )
+            builder.item(name, axis, length - 1 - trip if reverse else trip)
             for name, axis, reverse in zip(scanned, axes, backward, strict=True)
         ]
-        outputs = repeated.repeat(trip, [*states, *items])
-        states = outputs[:initial]
-        for values, output in zip(scans, outputs[initial:], strict=True):
-            values.append(output)
-    axes = graph.attribute(node, "scan_output_axes", [0] * len(scans))
-    reversed_ = graph.attribute(node, "scan_output_directions", [0] * len(scans))
+        repeated.repeat(trip, [*repeated.states, *items])
+    none = [0] * len(repeated.scans)
+    axes = graph.attribute(node, "scan_output_axes", none)
+    backward = graph.attribute(node, "scan_output_directions", none)
     results = [
-        _stack(values[::-1] if reverse else values, axis, hint, builder)
-        for values, axis, reverse in zip(scans, axes, reversed_, strict=True)
+        builder.stack(values[::-1] if reverse else values, axis)
+        for values, axis, reverse in zip(repeated.scans, axes, backward, strict=True)
     ]
-    _give_outputs(node, [*states, *results], builder)
-    return length
+    return length, [*repeated.states, *results]
 
 
-def _give_outputs(node: onnx.NodeProto, values: Sequence[str], builder: Builder) -> None:
-    for output, value in zip(node.output, values, strict=False):
-        builder.copy_to(value, output, node.name or node.op_type)
+def _body(node: onnx.NodeProto) -> onnx.GraphProto | None:
+    """What ``node`` repeats; None if it has none that can be copied."""
+    body = graph.attribute(node, "body", None)
+    usable = isinstance(body, onnx.GraphProto) and not body.sparse_initializer
+    return body if usable else None
 
 
-def _stack(values: Sequence[str], axis: int, hint: str, builder: Builder) -> str:
-    """``values`` one after another along a new ``axis``."""
-    rows = [builder.unsqueeze(value, axis, f"{hint}/row") for value in values]
-    return builder.concat(rows, axis, f"{hint}/rows")
+def _check(trips: int, builder: Builder) -> None:
+    """Raise TooManyNodesError if there are more ``trips`` than nodes may be added."""
+    if builder.limit is not None and trips > builder.limit:
+        raise TooManyNodesError(builder.limit)
 
 
-def _shape(body: onnx.GraphProto, index: int) -> list[int]:
-    """The shape that ``body`` wants of the number of the trip, or of the condition: [] or [1]."""
-    return [1] * len(body.input[index].type.tensor_type.shape.dim)
+def _trip_count(loop: onnx.NodeProto, scope: Scope, builder: Builder) -> int | None:
+    """How often ``loop``, which is in ``scope``, runs its body; the limit + 1 if it is more often.
+
+    None if data decides it. What decides is run by onnx, without the rest of the body.
+    """
+    assert builder.limit is not None, "a loop can be endless"
+    body: onnx.GraphProto = graph.attribute(loop, "body", None)
+    trips, condition = graph.operands(loop, 2)
+    number = scope.constant(trips) if trips else None
+    if (trips and number is None) or not body.output:
+        return None
+    most = builder.limit + 1
+    if number is not None:
+        most = min(int(number.reshape(-1)[0]), most)
+    # Before the condition decides, the number of trips does.
+    if most <= 0:
+        return 0
+    first = scope.constant(condition) if condition else None
+    if condition and first is None:
+        return None
+    if first is not None and not first.reshape(-1)[0]:
+        return 0
+    return _count(body, loop.input[2:], scope, builder.model, most)
+
+
+def _count(
+    body: onnx.GraphProto, initial: Sequence[str], scope: Scope, opsets: onnx.ModelProto, most: int
+) -> int | None:
+    """The number of trips, at most ``most``, from the part of ``body`` that decides on its condition.
+
+    ``opsets``: the model, of which only the versions are taken.
+    """
+    number, given, *carried = (value.name for value in body.input)
+    condition, *results = (value.name for value in body.output)
+    inner = Scope(body)
+    stored = {tensor.name: tensor for tensor in body.initializer}
+    feeds = {number: _filled(body, 0, 0), given: _filled(body, 1, True)}
+    states: dict[str, str] = {}
+    wanted, waiting = set[str](), [condition]
+    while waiting:
+        name = waiting.pop()
+        if name in wanted:
+            continue
+        wanted.add(name)
+        if (maker := inner.maker(name)) is not None:
+            if graph.is_random(maker):
+                return None
+            waiting += graph.read_by(maker)
+        elif name not in stored and name not in feeds:
+            outer = name
+            if name in carried:
+                index = carried.index(name)
+                outer, states[name] = initial[index], results[index]
+                waiting.append(results[index])
+            value = scope.constant(outer)
+            if value is None:
+                return None
+            feeds[name] = value
+    # Inputs that are outputs, and outputs of one name, need names of their own.
+    ends = [f"epcontext.end{index}" for index in range(1 + len(states))]
+    nodes = [node for node in body.node if wanted & set(node.output)]
+    nodes += [
+        helper.make_node("Identity", [name], [end])
+        for name, end in zip((condition, *states.values()), ends, strict=True)
+    ]
+    part = helper.make_graph(
+        nodes,
+        "part",
+        [onnx.ValueInfoProto(name=name) for name in feeds],
+        [onnx.ValueInfoProto(name=name) for name in ends],
+        [tensor for name, tensor in stored.items() if name in wanted],
+    )
+    model = onnx.ModelProto(ir_version=opsets.ir_version, graph=part)
+    model.opset_import.extend(opsets.opset_import)
+    try:
+        evaluator = ReferenceEvaluator(model)
+        # What depends on nothing else is the same in all trips.
+        for trip in range(most if states or number in wanted else 1):
+            feeds[number] = _filled(body, 0, trip)
+            goes_on, *values = map(np.asarray, evaluator.run(None, feeds))
+            if not goes_on.reshape(-1)[0]:
+                return trip + 1
+            feeds |= dict(zip(states, values, strict=True))
+    except Exception:
+        # A part that cannot be run decides nothing: the loop stays as it is.
+        return None
+    return most
+
+
+def _filled(body: onnx.GraphProto, index: int, value: int) -> Array:
+    """``value`` as ``body`` takes it as its input ``index``: a number or a list of one."""
+    dtype = (np.int64, np.bool_)[index]
+    return np.full([1] * len(body.input[index].type.tensor_type.shape.dim), value, dtype)

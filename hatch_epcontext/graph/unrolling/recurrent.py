@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.unrolling.activations import Activation, activations
-from hatch_epcontext.graph.unrolling.builder import Builder
-from hatch_epcontext.graph.unrolling.scope import Scope
 
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
-_DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 _FLAT = 20.0
@@ -34,46 +32,29 @@ class _Layer:
 
     node: onnx.NodeProto
     builder: Builder
-    dtype: np.dtype[np.generic]
     steps: int
     batch: int
     hidden: int
     directions: int
     batch_first: bool
 
-    def input(self, index: int) -> str:
-        """The name of an input; empty if it is missing."""
-        return self.node.input[index] if index < len(self.node.input) else ""
-
-    @property
-    def hint(self) -> str:
-        return self.node.name or str(self.node.op_type)
-
     def of_direction(self, index: int, direction: int) -> str:
         """The part of a weight for ``direction``."""
-        return self.builder.item(self.node.input[index], 0, direction, f"{self.hint}/weight")
+        return self.builder.item(self.node.input[index], 0, direction)
 
-    def transposed(self, weight: str) -> str:
-        """``weight`` with its two dimensions exchanged."""
-        return self.builder.add("Transpose", [weight], f"{self.hint}/weight", perm=[1, 0])
+    def weight(self, index: int, direction: int) -> str:
+        """A weight matrix for ``direction``, with its two dimensions exchanged."""
+        return self.builder.transpose(self.of_direction(index, direction), [1, 0])
 
     def state(self, index: int, direction: int) -> str:
         """The initial state for ``direction`` (batch x hidden), zeros without one."""
-        if not self.input(index):
-            zeros = np.zeros((self.batch, self.hidden), self.dtype)
-            return self.builder.constant(zeros, f"{self.hint}/zeros")
-        axis = 1 if self.batch_first else 0
-        return self.builder.item(self.input(index), axis, direction, f"{self.hint}/state")
+        if not (given := graph.operand(self.node, index)):
+            return self.builder.store(np.zeros((self.batch, self.hidden), self.builder.dtype))
+        return self.builder.item(given, 1 if self.batch_first else 0, direction)
 
     def clipped(self, value: str, limit: float) -> str:
         """``value`` within -``limit`` and ``limit``."""
-        hint = f"{self.hint}/clipped"
-        if self.builder.opset < 11:
-            return self.builder.add("Clip", [value], hint, min=-limit, max=limit)
-        low, high = (
-            self.builder.constant(np.asarray(each, self.dtype), hint) for each in (-limit, limit)
-        )
-        return self.builder.add("Clip", [value, low, high], hint)
+        return self.builder.clip(value, -limit, limit)
 
     def active(self, function: Activation, value: str, *, is_sum: bool = True) -> str:
         """``function`` of ``value``, which is clipped first as the node says."""
@@ -81,27 +62,33 @@ class _Layer:
             value = self.clipped(value, limit)
         elif is_sum and function.is_flat:
             value = self.clipped(value, _FLAT)
-        return function.apply(value, self.dtype, self.builder, f"{self.hint}/gate")
+        return function.apply(value, self.builder)
 
-    def add(self, op: Literal["Add", "Sub", "Mul", "MatMul"], first: str, second: str) -> str:
-        """A node of two inputs."""
-        return self.builder.add(op, [first, second], f"{self.hint}/{op}")
+    def add(self, op: str, *inputs: str) -> str:
+        """A node."""
+        return self.builder.add(op, *inputs)
 
     def parts(self, value: str, axis: int, count: int) -> list[str]:
         """``value`` in ``count`` parts of the hidden size."""
-        return self.builder.split(value, axis, [self.hidden] * count, f"{self.hint}/part")
+        return self.builder.split(value, axis, [self.hidden] * count)
+
+    def per_step(self, value: str) -> list[str]:
+        """The rows of ``value``, (steps * batch) x anything, of each step."""
+        return self.builder.split(value, 0, [self.batch] * self.steps)
 
 
-def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> int | None:
-    """Add what ``node``, an LSTM, GRU or RNN, computes. Returns the number of its steps.
+def unroll_recurrent(
+    node: onnx.NodeProto, scope: Scope, builder: Builder
+) -> tuple[int, list[str]] | None:
+    """Add what ``node``, an LSTM, GRU or RNN, computes. Returns the number of its steps, and the outputs.
 
-    None, and nothing is added, where the shape of its input is open, or it has functions that are unknown.
-    Raises TooManyNodesError.
+    None where the shape of its input is open, or it has functions that are unknown. Raises
+    TooManyNodesError.
     """
     layer = _layer(node, scope, builder)
     if layer is None:
         return None
-    functions = activations(node, _DEFAULTS[node.op_type], layer.directions)
+    functions = activations(node, layer.directions)
     if functions is None:
         return None
     rows, within = _rows(layer), _within(layer, scope)
@@ -122,39 +109,34 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> in
             hidden[at] = layer.add("Mul", states[0], within[at])
         sequences.append(hidden)
         last.append(states)
-    _give_outputs(layer, sequences, last)
-    return layer.steps
+    return layer.steps, _outputs(layer, sequences, last)
 
 
 def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | None:
-    x, r = (scope.type_of(name) for name in (node.input[0], node.input[2]))
-    if x is None or r is None or len(x.shape) != 3 or len(r.shape) != 3:
+    x, r = (scope.sizes(name) or () for name in (node.input[0], node.input[2]))
+    if len(x) != 3 or len(r) != 3 or scope.dtype(node.input[0]) is None:
         return None
     batch_first = graph.number(node, "layout", 0) == 1
-    steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
-    hidden = r.shape[2]
+    steps, batch = (x[1], x[0]) if batch_first else x[:2]
+    hidden = r[2]
     both = graph.attribute(node, "direction", b"forward") == b"bidirectional"
-    if min(steps, batch, hidden) < 1:
+    if not (steps and batch and hidden):
         return None
-    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(x.elem_type))
-    return _Layer(node, builder, dtype, steps, batch, hidden, 1 + both, batch_first)
+    return _Layer(node, builder, steps, batch, hidden, 1 + both, batch_first)
 
 
 def _within(layer: _Layer, scope: Scope) -> list[str]:
     """For each step 1 for the sequences that have it, else 0 (batch x 1); empty if all have all steps."""
-    if not layer.input(4):
+    if not (given := graph.operand(layer.node, 4)):
         return []
-    lengths = scope.constant(layer.input(4))
+    lengths = scope.constant(given)
     if lengths is not None and (lengths == layer.steps).all():
         return []
-    builder, hint = layer.builder, f"{layer.hint}/within"
+    builder = layer.builder
     steps = np.arange(layer.steps, dtype=np.int32).reshape(-1, 1)
-    numbers = builder.constant(np.tile(steps, (1, layer.batch)), hint)
-    less = builder.add("Less", [numbers, layer.input(4)], hint)
-    elem_type = helper.np_dtype_to_tensor_dtype(layer.dtype)
-    value = builder.add("Cast", [less], hint, to=elem_type)
-    rows = builder.reshape(value, [layer.steps * layer.batch, 1], hint)
-    return builder.split(rows, 0, [layer.batch] * layer.steps, hint)
+    less = builder.add("Less", builder.store(np.tile(steps, (1, layer.batch))), given)
+    value = builder.add("Cast", less, to=helper.np_dtype_to_tensor_dtype(builder.dtype))
+    return layer.per_step(builder.reshape(value, [layer.steps * layer.batch, 1]))
 
 
 def _chosen(layer: _Layer, within: str, new: str, old: str) -> str:
@@ -167,27 +149,24 @@ def _rows(layer: _Layer) -> str:
     """The input as a matrix, (steps * batch) x features, all values of a step together."""
     value = layer.node.input[0]
     if layer.batch_first:
-        value = layer.builder.add("Transpose", [value], f"{layer.hint}/input", perm=[1, 0, 2])
+        value = layer.builder.transpose(value, [1, 0, 2])
     # The features are the rest: -1 is the one size that need not be known.
-    return layer.builder.reshape(value, [layer.steps * layer.batch, -1], f"{layer.hint}/input")
+    return layer.builder.reshape(value, [layer.steps * layer.batch, -1])
 
 
 def _input_part(layer: _Layer, rows: str, direction: int, fixed: str) -> list[str]:
     """What the input adds to the gates in each step; ``fixed`` is the bias, or empty."""
-    weight = layer.transposed(layer.of_direction(1, direction))
-    value = layer.add("MatMul", rows, weight)
-    if fixed:
-        value = layer.add("Add", value, fixed)
-    return layer.builder.split(value, 0, [layer.batch] * layer.steps, f"{layer.hint}/step")
+    value = layer.add("MatMul", rows, layer.weight(1, direction))
+    return layer.per_step(layer.add("Add", value, fixed) if fixed else value)
 
 
 def _biases(layer: _Layer, direction: int) -> tuple[str, str]:
     """The biases of the input and of the state; empty without them."""
-    if not layer.input(3):
+    if not graph.operand(layer.node, 3):
         return "", ""
     gates = _GATES[layer.node.op_type]
     bias = layer.of_direction(3, direction)
-    first, second = layer.builder.split(bias, 0, [gates * layer.hidden] * 2, f"{layer.hint}/bias")
+    first, second = layer.builder.split(bias, 0, [gates * layer.hidden] * 2)
     return first, second
 
 
@@ -200,11 +179,11 @@ def _lstm(
     layer: _Layer, direction: int, functions: Sequence[Activation]
 ) -> tuple[Step, list[str], str]:
     f, g, h = functions
-    weight = layer.transposed(layer.of_direction(2, direction))
-    peephole = layer.input(7)
+    weight = layer.weight(2, direction)
+    peephole = graph.operand(layer.node, 7)
     inner = layer.parts(layer.of_direction(7, direction), 0, 3) if peephole else ["", "", ""]
     coupled = graph.number(layer.node, "input_forget", 0) != 0
-    one = layer.builder.constant(np.ones((), layer.dtype), f"{layer.hint}/one") if coupled else ""
+    one = layer.builder.number(1) if coupled else ""
 
     def gate(value: str, cell: str, peephole: str) -> str:
         if not peephole:
@@ -222,8 +201,7 @@ def _lstm(
         o = gate(o, cell, inner[1])
         # The node's clip does not hold for what comes out.
         bounded = layer.clipped(cell, _FLAT) if h.is_flat else cell
-        curved = h.apply(bounded, layer.dtype, layer.builder, f"{layer.hint}/cell")
-        return [layer.add("Mul", o, curved), cell]
+        return [layer.add("Mul", o, h.apply(bounded, layer.builder)), cell]
 
     states = [layer.state(5, direction), layer.state(6, direction)]
     return step, states, _bias(layer, direction)
@@ -236,16 +214,13 @@ def _gru(
     sizes = [2 * layer.hidden, layer.hidden]
     weight = layer.of_direction(2, direction)
     outer, inner = (
-        layer.transposed(each)
-        for each in layer.builder.split(weight, 0, sizes, f"{layer.hint}/weight")
+        layer.builder.transpose(each, [1, 0]) for each in layer.builder.split(weight, 0, sizes)
     )
     first, second = _biases(layer, direction)
     late = graph.number(layer.node, "linear_before_reset", 0) != 0
-    outer_bias, inner_bias = (
-        layer.builder.split(second, 0, sizes, f"{layer.hint}/bias") if late and second else ("", "")
-    )
+    outer_bias, inner_bias = layer.builder.split(second, 0, sizes) if late and second else ("", "")
     fixed = first if late or not first else layer.add("Add", first, second)
-    one = layer.builder.constant(np.ones((), layer.dtype), f"{layer.hint}/one")
+    one = layer.builder.number(1)
 
     def reset_product(reset: str, hidden: str) -> str:
         if not late:
@@ -257,7 +232,7 @@ def _gru(
 
     def step(given: str, states: Sequence[str]) -> list[str]:
         (hidden,) = states
-        given_outer, given_inner = layer.builder.split(given, 1, sizes, f"{layer.hint}/part")
+        given_outer, given_inner = layer.builder.split(given, 1, sizes)
         gates = layer.add("Add", given_outer, layer.add("MatMul", hidden, outer))
         if outer_bias:
             gates = layer.add("Add", gates, outer_bias)
@@ -272,7 +247,7 @@ def _gru(
 def _rnn(
     layer: _Layer, direction: int, functions: Sequence[Activation]
 ) -> tuple[Step, list[str], str]:
-    weight = layer.transposed(layer.of_direction(2, direction))
+    weight = layer.weight(2, direction)
 
     def step(given: str, states: Sequence[str]) -> list[str]:
         gate = layer.add("Add", given, layer.add("MatMul", states[0], weight))
@@ -284,29 +259,27 @@ def _rnn(
 _PREPARE = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}
 
 
-def _give_outputs(
+def _outputs(
     layer: _Layer, sequences: Sequence[Sequence[str]], last: Sequence[Sequence[str]]
-) -> None:
-    """Give the outputs of the node: the hidden states of each step, then the last states."""
-    builder, hint = layer.builder, layer.hint
-    outputs = (*layer.node.output, "", "", "")[:3]
-    if outputs[0]:
-        values = [_joined(layer, hidden) for hidden in sequences]
-        value = builder.concat(values, 1, f"{hint}/sequences")
+) -> list[str]:
+    """The outputs of the node: the hidden states of each step, then the last states."""
+    builder = layer.builder
+    wanted = (*layer.node.output, "", "", "")[:3]
+    values = [""] * 3
+    if wanted[0]:
+        values[0] = builder.concat([_joined(layer, hidden) for hidden in sequences], 1)
         if layer.batch_first:
-            value = builder.add("Transpose", [value], f"{hint}/sequences", perm=[2, 0, 1, 3])
-        builder.copy_to(value, outputs[0], hint)
+            values[0] = builder.transpose(values[0], [2, 0, 1, 3])
     axis = 1 if layer.batch_first else 0
     shape = [layer.batch, layer.hidden]
     shape.insert(axis, 1)
-    for output, states in zip(outputs[1:], zip(*last, strict=True), strict=False):
-        if output:
-            ends = [builder.reshape(state, shape, f"{hint}/last") for state in states]
-            builder.copy_to(builder.concat(ends, axis, f"{hint}/last"), output, hint)
+    for index, states in enumerate(zip(*last, strict=True), start=1):
+        if wanted[index]:
+            values[index] = builder.concat([builder.reshape(e, shape) for e in states], axis)
+    return values
 
 
 def _joined(layer: _Layer, hidden: Sequence[str]) -> str:
     """The hidden states of one direction, steps x 1 x batch x hidden."""
-    value = layer.builder.concat(hidden, 0, f"{layer.hint}/sequence")
-    shape = [layer.steps, 1, layer.batch, layer.hidden]
-    return layer.builder.reshape(value, shape, f"{layer.hint}/sequence")
+    value = layer.builder.concat(hidden, 0)
+    return layer.builder.reshape(value, [layer.steps, 1, layer.batch, layer.hidden])

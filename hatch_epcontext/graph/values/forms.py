@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +20,7 @@ _MAX_FORMS = 8
 """Ways to one value that are followed."""
 
 INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
-"""What is raised for a node that is not as its operator wants it: opening a session says why."""
+"""What is raised for a malformed node: opening a session says why."""
 
 _EVERYTHING = (-math.inf, math.inf)
 
@@ -84,7 +84,7 @@ def follow(part: graph.Part, forms: Forms, known: Known) -> Iterator[onnx.NodePr
     Yields each node that takes a value with forms, when those of what it takes are complete.
     """
     for node in part.node:
-        inner = [each for given in node.attribute for each in graph.attribute_graphs(given)]
+        inner = graph.inner_graphs(node)
         is_followed = any(name in forms for name in node.input)
         if is_followed:
             yield node
@@ -124,165 +124,126 @@ def _results(node: onnx.NodeProto, forms: Forms, known: Known) -> Forms:
     if rule is None:
         return {}
     try:
-        found = tuple(dict.fromkeys(rule(node, forms, known)))[:_MAX_FORMS]
+        given = [forms.get(name, ()) for name in node.input]
+        found = tuple(dict.fromkeys(rule(node, given, known)))[:_MAX_FORMS]
     except INVALID:
         return {}
     outputs = node.output if node.op_type == "Split" else node.output[:1]
     return dict.fromkeys(outputs, found) if found else {}
 
 
-_Rule = Callable[[onnx.NodeProto, Forms, Known], Iterable[LinearForm]]
+_Given = Sequence[Sequence[LinearForm]]
+"""The forms of each operand of a node."""
+
+_Rule = Callable[[onnx.NodeProto, _Given, Known], Iterable[LinearForm]]
 
 
-def _kept(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterable[LinearForm]:
-    """Those of the first operand."""
-    return forms.get(node.input[0], ())
-
-
-def _joined(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
+def _any(given: _Given) -> Iterable[LinearForm]:
     """Those of all operands: the result has values of each."""
-    for name in node.input:
-        yield from forms.get(name, ())
+    return (form for each in given for form in each)
 
 
-def _updated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
-    """Those of the first and the third operand, such as the data and the updates of a scatter."""
-    for name in (*node.input[:1], *node.input[2:3]):
-        yield from forms.get(name, ())
-
-
-def _chosen(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
-    for name in node.input[1:3]:
-        yield from forms.get(name, ())
-
-
-def _cast(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
+def _cast(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
     to = graph.attribute(node, "to", 0)
-    for form in forms.get(node.input[0], ()):
+    for form in given[0]:
         if to == onnx.TensorProto.BOOL:
             yield replace(form, truth=form.truth or "itself")
         else:
             yield replace(form, whole=form.whole or to in _WHOLE)
 
 
-def _rounded(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
-    for form in forms.get(node.input[0], ()):
-        yield replace(form, whole=True)
-
-
-def _equal(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
+def _equal(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
     """Truths: those of all operands, if the others are 0 or 1 or truths too."""
     for name in node.input:
         value = known.value(name)
         if value is not None and (value.size != 1 or value.item() not in (0, 1)):
             return
-    for form in _joined(node, forms, known):
+    for form in _any(given):
         yield replace(form, truth=form.truth or "itself")
 
 
-def _compared(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
-    for form in _joined(node, forms, known):
-        yield replace(form, truth="compared")
-
-
-def _added(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
+def _added(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
     first, second = node.input[:2]
     sign = -1.0 if node.op_type == "Sub" else 1.0
     if (bounds := constant_bounds(second, known)) is not None:
-        yield from (form.plus(_product(bounds, (sign, sign))) for form in forms.get(first, ()))
+        yield from (form.plus(_product(bounds, (sign, sign))) for form in given[0])
     elif (bounds := constant_bounds(first, known)) is not None:
-        yield from (form.times((sign, sign)).plus(bounds) for form in forms.get(second, ()))
+        yield from (form.times((sign, sign)).plus(bounds) for form in given[1])
     else:
-        for a in forms.get(first, ()):
-            for b in forms.get(second, ()):
+        for a in given[0]:
+            for b in given[1]:
                 yield from a.with_form(b.times((sign, sign)))
 
 
-def _multiplied(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
-    first, second = node.input[:2]
-    for name, other in ((first, second), (second, first)):
-        if (bounds := constant_bounds(other, known)) is not None:
-            yield from (form.times(bounds) for form in forms.get(name, ()))
-        elif any(form.truth for form in forms.get(other, ())):
-            yield from (replace(form, selected=True) for form in forms.get(name, ()))
+def _multiplied(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+    for one, other in ((0, 1), (1, 0)):
+        if (bounds := constant_bounds(node.input[other], known)) is not None:
+            yield from (form.times(bounds) for form in given[one])
+        elif any(form.truth for form in given[other]):
+            yield from (replace(form, selected=True) for form in given[one])
 
 
-def _divided(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
+def _divided(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
     bounds = constant_bounds(node.input[1], known)
     if bounds is not None and (bounds[0] > 0 or bounds[1] < 0):
         factor = (1 / bounds[1], 1 / bounds[0])
-        yield from (form.times(factor) for form in forms.get(node.input[0], ()))
+        yield from (form.times(factor) for form in given[0])
 
 
-def _negated(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
-    yield from (form.times((-1.0, -1.0)) for form in forms.get(node.input[0], ()))
-
-
-def _summed(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
+def _summed(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
     """Sums of up to as many values as there are."""
     shape = known.shape(node.input[0])
     count = math.prod(size or 1 for size in shape) if shape else 1
-    for form in forms.get(node.input[0], ()):
+    for form in given[0]:
         yield form if form.truth else form.times((1.0, float(max(count, 1))))
 
 
-def _limited(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
+def _limited(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
     low, high = clip_bounds(node, known)
-    yield from (form.clipped(low, high) for form in _joined(node, forms, known))
+    yield from (form.clipped(low, high) for form in _any(given))
 
 
-def _counted(node: onnx.NodeProto, forms: Forms, known: Known) -> Iterator[LinearForm]:
-    if len(node.input) > 1:
-        for form in forms.get(node.input[1], ()):
-            yield replace(form.plus((-1.0, -1.0)), counted=True)
-
+_KEEPING = """
+Identity Reshape Flatten Transpose Squeeze Unsqueeze Expand Tile Slice Split Gather GatherElements GatherND
+Compress Pad Trilu ReduceMax ReduceMin ReduceMean Abs Dropout ReverseSequence TopK QuantizeLinear
+DequantizeLinear DynamicQuantizeLinear
+"""
+"""Operators whose results have values of their first operand."""
 
 _RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(_KEEPING.split(), lambda node, given, known: given[0]),
     **dict.fromkeys(
-        (
-            *(
-                "Identity",
-                "Reshape",
-                "Flatten",
-                "Transpose",
-                "Squeeze",
-                "Unsqueeze",
-                "Expand",
-                "Tile",
-            ),
-            *("Slice", "Split", "Gather", "GatherElements", "GatherND", "Compress", "Pad", "Trilu"),
-            *("ReduceMax", "ReduceMin", "ReduceMean", "Abs", "Dropout", "ReverseSequence", "TopK"),
-            *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
-        ),
-        _kept,
+        ("Floor", "Ceil", "Round"),
+        lambda node, given, known: (replace(form, whole=True) for form in given[0]),
     ),
-    **dict.fromkeys(("Floor", "Ceil", "Round"), _rounded),
-    **dict.fromkeys(("ScatterElements", "ScatterND", "Scatter"), _updated),
+    **dict.fromkeys(
+        ("ScatterElements", "ScatterND", "Scatter"),
+        # The data and the updates.
+        lambda node, given, known: (*given[0], *given[2]),
+    ),
     **dict.fromkeys(("Equal", "Not", "And", "Or"), _equal),
-    **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compared),
+    **dict.fromkeys(
+        ("Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
+        lambda node, given, known: (replace(form, truth="compared") for form in _any(given)),
+    ),
     **dict.fromkeys(("Add", "Sub"), _added),
     **dict.fromkeys(("ReduceSum", "CumSum"), _summed),
     **dict.fromkeys(("Min", "Max", "Clip"), _limited),
     "Cast": _cast,
-    "Concat": _joined,
-    "Where": _chosen,
+    "Concat": lambda node, given, known: _any(given),
+    "Where": lambda node, given, known: (*given[1], *given[2]),
     "Mul": _multiplied,
     "Div": _divided,
-    "Neg": _negated,
-    "Range": _counted,
+    "Neg": lambda node, given, known: (form.times((-1.0, -1.0)) for form in given[0]),
+    "Range": lambda node, given, known: (
+        replace(form.plus((-1.0, -1.0)), counted=True) for form in given[1]
+    ),
 }
 
 _WHOLE = frozenset(
-    {
-        onnx.TensorProto.INT64,
-        onnx.TensorProto.INT32,
-        onnx.TensorProto.INT16,
-        onnx.TensorProto.INT8,
-        onnx.TensorProto.UINT64,
-        onnx.TensorProto.UINT32,
-        onnx.TensorProto.UINT16,
-        onnx.TensorProto.UINT8,
-    }
+    onnx.TensorProto.DataType.Value(f"{sign}INT{bits}")
+    for sign in ("", "U")
+    for bits in (8, 16, 32, 64)
 )
 
 
@@ -310,10 +271,8 @@ def _clip_bound(node: onnx.NodeProto, operand: int, name: str, known: Known) -> 
     given = graph.attribute(node, name, None)
     if isinstance(given, float):
         return given if math.isfinite(given) else None
-    if len(node.input) > operand and node.input[operand]:
-        bounds = constant_bounds(node.input[operand], known)
-        return bounds[0] if bounds else None
-    return None
+    bounds = constant_bounds(graph.operand(node, operand), known)
+    return bounds[0] if bounds else None
 
 
 def _sum(a: Bounds, b: Bounds) -> Bounds:

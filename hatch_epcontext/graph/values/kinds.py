@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Literal
 
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Range, Size, TensorFacts
 from hatch_epcontext.graph.values.forms import Bounds
 
 DEVIATIONS = 8.0
@@ -35,6 +34,9 @@ _STATE = re.compile(r"^(h|c|hn|cn|h_?[0n]|c_?[0n])$|hidden|cell|state", re.IGNOR
 
 DimensionKind = Literal["batch", "height", "width", "length", "other"]
 """What an open dimension is."""
+
+_LAYOUTS = ((1, (2, 3)), (3, (1, 2)))
+"""The axes of the channels, and of height and width, of images."""
 
 _CHANNELS = (1, 3, 4)
 
@@ -69,17 +71,14 @@ def looks_like_image(facts: TensorFacts) -> bool:
     """Whether a convolution of this input is one of an image, whose channels are at either end."""
     if len(facts.shape) != 4 or _NO_IMAGE.search(facts.name):
         return False
-    return any(_is_image(facts.shape[axis], sides) for axis, sides in _layouts(facts))
-
-
-def _layouts(facts: TensorFacts) -> Sequence[tuple[int, tuple[object, ...]]]:
-    return ((1, facts.shape[2:]), (3, facts.shape[1:3]))
-
-
-def _is_image(channels: object, sides: tuple[object, ...]) -> bool:
-    return channels in _CHANNELS and not any(
-        isinstance(size, int) and size < _SMALLEST_IMAGE for size in sides
+    return any(
+        facts.shape[channels] in _CHANNELS and not any(_is_short(facts.shape[a]) for a in sides)
+        for channels, sides in _LAYOUTS
     )
+
+
+def _is_short(size: Size) -> bool:
+    return isinstance(size, int) and size < _SMALLEST_IMAGE
 
 
 def image_range(scale: Bounds, offset: Bounds) -> Range:
@@ -111,7 +110,7 @@ def dimension_kind(facts: TensorFacts, axis: int, *, is_state: bool) -> Dimensio
 def _sides(facts: TensorFacts) -> tuple[int, ...]:
     """The axes of height and width, if the input can be images."""
     if len(facts.shape) == 4 and not _NO_IMAGE.search(facts.name):
-        for channels, sides in ((1, (2, 3)), (3, (1, 2))):
+        for channels, sides in _LAYOUTS:
             if facts.shape[channels] in _CHANNELS:
                 return sides
     return ()

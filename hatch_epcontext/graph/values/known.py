@@ -14,9 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.facts import TensorFacts
-
-Sizes = tuple[int | None, ...]
-"""A shape; an open dimension is None."""
+from hatch_epcontext.graph.scope import Sizes
 
 _MAX_VALUES = 2**16
 """Values of a constant that is looked at: tables of weights are larger."""
@@ -64,10 +62,7 @@ class Known:
         """The shape of the value ``name``."""
         if name not in self._shapes and not self._is_inferred:
             self._is_inferred = True
-            # onnx raises errors of many kinds for graphs that are invalid.
-            with contextlib.suppress(Exception):
-                light = _without_weights(self._model)
-                self._add_shapes(onnx.shape_inference.infer_shapes(light, data_prop=True).graph)
+            self._add_shapes(graph.inferred(self._model))
         if name not in self._shapes and (value := self.value(name)) is not None:
             return value.shape
         return self._shapes.get(name)
@@ -92,10 +87,6 @@ class Known:
             with contextlib.suppress(Exception):
                 self._values[name] = _small(self._computed(node, depth))
         return self._values[name]
-
-    def producer(self, name: str) -> onnx.NodeProto | None:
-        """The node that computes the value ``name``; None for inputs and stored tensors."""
-        return self._producers.get(name)
 
     def _computed(self, node: onnx.NodeProto, depth: int) -> Array | None:
         if node.op_type == "Constant":
@@ -126,38 +117,9 @@ class Known:
 
     def _add_shapes(self, main: onnx.GraphProto) -> None:
         for part in graph.graphs(main):
-            if isinstance(part, onnx.GraphProto):
-                for value in (*part.input, *part.value_info, *part.output):
-                    tensor = value.type.tensor_type
-                    if tensor.HasField("shape"):
-                        self._shapes.setdefault(value.name, _sizes(tensor.shape))
-
-
-def _sizes(shape: onnx.TensorShapeProto) -> Sizes:
-    sizes = map(graph.size, shape.dim)
-    return tuple(size if isinstance(size, int) else None for size in sizes)
-
-
-def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of ``model`` whose large tensors are inputs: inferring shapes would copy them twice."""
-    light = onnx.ModelProto()
-    light.ir_version = model.ir_version
-    light.opset_import.extend(model.opset_import)
-    light.functions.extend(model.functions)
-    light.graph.name = model.graph.name
-    light.graph.node.extend(model.graph.node)
-    light.graph.input.extend(model.graph.input)
-    light.graph.value_info.extend(model.graph.value_info)
-    light.graph.output.extend(model.graph.output)
-    listed = {value.name for value in model.graph.input}
-    for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= _MAX_VALUES and not graph.is_external(tensor):
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in listed:
-            light.graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            )
-    return light
+            for value in (*part.input, *part.value_info, *part.output):
+                if (sizes := graph.sizes(value.type)) is not None:
+                    self._shapes.setdefault(value.name, sizes)
 
 
 def _small(array: Array | None) -> Array | None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
+import ml_dtypes
 import onnx
 
 from hatch_epcontext.graph import graph
@@ -26,7 +26,7 @@ from hatch_epcontext.graph.values.kinds import (
     looks_like_image,
 )
 from hatch_epcontext.graph.values.known import Known
-from hatch_epcontext.graph.values.limits import Limit, limits
+from hatch_epcontext.graph.values.operands import Limit, limits
 
 _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
@@ -119,7 +119,7 @@ def _measured(node: onnx.NodeProto, forms: Forms) -> Iterator[str]:
 
 
 def _at(node: onnx.NodeProto, operand: int, forms: Forms) -> tuple[LinearForm, ...]:
-    return forms.get(node.input[operand], ()) if operand < len(node.input) else ()
+    return forms.get(graph.operand(node, operand), ())
 
 
 def _hides(form: LinearForm) -> bool:
@@ -262,20 +262,16 @@ def _inverse(name: str, form: LinearForm, target: Bounds) -> Bounds:
     With several inputs, each gets an equal part of what there is.
     """
     scale = dict(form.scales)[name]
+    if scale[1] < 0:
+        return _inverse(name, form.times((-1.0, -1.0)), (-target[1], -target[0]))
     low = -math.inf if form.within[0] >= target[0] else target[0] - form.offset[0]
     high = math.inf if form.within[1] <= target[1] else target[1] - form.offset[1]
-    parts = len(form.scales)
-    if scale[1] < 0:
-        scale, low, high = (-scale[1], -scale[0]), -high, -low
-        flipped = True
-    else:
-        flipped = False
     if scale[0] <= 0:
         return _EVERYTHING
-    low, high = low / parts, high / parts
+    low, high = low / len(form.scales), high / len(form.scales)
     low = low / (scale[0] if low >= 0 else scale[1])
     high = high / (scale[1] if high >= 0 else scale[0])
-    return (-high, -low) if flipped else (low, high)
+    return low, high
 
 
 def _value_for(name: str, form: LinearForm, target: float) -> float | None:
@@ -307,16 +303,10 @@ def _dtype_bounds(facts: TensorFacts) -> Bounds:
     dtype = numpy_dtype(facts.dtype)
     if dtype.kind == "b":
         return 0.0, 1.0
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype.name)
-        return max(float(info.min), -_MAX_EXACT), min(float(info.max), _MAX_EXACT)
-    # ml_dtypes' integers of few bits.
-    bits = int("".join(filter(str.isdigit, dtype.name)) or 4)
-    return (
-        (0.0, 2.0**bits - 1)
-        if "uint" in dtype.name
-        else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
-    )
+    if dtype.kind == "c":
+        return -_MAX_EXACT, _MAX_EXACT
+    info = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+    return max(float(info.min), -_MAX_EXACT), min(float(info.max), _MAX_EXACT)
 
 
 def _guess(facts: TensorFacts, reached: _Reached) -> Range:

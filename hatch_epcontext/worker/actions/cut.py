@@ -47,7 +47,7 @@ def handle(request: CutRequest) -> CutReply:
 
 def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Values:
     """Return what is known of the tensors ``names``: by onnx, or else by ONNX Runtime."""
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    inferred = graph.inferred(model)
     values = {each.name: each for each in (*inferred.value_info, *inferred.output, *inferred.input)}
     if missing := [name for name in names if not _is_known(values.get(name))]:
         session_options = cpu_options()

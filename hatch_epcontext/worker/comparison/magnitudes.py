@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import onnx
 
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Arrays
 
 _NEVER_LARGER = frozenset(
@@ -94,6 +95,6 @@ def largest(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     """The types that ONNX infers for the values of ``model``."""
-    inferred = onnx.shape_inference.infer_shapes(model).graph
+    inferred = graph.inferred(model)
     values = (*inferred.input, *inferred.value_info, *inferred.output)
     return {value.name: value.type for value in values}

@@ -8,6 +8,7 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dependencies import Dependencies
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import Nature
 
 _SAME_VALUES = frozenset(
@@ -74,8 +75,7 @@ def _of_branches(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
     index = list(node.output).index(name)
     found = {
         _nature(branch.output[index].name, _makers(branch, makers))
-        for attribute in node.attribute
-        for branch in graph.attribute_graphs(attribute)
+        for branch in graph.inner_graphs(node)
         if index < len(branch.output)
     }
     return found.pop() if len(found) == 1 else "any"
@@ -100,15 +100,10 @@ def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
 
 def ancestors(main: onnx.GraphProto) -> Mapping[str, frozenset[str]]:
     """For each output of ``main`` the values that it is computed from, itself included."""
-    makers = _makers(main)
-    result = {}
-    for output in main.output:
-        seen = {output.name}
-        waiting = [output.name]
-        while waiting:
-            node = makers.get(waiting.pop())
-            new = [each for each in graph.read_by(node) if each not in seen] if node else []
-            seen.update(new)
-            waiting += new
-        result[output.name] = frozenset(seen)
-    return result
+    scope = Scope(main)
+    return {
+        output.name: frozenset((output.name,)).union(
+            *(scope.reads[index] for index in scope.above([output.name]))
+        )
+        for output in main.output
+    }

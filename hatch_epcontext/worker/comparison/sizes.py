@@ -52,7 +52,7 @@ def only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
 def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
     """Whether the sizes of what ``node`` makes can depend on the values of inputs."""
     # Nobody looks into these.
-    if node.domain not in graph.STANDARD or any(map(graph.attribute_graphs, node.attribute)):
+    if node.domain not in graph.STANDARD or graph.inner_graphs(node):
         return True
     operator = graph.operator(node)
     if operator.startswith(("Sequence", "Optional", "SplitToSequence", "ConcatFromSequence")):

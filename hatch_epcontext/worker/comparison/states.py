@@ -114,10 +114,9 @@ def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
 def _branch_ends(main: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """The outputs of the branches of each If, as nodes that pass them on to the If's own outputs."""
     for node in graph.nodes(main):
-        for attribute in node.attribute if node.op_type == "If" else ():
-            for branch in graph.attribute_graphs(attribute):
-                for end, output in zip(branch.output, node.output, strict=False):
-                    yield onnx.helper.make_node("Identity", [end.name], [output])
+        for branch in graph.inner_graphs(node) if node.op_type == "If" else ():
+            for end, output in zip(branch.output, node.output, strict=False):
+                yield onnx.helper.make_node("Identity", [end.name], [output])
 
 
 def _reached_back(name: str, makers: Mapping[str, list[onnx.NodeProto]]) -> set[str]:

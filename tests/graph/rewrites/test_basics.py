@@ -3,12 +3,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.graph.rewrites.basics import SIMPLER
-from hatch_epcontext.graph.rewrites.functions import DEFINITIONS
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.rewrites.basics import (
+    COMPUTED_BOUNDS,
+    DEFAULT_ACTIVATIONS,
+    INTEGER_CASTS,
+    REVERSED,
+    SHAPES,
+    SIMPLER,
+)
+from hatch_epcontext.graph.rewrites.fused import DEFINITIONS
+from tests.conftest import newer_runtime
 from tests.graph.rewrites.equal import made, operators, rewritten, untouched
+from tests.graph.unrolling.models import parsed
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -101,3 +112,153 @@ def test_what_onnx_does_not_define_stays() -> None:
     node = helper.make_node("Softplus", ["x"], ["y"])
     model = made([node], {"x": (FLOAT, [2])}, {"y": (FLOAT, [2])}, opset=6)
     assert untouched(model, DEFINITIONS)
+
+
+REVERSING = """
+main (float[2, 4, 3] x) => (float[2, 4, 3] y)
+<int64[%d] lengths = {%s}>
+{ y = ReverseSequence <batch_axis = %d, time_axis = %d> (x, lengths) }
+"""
+
+
+@pytest.mark.parametrize(
+    "given", [(2, "4, 4", 0, 1), (2, "3, 3", 0, 1), (4, "2, 2, 2, 2", 1, 0), (2, "1, 1", 0, 1)]
+)
+def test_lengths_that_are_the_same_for_all_are_one_order(given: tuple[object, ...]) -> None:
+    assert operators(rewritten(parsed(REVERSING % given), REVERSED)) == ["Gather"]
+
+
+def test_different_lengths_stay() -> None:
+    assert untouched(parsed(REVERSING % (2, "4, 3", 0, 1)), REVERSED)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        (["low", "high"], ["Max", "Min"]),
+        (["low"], ["Max"]),
+        (["", "high"], ["Min"]),
+        (["low", "infinity"], ["Max"]),
+        (["", ""], ["Identity"]),
+    ],
+)
+def test_computed_bounds_become_max_and_min(bounds: list[str], expected: list[str]) -> None:
+    model = made(
+        [
+            helper.make_node("ReduceMin", ["x"], ["small"], keepdims=0),
+            helper.make_node("Mul", ["small", "half"], ["low"]),
+            helper.make_node("Neg", ["low"], ["high"]),
+            helper.make_node("Clip", ["x", *bounds], ["y"]),
+        ],
+        {"x": (FLOAT, [2, 9])},
+        {"y": (FLOAT, [2, 9])},
+        {"half": np.float32(0.5), "infinity": np.float32(np.inf)},
+    )
+    assert operators(rewritten(model, COMPUTED_BOUNDS, ["Clip"]))[3:] == expected
+
+
+BYTES = [pytest.param(each, marks=newer_runtime) for each in (np.int8, np.uint8)]
+
+
+@pytest.mark.parametrize("dtype", [*BYTES, np.int32, np.int64])
+def test_integers_are_clipped_too(dtype: Any) -> None:
+    elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    model = made(
+        [helper.make_node("Clip", ["x", "low", "high"], ["y"])],
+        {"x": (elem_type, [9]), "high": (elem_type, [])},
+        {"y": (elem_type, [9])},
+        {"low": np.array(3, dtype)},
+    )
+    assert operators(rewritten(model, COMPUTED_BOUNDS)) == ["Max", "Min"]
+
+
+def test_bounds_that_are_attributes_stay() -> None:
+    nodes = [helper.make_node("Clip", ["x"], ["y"], min=0.0, max=6.0)]
+    model = made(nodes, {"x": (FLOAT, [9])}, {"y": (FLOAT, [9])}, opset=6)
+    assert untouched(model, COMPUTED_BOUNDS)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
+def test_a_cast_of_a_small_integer_is_a_dequantization(dtype: Any) -> None:
+    elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)]
+    model = made(nodes, {"x": (elem_type, [99])}, {"y": (TensorProto.FLOAT, [99])})
+    (operator,) = operators(rewritten(model, INTEGER_CASTS))
+    assert operator.endswith("DequantizeLinear")
+
+
+@pytest.mark.parametrize(
+    "types", [(TensorProto.INT32, TensorProto.FLOAT), (TensorProto.INT16, TensorProto.INT32)]
+)
+def test_other_casts_stay(types: tuple[int, int]) -> None:
+    before, after = types
+    nodes = [helper.make_node("Cast", ["x"], ["y"], to=after)]
+    assert untouched(made(nodes, {"x": (before, [9])}, {"y": (after, [9])}), INTEGER_CASTS)
+
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
+
+
+def layer(
+    operator: str, directions: int, activations: list[str], **attributes: Any
+) -> onnx.ModelProto:
+    rng = np.random.default_rng(1)
+    gates = GATES[operator]
+    stored = {
+        "w": rng.standard_normal((directions, gates * 3, 4)).astype(np.float32),
+        "r": rng.standard_normal((directions, gates * 3, 3)).astype(np.float32),
+    }
+    node = helper.make_node(
+        operator,
+        ["x", "w", "r"],
+        ["y"],
+        hidden_size=3,
+        activations=activations,
+        direction="bidirectional" if directions == 2 else "reverse",
+        **attributes,
+    )
+    return made([node], {"x": (FLOAT, [5, 1, 4])}, {"y": (FLOAT, [5, directions, 1, 3])}, stored)
+
+
+@pytest.mark.parametrize("operator", GATES)
+@pytest.mark.parametrize("directions", [1, 2])
+def test_default_activations_are_left_out(operator: str, directions: int) -> None:
+    activations = DEFAULTS[operator] * directions
+    after = rewritten(layer(operator, directions, activations), DEFAULT_ACTIVATIONS)
+    (node,) = after.graph.node
+    assert {each.name for each in node.attribute} == {"hidden_size", "direction"}
+
+
+@pytest.mark.parametrize(
+    ("operator", "activations"),
+    [("LSTM", ["Sigmoid", "Relu", "Tanh"]), ("GRU", ["Tanh", "Sigmoid"]), ("RNN", ["Relu"])],
+)
+def test_other_activations_stay(operator: str, activations: list[str]) -> None:
+    assert untouched(layer(operator, 1, activations), DEFAULT_ACTIVATIONS)
+
+
+def test_what_the_ep_takes_stays() -> None:
+    model = layer("GRU", 1, DEFAULTS["GRU"])
+    assert untouched(model, DEFAULT_ACTIVATIONS, refused=["LSTM"])
+    assert graph.attribute(model.graph.node[0], "activations", None)
+
+
+def comparing(operator: str) -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("QuickGelu", ["x"], ["g"], domain="com.microsoft"),
+        helper.make_node(operator, ["g", "x"], ["c"]),
+        helper.make_node("Where", ["c", "x", "g"], ["y"]),
+    ]
+    return made(nodes, {"x": (FLOAT, [2, 3])}, {"y": (FLOAT, [2, 3])}, opset=13)
+
+
+def test_the_shape_of_a_comparison_is_written_down() -> None:
+    after = rewritten(comparing("GreaterOrEqual"), SHAPES)
+    (value,) = after.graph.value_info
+    assert graph.facts(value).shape == (2, 3)
+    assert untouched(after, SHAPES)
+
+
+def test_shapes_that_onnx_runtime_infers_are_not() -> None:
+    assert untouched(comparing("Greater"), SHAPES)

@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Values
 from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
+from hatch_epcontext.graph.scope import Scope
 from tests.graph.rewrites.equal import made, operators, rewritten, untouched
 
 FLOAT = TensorProto.FLOAT
@@ -32,8 +32,8 @@ def permuted(sizes: list[int], perm: list[int]) -> onnx.ModelProto:
 
 
 def largest_rank(model: onnx.ModelProto) -> int:
-    values = Values(model)
-    return max(len(values.shape(name) or ()) for node in model.graph.node for name in node.output)
+    scope = Scope.of(model)
+    return max(len(scope.shape(name) or ()) for node in model.graph.node for name in node.output)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
-from hatch_epcontext.graph.unrolling.builder import TooManyNodesError
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STEPS, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5

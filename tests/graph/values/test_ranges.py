@@ -108,6 +108,20 @@ def test_indices_are_followed_through_arithmetic(nodes: list[onnx.NodeProto], hi
     assert found["i"].low == (-3 if high == 3 else 0)
 
 
+@pytest.mark.parametrize(("size", "expected"), [(6, index(6)), (0, index(0, -6))])
+def test_indices_that_are_subtracted_are_bounded(size: int, expected: Range) -> None:
+    found = ranges(
+        [
+            helper.make_node("Sub", ["size", "i"], ["k"]),
+            helper.make_node("Gather", ["table", "k"], ["y"]),
+        ],
+        [value("i", [1], I64)],
+        weights("table", 7, 3),
+        stored("size", [size]),
+    )
+    assert found == {"i": expected}
+
+
 def test_the_sum_of_two_inputs_stays_within_a_table() -> None:
     found = ranges(
         [

@@ -10,9 +10,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key
+from hatch_epcontext.graph.builder import Builder, copy_of
 from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites import rewrite as rewritten_in_place
-from hatch_epcontext.graph.rewrites.base import by_node, copy
+from hatch_epcontext.graph.rewrites.base import by_node
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare, rewrite
 from hatch_epcontext.worker.facts import ModelSpec
@@ -126,12 +128,13 @@ def test_nothing_to_rewrite(tmp_path: Path) -> None:
 def test_a_rewrite_that_changes_results_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def negated(node: onnx.NodeProto, values: object) -> list[onnx.NodeProto]:
-        new = copy(node)
+    def negated(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+        new = copy_of(node)
         new.op_type = "ReduceMin"
-        return [new]
+        builder.append(new)
+        return list(node.output)
 
-    wrong = by_node("wrong", ("ReduceMax",), negated)
+    wrong = by_node("wrong", {"ReduceMax": negated})
     monkeypatch.setattr(rewrite, "REWRITES", (wrong, *REWRITES))
     reply = rewritten(save(einsum_and_clip(), tmp_path / "a.onnx"), tmp_path, None)
     assert len(reply.rewrites) == 2

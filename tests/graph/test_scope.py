@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.graph.unrolling.scope import Scope, Tensor
+from hatch_epcontext.graph.scope import Scope
 from tests.models import value
 
 
@@ -24,7 +24,7 @@ def test_every_numeric_form_of_a_constant_is_read(
     attribute: dict[str, Any], dtype: str, shape: tuple[int, ...]
 ) -> None:
     node = helper.make_node("Constant", [], ["c"], **attribute)
-    scope = Scope().inside(helper.make_graph([node], "g", [], []))
+    scope = Scope(helper.make_graph([node], "g", [], []))
     found = scope.constant("c")
     assert found is not None
     assert (found.dtype.name, found.shape) == (dtype, shape)
@@ -33,8 +33,7 @@ def test_every_numeric_form_of_a_constant_is_read(
         numpy_helper.to_array(given) if isinstance(given, TensorProto) else np.array(given, dtype)
     )
     assert np.array_equal(found, expected)
-    type_ = helper.np_dtype_to_tensor_dtype(found.dtype)
-    assert scope.type_of("c") == Tensor(type_, shape)
+    assert (scope.dtype("c"), scope.shape("c")) == (found.dtype, shape)
 
 
 def test_other_nodes_and_texts_have_no_known_value() -> None:
@@ -42,10 +41,11 @@ def test_other_nodes_and_texts_have_no_known_value() -> None:
         helper.make_node("Constant", [], ["text"], value_string="a"),
         helper.make_node("Neg", ["x"], ["y"]),
     ]
-    scope = Scope().inside(helper.make_graph(nodes, "g", [value("x", ["batch", 2])], []))
+    scope = Scope(helper.make_graph(nodes, "g", [value("x", ["batch", 2])], []))
     assert scope.constant("text") is scope.constant("y") is None
-    assert scope.type_of("x") == Tensor(TensorProto.FLOAT, (-1, 2))
-    assert scope.type_of("y") is None
+    assert (scope.elem_type("x"), scope.sizes("x")) == (TensorProto.FLOAT, (None, 2))
+    assert scope.shape("x") is None
+    assert (scope.elem_type("y"), scope.sizes("y")) == (None, None)
 
 
 def test_values_of_an_inner_graph_hide_those_of_the_outer_one() -> None:
@@ -53,7 +53,24 @@ def test_values_of_an_inner_graph_hide_those_of_the_outer_one() -> None:
         [helper.make_node("Constant", [], ["c"], value_int=1)], "outer", [], []
     )
     inner = helper.make_graph([helper.make_node("Neg", ["x"], ["c"])], "inner", [], [])
-    scope = Scope().inside(outer)
+    scope = Scope(outer)
     assert scope.constant("c") == 1
-    assert scope.inside(inner).constant("c") is None
-    assert scope.inside(helper.make_graph([], "empty", [], [])).constant("c") == 1
+    assert Scope(inner, scope).constant("c") is None
+    assert Scope(helper.make_graph([], "empty", [], []), scope).constant("c") == 1
+
+
+def test_what_nodes_make_and_read_is_known_also_of_graphs_inside_them() -> None:
+    branch = helper.make_graph([helper.make_node("Neg", ["a"], ["n"])], "b", [], [value("n", [])])
+    nodes = [
+        helper.make_node("Exp", ["x"], ["a"]),
+        helper.make_node("Abs", ["x"], ["unused"]),
+        helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
+    ]
+    main = helper.make_graph(nodes, "g", [value("x", []), value("c", [])], [value("y", [])])
+    scope = Scope(main)
+    assert scope.makers == {"a": 0, "unused": 1, "y": 2}
+    assert list(scope.reads[2]) == ["c", "a"]
+    assert (scope.readers["a"], scope.readers["x"]) == ({2}, {0, 1})
+    assert scope.maker("x") is None
+    assert scope.above(["y"]) == [2, 0]
+    assert scope.above(["y"], lambda name: name != "a") == [2]

@@ -1,0 +1,350 @@
+"""Replace nodes of a model by others: with unique names, in the form of its opset, up to a limit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import ArrayLike
+from onnx import helper, numpy_helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.scope import Scope, Types
+
+_AXES_AS_INPUTS = 13
+_AXES_OF_MEAN_AS_INPUTS = 18
+_BOUNDS_AS_INPUTS = 11
+"""The opsets since which these are inputs, and no attributes."""
+
+_CONCAT_AT_A_TIME = 128
+"""How many values one Concat joins: EPs have limits, QNN's simulator refuses many more."""
+
+
+class TooManyNodesError(Exception):
+    """The graph would get more nodes than its ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the graph would get more than {limit} nodes (unroll-limit)")
+
+
+class Builder:
+    """Collects the new ``nodes`` of a graph in order, and what is ``stored`` in the main graph of ``model``.
+
+    What it adds is named after the node that it replaces, whose floats have ``dtype``. Methods that add nodes
+    return the names of their outputs, and raise TooManyNodesError when the ``size`` of the graph, which is
+    its nodes with those inside them, is larger than ``limit``.
+    """
+
+    def __init__(self, model: onnx.ModelProto, limit: int | None = None) -> None:
+        self.model, self.limit = model, limit
+        self.opset = graph.opset(model)
+        self.nodes: list[onnx.NodeProto] = []
+        self.stored: list[onnx.TensorProto] = []
+        self.dtype: np.dtype[Any] = np.dtype(np.float32)
+        self._stem = self._stem_of_nodes = ""
+        self.size = 0
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+        for part in graph.graphs(model.graph):
+            self._taken |= {each.name for each in (*part.input, *part.output, *part.value_info)}
+            self._taken |= {each.name for each in graph.stored_tensors(part)}
+            for node in part.node:
+                self._taken |= {node.name, *node.input, *node.output}
+
+    def replace(self, scope: Scope, rules: Rules, *, nested: bool = True) -> int:
+        """Add the nodes of the graph of ``scope``, or what ``rules`` replace them with by their operators.
+
+        Returns how many are replaced; with ``nested`` those of the graphs inside it too.
+        """
+        count = 0
+        for each in scope.part.node:
+            node = copy_of(each)
+            # What is inside comes first: it may be copied by what is around it.
+            for inner in graph.inner_graphs(node) if nested else ():
+                builder = copy.copy(self)
+                builder.nodes, builder.size = [], 0
+                count += builder.replace(Scope(inner, scope), rules)
+                set_nodes(inner, builder.nodes)
+            rule = rules.get(graph.operator(node))
+            if rule is not None and self._replaced(node, scope, rule):
+                count += 1
+            else:
+                self.append(node)
+        return count
+
+    def _replaced(self, node: onnx.NodeProto, scope: Scope, rule: Rule) -> bool:
+        nodes, stored, size = len(self.nodes), len(self.stored), self.size
+        self._stem = next(filter(None, node.output), node.op_type)
+        self._stem_of_nodes = node.name or node.op_type
+        dtypes = (scope.dtype(name) for name in (*node.input, *node.output))
+        self.dtype = next((each for each in dtypes if each is not None), np.dtype(np.float32))
+        values = rule(node, scope, self) or ()
+        given = [*values, *[""] * len(node.output)][: len(node.output)]
+        if not values or any(o and not value for o, value in zip(node.output, given, strict=True)):
+            del self.nodes[nodes:], self.stored[stored:]
+            self.size = size
+            return False
+        new = self.nodes[nodes:]
+        made = {name for each in new for name in each.output}
+        names: dict[str, str] = {}
+        for value, output in zip(given, node.output, strict=True):
+            if output and value in made and value not in names:
+                names[value] = output
+            elif output:
+                self.copy_to(names.get(value, value), output)
+        _rename(new, names)
+        return True
+
+    def write(self) -> None:
+        """Give the model the new nodes and stored tensors."""
+        set_nodes(self.model.graph, self.nodes)
+        self.model.graph.initializer.extend(self.stored)
+
+    def fresh(self, wanted: str) -> str:
+        """``wanted``, with a number after it if a value or a node has the name."""
+        name = wanted
+        while name in self._taken or not name:
+            self._counts[wanted] = self._counts.get(wanted, 0) + 1
+            name = f"{wanted}_{self._counts[wanted]}"
+        self._taken.add(name)
+        return name
+
+    def append(self, node: onnx.NodeProto) -> None:
+        """Add ``node``, whose names are unique."""
+        self.nodes.append(node)
+        if self.limit is None or node.op_type == "Constant":
+            return
+        self.size += 1 + sum(len(graph.compute_nodes(each)) for each in graph.inner_graphs(node))
+        if self.size > self.limit:
+            raise TooManyNodesError(self.limit)
+
+    def add_all(
+        self, op: str, inputs: Sequence[str], outputs: Iterable[str], **attributes: Any
+    ) -> list[str]:
+        """Add a node with an output for each of ``outputs`` that is not empty, and return their names.
+
+        Attributes that are None are left out, and so are empty inputs at the end.
+        """
+        names = [each and self.fresh(f"{self._stem}/{op}") for each in outputs]
+        while inputs and not inputs[-1]:
+            inputs = inputs[:-1]
+        # Not the output's name: the graph optimizer of ONNX Runtime keeps one space of names for both.
+        name = self.fresh(f"{self._stem_of_nodes}/{op}")
+        self.append(helper.make_node(op, inputs, names, name, **attributes))
+        return names
+
+    def add(self, op: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node with one output and return the output's name."""
+        return self.add_all(op, inputs, ["output"], **attributes)[0]
+
+    def add_like(
+        self, node: onnx.NodeProto, op: str, inputs: Sequence[str], domain: str = ""
+    ) -> list[str]:
+        """Add a node with the attributes and the number of outputs of ``node``, and return their names."""
+        names = self.add_all(op, inputs, node.output, domain=domain)
+        self.nodes[-1].attribute.extend(node.attribute)
+        return names
+
+    def store(self, values: ArrayLike) -> str:
+        """Store a tensor and return its name."""
+        name = self.fresh(f"{self._stem}/stored")
+        self.stored.append(numpy_helper.from_array(np.asarray(values), name))
+        return name
+
+    def number(self, value: float) -> str:
+        """Store ``value``, in the dtype of the node that is replaced."""
+        return self.store(np.asarray(value, self.dtype))
+
+    def integers(self, values: Sequence[int]) -> str:
+        """Store a list of int64."""
+        return self.store(np.asarray(values, np.int64))
+
+    def copy_to(self, value: str, output: str) -> None:
+        """Give ``value`` the existing name ``output``."""
+        name = self.fresh(f"{self._stem_of_nodes}/Identity")
+        self.append(helper.make_node("Identity", [value], [output], name))
+
+    def scaled(self, value: str, factor: float) -> str:
+        """``value`` times ``factor``."""
+        return value if factor == 1 else self.add("Mul", value, self.number(factor))
+
+    def reduced(self, op: str, value: str, axes: Sequence[int], keepdims: int) -> str:
+        """ReduceSum or ReduceMean of ``value`` over ``axes``."""
+        inputs = _AXES_AS_INPUTS if op == "ReduceSum" else _AXES_OF_MEAN_AS_INPUTS
+        if self.opset < inputs:
+            return self.add(op, value, axes=list(axes), keepdims=keepdims)
+        return self.add(op, value, self.integers(axes), keepdims=keepdims)
+
+    def clip(self, value: str, low: float, high: float) -> str:
+        """``value`` within bounds."""
+        if self.opset < _BOUNDS_AS_INPUTS:
+            return self.add("Clip", value, min=low, max=high)
+        return self.add("Clip", value, self.number(low), self.number(high))
+
+    def transpose(self, value: str, perm: Sequence[int]) -> str:
+        """``value`` with its dimensions in the order of ``perm``."""
+        return self.add("Transpose", value, perm=list(perm))
+
+    def reshape(self, value: str, shape: Sequence[int]) -> str:
+        """``value`` with a static shape."""
+        return self.add("Reshape", value, self.integers(shape))
+
+    def unsqueeze(self, value: str, axis: int) -> str:
+        """``value`` with a dimension of 1 at ``axis`` of the result."""
+        if self.opset < _AXES_AS_INPUTS:
+            return self.add("Unsqueeze", value, axes=[axis])
+        return self.add("Unsqueeze", value, self.integers([axis]))
+
+    def split(self, value: str, axis: int, sizes: Sequence[int]) -> list[str]:
+        """``value`` in parts of the given ``sizes`` along ``axis``; itself if there is one."""
+        if len(sizes) == 1:
+            return [value]
+        outputs = ["output"] * len(sizes)
+        if self.opset < _AXES_AS_INPUTS:
+            return self.add_all("Split", [value], outputs, axis=axis, split=sizes)
+        return self.add_all("Split", [value, self.integers(sizes)], outputs, axis=axis)
+
+    def item(self, value: str, axis: int, index: int) -> str:
+        """``value`` at one ``index`` of ``axis``, without that axis."""
+        return self.add("Gather", value, self.store(np.int64(index)), axis=axis)
+
+    def concat(self, values: Sequence[str], axis: int) -> str:
+        """``values`` one after another along ``axis``."""
+        while len(values) > 1:
+            values = [
+                self.add("Concat", *values[at : at + _CONCAT_AT_A_TIME], axis=axis)
+                for at in range(0, len(values), _CONCAT_AT_A_TIME)
+            ]
+        return values[0]
+
+    def stack(self, values: Sequence[str], axis: int) -> str:
+        """``values`` one after another along a new ``axis``."""
+        return self.concat([self.unsqueeze(value, axis) for value in values], axis)
+
+    def store_all(self, part: onnx.GraphProto, renamed: dict[str, str]) -> None:
+        """Store the tensors of ``part``, a graph inside another one; ``renamed`` gets their new names."""
+        for tensor in part.initializer:
+            moved = onnx.TensorProto.FromString(tensor.SerializeToString())
+            moved.name = renamed[tensor.name] = self.fresh(tensor.name)
+            self.stored.append(moved)
+
+    def copy(
+        self, nodes: Iterable[onnx.NodeProto], renamed: dict[str, str], suffix: str = ""
+    ) -> None:
+        """Add copies of ``nodes``.
+
+        ``renamed`` has new names for values that ``nodes`` use, and gets those of their outputs.
+        """
+        for node in nodes:
+            self.append(self._renamed_node(node, renamed, suffix))
+
+    def _renamed_node(
+        self, node: onnx.NodeProto, renamed: dict[str, str], suffix: str
+    ) -> onnx.NodeProto:
+        new = copy_of(node)
+        new.name = self.fresh(f"{node.name or node.op_type}{suffix}")
+        new.input[:] = [renamed.get(name, name) for name in node.input]
+        for part in graph.inner_graphs(new):
+            self._rename_graph(part, dict(renamed), suffix)
+        new.output[:] = [self._rename(name, renamed, suffix) for name in node.output]
+        return new
+
+    def _rename(self, name: str, renamed: dict[str, str], suffix: str) -> str:
+        if name:
+            renamed[name] = self.fresh(f"{name}{suffix}")
+        return renamed.get(name, "")
+
+    def _rename_graph(self, part: onnx.GraphProto, renamed: dict[str, str], suffix: str) -> None:
+        """Give all values that ``part`` defines new names, in place."""
+        for value in part.input:
+            # Before ONNX IR 4, initializers were listed as inputs too: both get the same name.
+            value.name = self._rename(value.name, renamed, suffix)
+        inputs = {value.name for value in part.input}
+        for tensor in (*part.initializer, *(sparse.values for sparse in part.sparse_initializer)):
+            known = renamed.get(tensor.name)
+            tensor.name = known if known in inputs else self._rename(tensor.name, renamed, suffix)
+        del part.value_info[:]
+        set_nodes(part, [self._renamed_node(node, renamed, suffix) for node in part.node])
+        for value in part.output:
+            value.name = renamed.get(value.name, value.name)
+
+
+Outputs = Sequence[str] | None
+"""The values that take the place of a node's outputs; None if the node stays as it is."""
+
+Rule = Callable[[onnx.NodeProto, Scope, Builder], Outputs]
+"""Adds to the builder what computes the outputs of a node of the scope.
+
+The node also stays as it is if one of its outputs has an empty name in the result.
+"""
+
+Rules = Mapping[str, Rule]
+"""A rule for each of these operators, as `graph.operator` writes them."""
+
+
+def replace(
+    model: onnx.ModelProto,
+    rules: Rules,
+    types: Types,
+    *,
+    nested: bool = True,
+    limit: int | None = None,
+) -> int:
+    """Replace nodes of ``model``, in place; returns how many.
+
+    ``types``: those of its values, as far as they are known. Raises TooManyNodesError, and nothing changes,
+    if the graph would get more than ``limit`` nodes.
+    """
+    builder = Builder(model, limit)
+    if count := builder.replace(Scope.of(model, types), rules, nested=nested):
+        builder.write()
+    return count
+
+
+def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
+    """A node like ``node``, which can be changed."""
+    return onnx.NodeProto.FromString(node.SerializeToString())
+
+
+def set_nodes(part: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Give ``part`` these ``nodes``, which are no nodes of it."""
+    del part.node[:]
+    part.node.extend(nodes)
+
+
+def remove_unused(
+    part: onnx.GraphProto, is_removable: Callable[[onnx.NodeProto], bool] = lambda node: True
+) -> None:
+    """Remove the nodes of ``part`` that are removable and whose results nothing uses.
+
+    What is stored only for them is removed too.
+    """
+    used = {value.name for value in (*part.input, *part.output)}
+    kept: list[onnx.NodeProto] = []
+    for node in reversed(part.node):
+        if not used.isdisjoint(node.output) or not is_removable(node):
+            kept.append(copy_of(node))
+            used.update(graph.read_by(node))
+    set_nodes(part, reversed(kept))
+    _keep(part.initializer, used)
+    _keep(part.value_info, used)
+
+
+def _keep(named: Any, used: set[str]) -> None:
+    kept = [each for each in named if each.name in used]
+    del named[:]
+    named.extend(kept)
+
+
+def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    """Give the values of ``nodes`` their new ``names``, which no graph inside them has, in place."""
+    for node in nodes:
+        for list_ in (node.input, node.output):
+            list_[:] = [names.get(name, name) for name in list_]
+        for inner in graph.inner_graphs(node):
+            _rename(inner.node, names)
+            for value in inner.output:
+                value.name = names.get(value.name, value.name)

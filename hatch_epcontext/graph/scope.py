@@ -1,0 +1,136 @@
+"""What is known of the values that a graph can use: its own, and those of the graphs around it.
+
+Types and stored tensors are those of the graphs around it too; nodes are those of the graph itself.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+from hatch_epcontext.graph import graph
+
+Types = Mapping[str, onnx.TypeProto]
+"""Types of values by their names."""
+
+Sizes = tuple[int | None, ...]
+"""A shape; an open dimension is None."""
+
+
+class Scope:
+    """The graph ``part``, which is inside that of ``outer``; its values hide others of the same name.
+
+    ``types``: those of its values that it does not say itself; as an attribute, and so for the tensors that
+    are ``stored``, with those of the graphs around it. None for what is not known.
+    """
+
+    def __init__(
+        self,
+        part: onnx.GraphProto,
+        outer: Scope | None = None,
+        types: Types = MappingProxyType({}),
+    ) -> None:
+        self.part = part
+        own: dict[str, onnx.TypeProto | None] = dict(types)
+        own |= {each.name: each.type for each in (*part.input, *part.value_info, *part.output)}
+        stored: dict[str, onnx.TensorProto | None] = dict.fromkeys(own)
+        for node in part.node:
+            for name in node.output:
+                own.setdefault(name, None)
+                stored[name] = graph.constant_tensor(node)
+        stored |= {tensor.name: tensor for tensor in part.initializer}
+        self.types: MutableMapping[str, onnx.TypeProto | None] = own
+        self.stored: MutableMapping[str, onnx.TensorProto | None] = stored
+        if outer is not None:
+            self.types = ChainMap(own, outer.types)
+            self.stored = ChainMap(stored, outer.stored)
+
+    @staticmethod
+    def of(model: onnx.ModelProto, types: Types = MappingProxyType({})) -> Scope:
+        """The main graph of a copy of ``model``, with the types that onnx infers.
+
+        ``types``: those that onnx may not infer, such as those behind operators of other domains.
+        """
+        scope = Scope(graph.inferred(model, types), types=types)
+        scope.stored.update({tensor.name: tensor for tensor in model.graph.initializer})
+        return scope
+
+    @cached_property
+    def makers(self) -> Mapping[str, int]:
+        """The number of the node of this graph that makes each value."""
+        return {name: i for i, node in enumerate(self.part.node) for name in node.output if name}
+
+    @cached_property
+    def reads(self) -> Sequence[Sequence[str]]:
+        """The values that each node of this graph reads, also in the graphs inside it."""
+        return [tuple(dict.fromkeys(graph.read_by(node))) for node in self.part.node]
+
+    @cached_property
+    def readers(self) -> Mapping[str, Set[int]]:
+        """The numbers of the nodes of this graph that read each value."""
+        found: defaultdict[str, set[int]] = defaultdict(set)
+        for index, names in enumerate(self.reads):
+            for name in names:
+                found[name].add(index)
+        return found
+
+    def maker(self, name: str) -> onnx.NodeProto | None:
+        """The node of this graph that makes a value; None for inputs and stored tensors."""
+        index = self.makers.get(name)
+        return None if index is None else self.part.node[index]
+
+    def above(
+        self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True
+    ) -> list[int]:
+        """The numbers of the nodes of this graph on which values depend, the last ones first.
+
+        ``goes_on``: whether what a value depends on is wanted too.
+        """
+        found: dict[int, None] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            index = self.makers.get(name)
+            if index is not None and index not in found and goes_on(name):
+                found[index] = None
+                waiting += self.reads[index]
+        return list(found)
+
+    def constant(self, name: str) -> NDArray[Any] | None:
+        """The values of a stored tensor; None if it is computed, or if they are in another file."""
+        return graph.array_of(self.stored.get(name))
+
+    def sizes(self, name: str) -> Sizes | None:
+        """The shape of a value, with None for open dimensions; None if its rank is unknown."""
+        if tensor := self.stored.get(name):
+            return tuple(tensor.dims)
+        type_ = self.types.get(name)
+        return None if type_ is None else graph.sizes(type_)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a value; None if it is unknown or has an open dimension."""
+        sizes = self.sizes(name)
+        known = tuple(size for size in sizes or () if size is not None)
+        return known if sizes == known else None
+
+    def elem_type(self, name: str) -> int | None:
+        """ONNX's number of a value's dtype; None if it is unknown, or if it is no tensor."""
+        if tensor := self.stored.get(name):
+            return int(tensor.data_type)
+        type_ = self.types.get(name)
+        return int(type_.tensor_type.elem_type) or None if type_ is not None else None
+
+    def dtype(self, name: str) -> np.dtype[Any] | None:
+        """NumPy's dtype of a value; None if it is unknown, or if NumPy has none for it."""
+        try:
+            return np.dtype(helper.tensor_dtype_to_np_dtype(self.elem_type(name) or 0))
+        except KeyError:
+            return None

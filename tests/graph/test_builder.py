@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import (
+    Builder,
+    Outputs,
+    TooManyNodesError,
+    remove_unused,
+    replace,
+)
+from hatch_epcontext.graph.scope import Scope
+from tests.models import model, value
+
+
+def doubled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    return [builder.add("Add", node.input[0], node.input[0])]
+
+
+def chain(*operators: str) -> onnx.ModelProto:
+    """``y`` (float, 2) made of ``x`` by ``operators``, one after the other."""
+    names = ["x", *(f"v{index}" for index in range(len(operators) - 1)), "y"]
+    pairs = zip(operators, names, names[1:], strict=False)
+    nodes = [helper.make_node(op, [a], [b], op) for op, a, b in pairs]
+    return model(nodes, [value("x", [2])], [value("y", [2])])
+
+
+def operators(made: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in made.graph.node]
+
+
+def test_what_replaces_a_node_gets_the_names_of_its_outputs() -> None:
+    made = chain("Exp", "Neg", "Abs")
+    assert replace(made, {"Neg": doubled}, {}) == 1
+    onnx.checker.check_model(made, full_check=True)
+    assert [(node.op_type, *node.input, *node.output) for node in made.graph.node] == [
+        ("Exp", "x", "v0"),
+        ("Add", "v0", "v0", "v1"),
+        ("Abs", "v1", "y"),
+    ]
+
+
+@pytest.mark.parametrize("result", [None, ["", "v0"], []])
+def test_a_node_that_a_rule_does_not_replace_stays_and_leaves_nothing(
+    result: Sequence[str] | None,
+) -> None:
+    def rule(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        builder.add("Mul", node.input[0], builder.number(2))
+        return result
+
+    made = chain("Exp", "Neg", "Abs")
+    builder = Builder(made)
+    assert builder.replace(Scope.of(made), {"Neg": rule}) == 0
+    assert [node.op_type for node in builder.nodes] == operators(made)
+    assert not builder.stored
+
+
+def test_a_value_that_is_there_already_is_copied_to_the_output() -> None:
+    made = chain("Exp", "Neg", "Abs")
+    assert replace(made, {"Neg": lambda node, scope, builder: list(node.input)}, {}) == 1
+    onnx.checker.check_model(made, full_check=True)
+    assert operators(made) == ["Exp", "Identity", "Abs"]
+
+
+def test_graphs_inside_new_nodes_get_the_new_names_too() -> None:
+    branch = helper.make_graph([], "b", [], [value("inner", [2])])
+
+    def rule(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        first = builder.add("Exp", node.input[0])
+        taken = onnx.GraphProto.FromString(branch.SerializeToString())
+        taken.node.append(helper.make_node("Neg", [first], ["inner"]))
+        condition = builder.store(np.array(True))
+        return [first, builder.add("If", condition, then_branch=taken, else_branch=taken)]
+
+    made = model(
+        [helper.make_node("TopK", ["x", "k"], ["y", "z"], "top")],
+        [value("x", [2])],
+        [value("y", [2]), value("z", [2], TensorProto.INT64)],
+        [numpy_helper.from_array(np.array([2]), "k")],
+    )
+    assert replace(made, {"TopK": rule}, {}) == 1
+    (inner, other) = graph.inner_graphs(made.graph.node[-1])
+    assert inner.node[0].input == other.node[0].input == ["y"]
+
+
+def test_equal_names_in_two_graphs_are_two_values() -> None:
+    def branch(axis: int) -> onnx.GraphProto:
+        nodes = [
+            helper.make_node("Constant", [], ["value"], value_int=axis),
+            helper.make_node("Neg", ["x"], ["inner"]),
+        ]
+        return helper.make_graph(nodes, "b", [], [value("inner", [2])])
+
+    found = []
+
+    def rule(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        found.append(scope.constant("value"))
+        return None
+
+    made = model(
+        [helper.make_node("If", ["c"], ["y"], then_branch=branch(1), else_branch=branch(2))],
+        [value("c", [], TensorProto.BOOL), value("x", [2])],
+        [value("y", [2])],
+    )
+    assert replace(made, {"Neg": rule}, {}) == 0
+    # Attributes are in the order of their names.
+    assert found == [2, 1]
+    assert replace(made, {"Neg": doubled}, {}, nested=False) == 0
+
+
+def test_too_many_nodes_change_nothing() -> None:
+    made = chain("Exp", "Neg", "Neg")
+    before = made.SerializeToString()
+    with pytest.raises(TooManyNodesError):
+        replace(made, {"Neg": doubled}, {}, limit=2)
+    assert made.SerializeToString() == before
+    assert replace(made, {"Neg": doubled}, {}, limit=3) == 2
+
+
+def test_names_are_unique_among_values_and_nodes() -> None:
+    builder = Builder(chain("Exp", "Neg", "Abs"))
+    names = [builder.fresh("Neg"), builder.fresh("v0"), builder.fresh("new"), builder.fresh("new")]
+    assert len({*names, "Neg", "v0"}) == 6
+    assert names[2] == "new"
+
+
+@pytest.mark.parametrize("ir_version", [3, 8])
+def test_what_nothing_uses_is_removed(ir_version: int) -> None:
+    stored = [numpy_helper.from_array(np.ones(2, np.float32), name) for name in ("k", "kept")]
+    listed = [value(name, [2]) for name in ("k", "kept")] if ir_version < 4 else []
+    made = model(
+        [
+            helper.make_node("Mul", ["x", "k"], ["a"]),
+            helper.make_node("Neg", ["a"], ["b"]),
+            helper.make_node("Add", ["x", "kept"], ["y"]),
+        ],
+        [value("x", [2]), *listed],
+        [value("y", [2])],
+        stored,
+        ir_version=ir_version,
+    )
+    remove_unused(made.graph, lambda node: node.op_type != "Neg")
+    assert operators(made) == ["Mul", "Neg", "Add"]
+    remove_unused(made.graph)
+    onnx.checker.check_model(made, full_check=True)
+    assert operators(made) == ["Add"]
+    # An input without its initializer would have to be fed.
+    assert len(made.graph.initializer) == (2 if listed else 1)
