@@ -18,7 +18,7 @@ from hatch_epcontext.providers import (
     Provider,
     SomeLimits,
     Tolerance,
-    variable_of,
+    secrets_in,
 )
 
 Optimization = Literal["none", "basic", "extended", "all"]
@@ -40,8 +40,18 @@ Verification = Literal["record", "full"]
 Dequantize = Literal["all"] | bool
 QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
-SECRET_VARIABLES = frozenset({"HATCH_EPCONTEXT_CACHE_KEY"})
-"""The variables of ours whose value is a secret: it is never printed, and no worker gets it."""
+CREDENTIALS = frozenset(
+    {
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AZURE_CLIENT_SECRET",
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "HATCH_EPCONTEXT_CACHE_KEY",
+    }
+)
+"""The variables with credentials of the shared cache: they are never printed, and no worker gets them."""
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Dummy inputs that are generated, and need no file."""
@@ -123,8 +133,7 @@ class Target:
     @property
     def has_secrets(self) -> bool:
         """Whether an option is a secret, whose value is in an environment variable."""
-        options = (*self.settings.provider_options.values(), *self.load_options.values())
-        return any(variable_of(value) for value in options)
+        return bool(secrets_in(self.settings.provider_options) or secrets_in(self.load_options))
 
     @property
     def needs_ep(self) -> bool:

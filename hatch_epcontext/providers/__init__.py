@@ -29,6 +29,7 @@ from hatch_epcontext.providers.option import (
     OptionValue,
     Scalar,
     render,
+    secrets_in,
     variable_of,
     variables_in,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "is_benign",
     "missing",
     "render",
+    "secrets_in",
     "variable_of",
     "variables_in",
 ]

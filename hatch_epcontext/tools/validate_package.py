@@ -40,7 +40,7 @@ from hatch_epcontext.package.manifest import (
     ours,
 )
 from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
-from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, variable_of
+from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, secrets_in
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
 from hatch_epcontext.tools.inspect import (
@@ -479,7 +479,7 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Pa
             session_options={**about.settings.session_options, **options.session_options},
         )
         load_options = {**options.provider_options, **about.load_options}
-        _refuse_secrets((*about.secrets, *_secrets_in(load_options)))
+        _refuse_secrets((*about.secrets, *secrets_in(load_options)))
     else:
         settings = CompileSettings(
             provider=provider.name,
@@ -489,17 +489,13 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Pa
             session_options=options.session_options,
         )
         load_options = provider.complete(options.provider_options)
-        _refuse_secrets(_secrets_in(load_options))
+        _refuse_secrets(secrets_in(load_options))
     load_options = _confined(load_options, folder)
     session_options = _confined(settings.session_options, folder)
     settings = replace(settings, session_options=session_options)
     provider = replace(provider, ep=ep, plugin=plugin)
     check_chip(file, model, provider, settings)
     return OpenSpec(provider, TargetSpec(name, settings, plugin, load_options), file, model)
-
-
-def _secrets_in(options: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(name for name, value in options.items() if variable_of(value))
 
 
 def _refuse_secrets(names: Sequence[str]) -> None:
