@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
+    GivenLimits,
     Model,
     Quantize,
     Target,
-    TargetTolerance,
-    ToleranceSettings,
     ValidateSettings,
 )
 from hatch_epcontext.config.shapes import SizeVariant, check_name_length, expand, forms
@@ -45,7 +44,7 @@ from hatch_epcontext.config.targets import NamedTarget, named_target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.providers import Profile, Provider, SomeLimits
+from hatch_epcontext.providers import Profile, Provider
 from hatch_epcontext.text import show, suggestion
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
@@ -166,14 +165,14 @@ class Resolver:
             what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
             path = yield from self._finder.file(key / "inputs", inputs, what, or_folder=True)
             inputs = str(path)
-        tolerance: ToleranceSettings | None = ToleranceSettings()
+        tolerance: tuple[GivenLimits, ...] | None = ()
         if table.tolerance is False:
             tolerance = None
         elif isinstance(table.tolerance, ToleranceTable):
             yield from self._check_names(
                 tuple(table.tolerance.targets), key / "tolerance" / "targets"
             )
-            tolerance = _tolerance(table.tolerance)
+            tolerance = tuple(_tolerance(table.tolerance))
         return ValidateSettings(table.mode, inputs, tolerance, table.timeout, table.states)
 
     def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
@@ -330,20 +329,12 @@ def _compile_settings(
     return CompileSettings(**{**copied, **derived})
 
 
-def _tolerance(table: ToleranceTable) -> ToleranceSettings:
-    targets = {
-        name: TargetTolerance(_limits(each), _limits_of(each.outputs))
-        for name, each in table.targets.items()
-    }
-    return ToleranceSettings(_limits(table), _limits_of(table.outputs), targets)
-
-
-def _limits_of(outputs: Mapping[str, LimitsTable]) -> dict[str, SomeLimits]:
-    return {name: _limits(each) for name, each in outputs.items()}
-
-
-def _limits(table: LimitsTable) -> SomeLimits:
-    return SomeLimits(table.snr, table.cosine, table.atol, table.rtol)
+def _tolerance(table: ToleranceTable) -> Iterator[GivenLimits]:
+    names = [field.name for field in dataclasses.fields(LimitsTable)]
+    for target, of_target in ((None, table), *table.targets.items()):
+        for output, limits in ((None, of_target), *of_target.outputs.items()):
+            given = {name: getattr(limits, name) for name in names}
+            yield GivenLimits({n: g for n, g in given.items() if g is not None}, target, output)
 
 
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:

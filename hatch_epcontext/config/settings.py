@@ -13,10 +13,8 @@ from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
-    OutputLimits,
     Profile,
     Provider,
-    SomeLimits,
     Tolerance,
     secrets_in,
 )
@@ -145,18 +143,14 @@ class Target:
 
 
 @dataclass(frozen=True)
-class TargetTolerance:
-    """Limits that differ from the provider's: of all outputs, and of ``outputs`` by name."""
+class GivenLimits:
+    """``limits`` of a `Tolerance` by name that differ from the provider's: of all targets or of one, and of
+    all outputs or of one.
+    """
 
-    limits: SomeLimits = SomeLimits()
-    outputs: Mapping[str, SomeLimits] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ToleranceSettings(TargetTolerance):
-    """The same, and those of ``targets`` by name, which win over them."""
-
-    targets: Mapping[str, TargetTolerance] = field(default_factory=dict)
+    limits: Mapping[str, float]
+    target: str | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -164,13 +158,13 @@ class ValidateSettings:
     """How a model is validated.
 
     ``inputs`` is one of `SYNTHETIC`, or an absolute path. ``tolerance`` has the limits that differ
-    from the provider's; None means that nothing is compared. ``timeout``: seconds for one run. ``states``:
-    inputs, each with the output that is fed to it in the next step.
+    from the provider's, those of single targets last; None means that nothing is compared. ``timeout``:
+    seconds for one run. ``states``: inputs, each with the output that is fed to it in the next step.
     """
 
     mode: ValidationMode = "auto"
     inputs: str = "random"
-    tolerance: ToleranceSettings | None = ToleranceSettings()
+    tolerance: tuple[GivenLimits, ...] | None = ()
     timeout: float = 600.0
     states: Mapping[str, str] = field(default_factory=dict)
 
@@ -234,26 +228,19 @@ class Model:
         self, provider: Provider, target: str, settings: CompileSettings
     ) -> Tolerance | None:
         """The same for a target by its name and settings, which need not be configured."""
-        given = self.validate.tolerance
-        if given is None:
+        if self.validate.tolerance is None:
             return None
-        own = given.targets.get(target, TargetTolerance())
-        limits = provider.tolerance.given
+        tolerance = provider.tolerance
         if settings.changes_precision:
-            limits |= {name: min(limits[name], each) for name, each in QUANTIZED.given.items()}
-        limits |= {**given.limits.given, **own.limits.given}
-        names = {**given.outputs, **own.outputs}
-        outputs = {
-            name: OutputLimits(
-                **{
-                    **limits,
-                    **given.outputs.get(name, SomeLimits()).given,
-                    **own.outputs.get(name, SomeLimits()).given,
-                }
-            )
-            for name in names
-        }
-        return Tolerance(**limits, outputs=outputs)
+            snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
+            tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
+        limits: dict[str, Any] = {}
+        outputs: dict[str, dict[str, float]] = {}
+        for given in self.validate.tolerance:
+            if given.target in (None, target):
+                own = limits if given.output is None else outputs.setdefault(given.output, {})
+                own.update(given.limits)
+        return dataclasses.replace(tolerance, **limits, outputs=outputs)
 
 
 @dataclass(frozen=True)

@@ -89,18 +89,14 @@ def check_unchanged(sources: Iterable[Source], hint: str) -> None:
 
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
     """The outputs in the tolerance of ``model`` that are not among its ``outputs``."""
-    tolerance = model.validate.tolerance
-    if tolerance is None:
-        return
     names = [output.name for output in outputs]
-    key = model.key / "validate" / "tolerance"
-    given = [(key / "outputs", tolerance.outputs)]
-    given += [(key / "targets" / n / "outputs", t.outputs) for n, t in tolerance.targets.items()]
-    for place, limits in given:
-        for name in limits:
-            if name not in names:
-                message = f"the model has no output {name!r}."
-                yield Problem.at(place / name, Kind.UNKNOWN_INPUT, message, suggestion(name, names))
+    for given in model.validate.tolerance or ():
+        if given.output is not None and given.output not in names:
+            key = model.key / "validate" / "tolerance"
+            place = key if given.target is None else key / "targets" / given.target
+            message = f"the model has no output {given.output!r}."
+            hint = suggestion(given.output, names)
+            yield Problem.at(place / "outputs" / given.output, Kind.UNKNOWN_INPUT, message, hint)
 
 
 def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:

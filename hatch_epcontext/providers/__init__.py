@@ -14,12 +14,10 @@ from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
     QUANTIZED,
     MoreCoverage,
-    OutputLimits,
     Plugin,
     Product,
     Profile,
     Provider,
-    SomeLimits,
     Tolerance,
 )
 from hatch_epcontext.providers.libraries import MissingLibrary, missing
@@ -43,13 +41,11 @@ __all__ = [
     "MoreCoverage",
     "Option",
     "OptionValue",
-    "OutputLimits",
     "Plugin",
     "Product",
     "Profile",
     "Provider",
     "Scalar",
-    "SomeLimits",
     "Tolerance",
     "find",
     "is_benign",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hatch_epcontext.config.settings import ToleranceSettings, ValidateSettings
+from hatch_epcontext.config.settings import GivenLimits, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
     with_limits_of_target,
 )
-from hatch_epcontext.providers import PROVIDERS, SomeLimits
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.facts import Agreement, AgreementStatus
 from hatch_epcontext.worker.requests import ValidateReply
 from tests.results import configured
@@ -232,7 +232,7 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
         with_validate(job, inputs="ones"),
         with_validate(job, inputs=str(file)),
         with_validate(job, inputs=str(folder)),
-        with_validate(job, tolerance=ToleranceSettings(SomeLimits(atol=0.5))),
+        with_validate(job, tolerance=(GivenLimits({"atol": 0.5}),)),
         with_validate(job, tolerance=None),
         dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
     ]

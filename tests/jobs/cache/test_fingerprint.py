@@ -8,13 +8,12 @@ import pytest
 
 from hatch_epcontext.config.settings import (
     CompileSettings,
+    GivenLimits,
     Quantize,
-    ToleranceSettings,
     ValidateSettings,
 )
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.providers import SomeLimits
 from tests.results import configured
 
 SHA256 = {"a": "00"}
@@ -120,7 +119,7 @@ def test_contents_members_and_versions_change_the_fingerprint(job: Job) -> None:
     [
         {"path": Path("/elsewhere/a.onnx")},
         {"validate": ValidateSettings(states={"h": "hn"})},
-        {"validate": ValidateSettings("require", "ones", ToleranceSettings(SomeLimits(rtol=0.5)))},
+        {"validate": ValidateSettings("require", "ones", (GivenLimits({"rtol": 0.5}),))},
     ],
 )
 def test_paths_and_validation_do_not_change_the_fingerprint(

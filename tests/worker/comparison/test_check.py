@@ -7,7 +7,7 @@ import pytest
 
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.arrays import Arrays
-from hatch_epcontext.providers import OutputLimits, Tolerance
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs
 from hatch_epcontext.worker.facts import ModelSpec
 from tests.worker.actions.test_compile import MODEL
@@ -30,8 +30,8 @@ def test_the_limits_of_a_message_are_enough(difference: float) -> None:
     assert isinstance(setting.value, dict)
     allowed = setting.value["outputs"]["y"]
     assert 0 < allowed["atol"] < 1.1 * difference
-    limits = OutputLimits(-200, 0.0, **allowed)
-    check_outputs(outputs, WANTED, Tolerance(-200, 0.0, outputs={"y": limits}), SPEC, "the CPU's")
+    limits = Tolerance(-200, 0.0, outputs={"y": allowed})
+    check_outputs(outputs, WANTED, limits, SPEC, "the CPU's")
 
 
 def test_inputs_that_are_given_are_not_asked_for() -> None:
