@@ -12,6 +12,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
@@ -96,6 +97,8 @@ def _reader(type_: Any, style: _Style) -> _Read:
 def _scalar_reader(type_: Any) -> _Read:
     if type_ is Any:
         return lambda value, _place, _wrong: value
+    if type_ is Path:
+        return _path_reader(_leaf_reader(str))
     if type_ in _LEAVES:
         return _leaf_reader(type_)
     if isinstance(type_, type) and issubclass(type_, Enum):
@@ -111,6 +114,14 @@ def _leaf_reader(type_: Any) -> _Read:
             return value
         wrong.append(_Wrong(place, _LEAVES[type_], value))
         return _NOTHING
+
+    return read
+
+
+def _path_reader(text: _Read) -> _Read:
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        found = text(value, place, wrong)
+        return found if found is _NOTHING else Path(found)
 
     return read
 
@@ -291,7 +302,7 @@ def to_plain(value: Any) -> Any:
         return {name: to_plain(each) for name, each in value.items()}
     if isinstance(value, (tuple, list)):
         return [to_plain(each) for each in value]
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 def to_json(value: Any) -> str:

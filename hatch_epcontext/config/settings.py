@@ -13,9 +13,11 @@ from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
+    Plugin,
     Profile,
     Provider,
     Tolerance,
+    configured,
     secrets_in,
 )
 
@@ -109,24 +111,32 @@ class CompileSettings:
 class Target:
     """A named place that a model is compiled for, with what the model narrows and all defaults.
 
-    ``key`` is the place of the optimization profiles in the configuration; they are also in
-    ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled for
-    the target in this build. ``resources`` are those that a dask worker must have to compile for it.
+    ``plugin``: the EP's library. ``key`` is the place of the optimization profiles in the configuration;
+    they are also in ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is
+    compiled for the target in this build. ``resources`` are those that a dask worker must have for it.
     ``calibration``: the absolute path of the inputs for which models are quantized, empty if they are not.
+    ``unchecked``: whether the EP may be newer than what this package knows of it.
     """
 
     name: str
-    key: Key
-    provider: Provider
     settings: CompileSettings
-    load_options: Mapping[str, str]
-    profiles: tuple[Profile, ...]
-    platforms: tuple[str, ...]
-    requirements: tuple[str, ...] | None
-    min_coverage: float
-    from_cache: bool
+    plugin: Plugin | None = None
+    load_options: Mapping[str, str] = field(default_factory=dict)
+    key: Key = Key()
+    profiles: tuple[Profile, ...] = ()
+    platforms: tuple[str, ...] = ()
+    requirements: tuple[str, ...] | None = None
+    min_coverage: float = 1.0
+    from_cache: bool = False
     resources: Mapping[str, float] = field(default_factory=dict)
     calibration: str = ""
+    unchecked: bool = False
+
+    @property
+    def provider(self) -> Provider:
+        """What is known of the EP."""
+        settings = self.settings
+        return configured(settings.provider, settings.ep, self.plugin, unchecked=self.unchecked)
 
     @property
     def has_secrets(self) -> bool:
@@ -196,24 +206,51 @@ class Model:
 
     ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has made the cut one.
     ``key`` is the model's place in the configuration, and ``listed`` that of its sizes, if they are in a
-    list. ``shape_set`` is the one of all shapes of the same model, None for a model that is not resolved
-    into several. ``license``: its SPDX license expression.
+    list. With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
+    the dummy inputs. ``shape_set`` is the one of all shapes of the same model, None for a model that is not
+    resolved into several. ``license``: its SPDX license expression.
     """
 
     name: str
     path: Path
     key: Key
-    targets: tuple[Target, ...]
-    share_weights: str | None
-    dims: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-    constants: Mapping[str, Any]
-    validate: ValidateSettings
+    dims: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    validate: ValidateSettings = ValidateSettings()
+    targets: tuple[Target, ...] = ()
+    static_shapes: bool = True
     listed: Listed | None = None
+    share_weights: str | None = None
     shape_set: ShapeSet | None = None
     fallback: Fallback = "auto"
     cut: Cut = Cut()
     license: str | None = None
+
+    def place(self, name: str) -> Key:
+        """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""
+        if self.listed is not None and self.listed.name == name:
+            return self.key / name / self.listed.index
+        return self.key / name
+
+    def on(self, target: Target) -> Model:
+        """The model as requests carry it that compile it for ``target``."""
+        fixed = target.settings.static_shapes
+        return dataclasses.replace(self, targets=(), static_shapes=fixed)
+
+    def to_run_on(self, target: Target) -> Model:
+        """The model as requests carry it that run it on ``target``.
+
+        Where the target's profiles leave shapes open, the inputs have the shapes that the first profile is
+        optimized for.
+        """
+        fed = {
+            name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()
+        }
+        found = self.on(target)
+        # All open inputs are in the profile, and sizes that are not fixed may be outside of it.
+        dims = {} if fed and not found.static_shapes else found.dims
+        return dataclasses.replace(found, dims=dims, shapes={**fed, **found.shapes})
 
     @property
     def configured_name(self) -> str:
@@ -222,22 +259,16 @@ class Model:
 
     def tolerance_for(self, target: Target) -> Tolerance | None:
         """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
-        return self.tolerance_on(target.provider, target.name, target.settings)
-
-    def tolerance_on(
-        self, provider: Provider, target: str, settings: CompileSettings
-    ) -> Tolerance | None:
-        """The same for a target by its name and settings, which need not be configured."""
         if self.validate.tolerance is None:
             return None
-        tolerance = provider.tolerance
-        if settings.changes_precision:
+        tolerance = target.provider.tolerance
+        if target.settings.changes_precision:
             snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
         limits: dict[str, Any] = {}
         outputs: dict[str, dict[str, float]] = {}
         for given in self.validate.tolerance:
-            if given.target in (None, target):
+            if given.target in (None, target.name):
                 own = limits if given.output is None else outputs.setdefault(given.output, {})
                 own.update(given.limits)
         return dataclasses.replace(tolerance, **limits, outputs=outputs)

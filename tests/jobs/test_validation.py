@@ -48,12 +48,6 @@ def with_validate(job: Job, **changes: Any) -> Job:
     return dataclasses.replace(job, models=(dataclasses.replace(model, validate=validate),))
 
 
-def elsewhere(job: Job) -> Job:
-    """The job with a provider that runs nothing on this machine."""
-    provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
-    return dataclasses.replace(job, target=dataclasses.replace(job.target, provider=provider))
-
-
 @pytest.mark.parametrize(
     ("validation", "text"),
     [
@@ -114,9 +108,13 @@ def test_the_mode_decides_whether_a_model_is_run(
     assert (found.status if found else None) is status
 
 
-def test_a_machine_that_cannot_run_the_artifact_is_the_reason(job: Job) -> None:
+def test_a_machine_that_cannot_run_the_artifact_is_the_reason(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert reason_not_to_run(job) is None
-    job = elsewhere(job)
+    name = job.target.settings.provider
+    nowhere = dataclasses.replace(PROVIDERS[name], runs_on=lambda *_: False)
+    monkeypatch.setitem(PROVIDERS, name, nowhere)
     found = validation_without_run(job, job.models[0], reason_not_to_run(job))
     assert found is not None
     assert found.status is ValidationStatus.STRUCTURE
@@ -186,8 +184,14 @@ def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Jo
 
 
 def for_several_chips(job: Job) -> Job:
-    settings = dataclasses.replace(job.target.settings, provider_options={"soc_model": "60,57"})
-    target = dataclasses.replace(job.target, provider=PROVIDERS["qnn"], settings=settings)
+    qnn = PROVIDERS["qnn"]
+    settings = dataclasses.replace(
+        job.target.settings,
+        provider=qnn.name,
+        ep=qnn.ep,
+        provider_options={"soc_model": "60,57"},
+    )
+    target = dataclasses.replace(job.target, plugin=qnn.plugin, settings=settings)
     return dataclasses.replace(job, target=target)
 
 
