@@ -86,7 +86,7 @@ def _reader(type_: Any, style: _Style) -> _Read:
     if isinstance(type_, type) and dataclasses.is_dataclass(type_):
         return _dataclass_reader(type_, style)
     if _is_union(type_):
-        return _union_reader(describe_type(type_), [_reader(each, style) for each in arguments])
+        return _union_reader(type_, [_reader(each, style) for each in arguments])
     if get_origin(type_) in _SEQUENCES:
         return _list_reader(_reader(arguments[0], style))
     if arguments and get_origin(type_) is not Literal:
@@ -140,7 +140,7 @@ def _choice_reader(choices: Mapping[Any, Any]) -> _Read:
     return read
 
 
-def _union_reader(allowed: str, members: list[_Read]) -> _Read:
+def _union_reader(type_: Any, members: list[_Read]) -> _Read:
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
         for member in members:
             inside: list[_Wrong] = []
@@ -149,7 +149,7 @@ def _union_reader(allowed: str, members: list[_Read]) -> _Read:
             if all(each.place != place for each in inside):
                 wrong += inside
                 return found
-        wrong.append(_Wrong(place, allowed, value))
+        wrong.append(_Wrong(place, describe_type(type_), value))
         return _NOTHING
 
     return read
