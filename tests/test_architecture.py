@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"onnx", "onnxruntime", "numpy"}
 
 LAYERS = [
-    {"errors", "files", "loader", "serialize", "system", "terminal", "text"},
+    {"errors", "files", "frozen", "loader", "serialize", "system", "terminal", "text"},
     {"graph"},
     {"providers"},
     {"config"},

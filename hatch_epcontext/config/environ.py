@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -13,6 +13,7 @@ from hatch_epcontext.config.cache_keys import private_bytes
 from hatch_epcontext.config.settings import CREDENTIALS, Editable, ValidationMode
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.serialize import from_text
 from hatch_epcontext.text import hide_url_credentials, show, suggestion, toml_key
 

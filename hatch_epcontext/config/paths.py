@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks, hooks_for_command
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import Rejection, is_missing, is_regular, unreadable
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show
 
 

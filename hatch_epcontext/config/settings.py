@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from hatch_epcontext.errors import Key
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import (
     QUANTIZED,

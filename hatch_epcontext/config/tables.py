@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -26,6 +26,7 @@ from hatch_epcontext.config.settings import (
     ValidationMode,
     Verification,
 )
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import Key
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Plugin, Provider, configured, find
 
 

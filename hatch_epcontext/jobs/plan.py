@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, requirements
 from hatch_epcontext.text import file_name, pairs
 

@@ -10,13 +10,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import CompileSettings, Model
 from hatch_epcontext.files import FileRecord, is_intact, read_regular
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.limits import Limits
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.

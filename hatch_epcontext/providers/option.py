@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from hatch_epcontext.frozen import dataclass
 
 Scalar = bool | int | float | str
 OptionValue = Scalar | Mapping[str, Any] | tuple[Scalar, ...]

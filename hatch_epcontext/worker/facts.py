@@ -6,11 +6,12 @@ Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from typing import Any, Literal
 
 from hatch_epcontext.config.settings import Dequantize, Quantize
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.providers import Tolerance
 

@@ -12,6 +12,7 @@ from hatch_epcontext.config.settings import (
     Quantize,
     ValidateSettings,
 )
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint
 from hatch_epcontext.jobs.plan import Job, plan
 from tests.results import configured
@@ -75,7 +76,7 @@ def test_every_compile_setting_changes_the_fingerprint(job: Job, name: str) -> N
     assert fingerprint(changed, SHA256, VERSIONS) != fingerprint(job, SHA256, VERSIONS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WiderSettings(CompileSettings):
     """The settings of a future release, with one field more."""
 
