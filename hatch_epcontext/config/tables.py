@@ -9,7 +9,6 @@ from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.tags import parse_tag
 
 from hatch_epcontext.config.cache_keys import check_public_keys
@@ -137,6 +136,9 @@ def _has_valid_port(url: str) -> bool:
 
 
 def _license(value: str) -> str | None:
+    # Only now: few configurations have a license, and the list of all is long.
+    from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
     try:
         canonicalize_license_expression(value)
     except InvalidLicenseExpression:
