@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import EpcontextError, Key
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.tools.inspect import verify_model
 from hatch_epcontext.worker.actions import check, inspect
-from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CheckRequest, InspectRequest
 from tests.mutants import mutants, sources
@@ -34,14 +33,14 @@ _BATCH = 500
 
 _DEFECTS = ("traceback", "crash", "no sentence", "slow")
 
-_TARGET = TargetSpec(
+_TARGET = Target(
     "npu", CompileSettings(provider="qnn", ep="QNNExecutionProvider", device="npu"), None
 )
 
 
 def read(path: Path) -> None:
     """Read the file at ``path`` as commands and builds do; raises what they raise."""
-    spec = ModelSpec("a", str(path), Key(("models", 0)))
+    spec = Model("a", path, Key(("models", 0)))
     errors: list[EpcontextError] = []
     for reader in (_check, _inspect, _read_back):
         try:
@@ -55,17 +54,17 @@ def read(path: Path) -> None:
         raise errors[0]
 
 
-def _check(path: Path, spec: ModelSpec) -> None:
-    to_json(check.handle(CheckRequest((spec,), {})))
+def _check(path: Path, spec: Model) -> None:
+    to_json(check.handle(CheckRequest((spec,))))
 
 
-def _inspect(path: Path, spec: ModelSpec) -> None:
+def _inspect(path: Path, spec: Model) -> None:
     reply = inspect.handle(InspectRequest(str(path)))
     to_json(reply)
     verify_model(path, reply)
 
 
-def _read_back(path: Path, spec: ModelSpec) -> None:
+def _read_back(path: Path, spec: Model) -> None:
     to_json(read_context(spec, path.with_name("source.onnx"), path, _TARGET))
 
 

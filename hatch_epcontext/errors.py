@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import dotted, hide_credentials, printable, to_toml
 
 T = TypeVar("T")

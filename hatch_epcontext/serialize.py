@@ -1,4 +1,4 @@
-"""TOML and JSON <-> frozen dataclasses, with cattrs: strict about types, all problems at once.
+"""TOML and JSON <-> frozen dataclasses: strict about types, all problems at once.
 
 Used for ``[tool.epcontext]``, for requests and replies, for the manifest and for the cache.
 """
@@ -6,149 +6,213 @@ Used for ``[tool.epcontext]``, for requests and replies, for the manifest and fo
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import functools
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
-
-from cattrs import Converter
-from cattrs.cols import (
-    homogenous_tuple_structure_factory,
-    is_mapping,
-    is_sequence,
-    mapping_structure_factory,
-)
-from cattrs.errors import (
-    ClassValidationError,
-    ForbiddenExtraKeysError,
-    IterableValidationError,
-)
-from cattrs.gen import make_dict_structure_fn, override
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.text import show, suggestion, toml_key
 
 T = TypeVar("T")
 
-_LIST = "a list"
+_LIST, _TABLE = "a list", "a table"
 _LEAVES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 
+_SEQUENCES = (tuple, Sequence)
 
-class _Mismatch(ValueError):
-    """A value of another type than its key takes."""
+_NOTHING: Any = object()
+"""What is read of a value that does not fit, and what is found where a value is missing."""
 
-    def __init__(self, allowed: str, found: Any) -> None:
-        super().__init__(f"must be {allowed}, not {show(found)}.")
-        self.is_table_for_list = allowed == _LIST and isinstance(found, dict)
+_Place = tuple["str | int", ...]
+
+
+class _Wrong(NamedTuple):
+    """A value ``found`` at its place that is not ``allowed``, or whose key is not one of the ``known``."""
+
+    place: _Place
+    allowed: str
+    found: Any
+    known: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        if self.known:
+            return f"is not a known key. Known: {', '.join(self.known)}."
+        if self.found is _NOTHING:
+            return "is missing."
+        return f"must be {self.allowed}, not {show(self.found)}."
+
+
+_Read = Callable[[Any, _Place, list[_Wrong]], Any]
+"""Reads a value at a place: returns what it becomes, and adds what is wrong with it to a list."""
+
+
+class _Style(NamedTuple):
+    """How tables are written: the key of a field, and whether other keys are wrong."""
+
+    key_of: Callable[[str], str]
+    strict: bool
+
+
+_TOML = _Style(toml_key, strict=True)
+# Other versions of the package read what this one writes: unknown keys are no errors.
+_JSON = _Style(str, strict=False)
+_STRICT_JSON = _Style(str, strict=True)
 
 
 def describe_type(type_: Any) -> str:
     """What a key of this type takes, in words."""
     if type_ in _LEAVES:
         return _LEAVES[type_]
-    if _is_literal(type_):
+    if get_origin(type_) is Literal:
         return " or ".join(show(value) for value in get_args(type_))
     if _is_union(type_):
         members = [member for member in get_args(type_) if member is not type(None)]
         return " or ".join(describe_type(member) for member in members)
-    if is_sequence(type_):
-        return _LIST
-    return "a table"
-
-
-def _is_literal(type_: Any) -> bool:
-    return get_origin(type_) is Literal
+    return _LIST if get_origin(type_) in _SEQUENCES else _TABLE
 
 
 def _is_union(type_: Any) -> bool:
     return get_origin(type_) in (Union, types.UnionType)
 
 
-def _leaf(value: Any, type_: Any) -> Any:
-    if type_ is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
-        raise _Mismatch(_LEAVES[type_], value)
-    return value
+def _reader(type_: Any, style: _Style) -> _Read:
+    arguments = get_args(type_)
+    if isinstance(type_, type) and dataclasses.is_dataclass(type_):
+        return _dataclass_reader(type_, style)
+    if _is_union(type_):
+        return _union_reader(type_, [_reader(each, style) for each in arguments])
+    if get_origin(type_) in _SEQUENCES:
+        return _list_reader(_reader(arguments[0], style))
+    if arguments and get_origin(type_) is not Literal:
+        return _mapping_reader(_reader(arguments[1], style))
+    return _scalar_reader(type_)
 
 
-def _literal(value: Any, type_: Any) -> Any:
-    # `1 == True` in Python, so the type must be equal too.
-    if not any(value == choice and type(value) is type(choice) for choice in get_args(type_)):
-        raise _Mismatch(describe_type(type_), value)
-    return value
+def _scalar_reader(type_: Any) -> _Read:
+    if type_ is Any:
+        return lambda value, _place, _wrong: value
+    if type_ is Path:
+        return _path_reader(_leaf_reader(str))
+    if type_ in _LEAVES:
+        return _leaf_reader(type_)
+    if isinstance(type_, type) and issubclass(type_, Enum):
+        return _choice_reader({each.value: each for each in type_})
+    return _choice_reader({each: each for each in get_args(type_) or (None,)})
 
 
-def _converter(*, dashes: bool, strict: bool) -> Converter:
-    converter = Converter(forbid_extra_keys=strict)
+def _leaf_reader(type_: Any) -> _Read:
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        if type_ is float and type(value) is int:
+            return float(value)
+        if isinstance(value, type_) and (type_ is bool or not isinstance(value, bool)):
+            return value
+        wrong.append(_Wrong(place, _LEAVES[type_], value))
+        return _NOTHING
 
-    def union(value: Any, type_: Any) -> Any:
-        members = get_args(type_)
-        if value is None and type(None) in members:
-            return None
+    return read
+
+
+def _path_reader(text: _Read) -> _Read:
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        found = text(value, place, wrong)
+        return found if found is _NOTHING else Path(found)
+
+    return read
+
+
+def _choice_reader(choices: Mapping[Any, Any]) -> _Read:
+    """A reader of values that stand for others."""
+
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        for choice, meant in choices.items():
+            # `1 == True` in Python, so the type must be equal too.
+            if value == choice and type(value) is type(choice):
+                return meant
+        wrong.append(_Wrong(place, " or ".join(map(show, choices)), value))
+        return _NOTHING
+
+    return read
+
+
+def _union_reader(type_: Any, members: list[_Read]) -> _Read:
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
         for member in members:
-            # A table can only be meant for the member that is a table: report that one's errors.
-            if isinstance(value, dict) and dataclasses.is_dataclass(member):
-                return converter.structure(value, cast("type", member))
-        for member in members:
-            if member is type(None) or dataclasses.is_dataclass(member):
-                continue
-            try:
-                return converter.structure(value, member)
-            except (_Mismatch, IterableValidationError):
-                # Only this member takes a list or a table: its errors have the place inside.
-                if (isinstance(value, list) and is_sequence(member)) or (
-                    isinstance(value, dict) and is_mapping(member)
-                ):
-                    raise
-        raise _Mismatch(describe_type(type_), value)
+            inside: list[_Wrong] = []
+            found = member(value, place, inside)
+            # The member that a list or a table is meant for has only problems inside of it.
+            if all(each.place != place for each in inside):
+                wrong += inside
+                return found
+        wrong.append(_Wrong(place, describe_type(type_), value))
+        return _NOTHING
 
-    def guarded(factory: Any, shape: type, allowed: str) -> Any:
-        def make(type_: Any, *_: Any) -> Any:
-            inner = factory(type_, converter)
-
-            def structure(value: Any, type_: Any) -> Any:
-                # A string is iterable too, and would become a list of characters.
-                if not isinstance(value, shape):
-                    raise _Mismatch(allowed, value)
-                return inner(value, type_)
-
-            return structure
-
-        return make
-
-    def fields(type_: Any, converter: Converter) -> Any:
-        names = {
-            f.name: override(rename=toml_key(f.name) if dashes else f.name)
-            for f in dataclasses.fields(type_)
-        }
-        return make_dict_structure_fn(type_, converter, **names)  # type: ignore[arg-type]
-
-    for leaf in _LEAVES:
-        converter.register_structure_hook(leaf, _leaf)
-    converter.register_structure_hook_func(_is_literal, _literal)
-    converter.register_structure_hook_func(_is_union, union)
-    converter.register_structure_hook_factory(
-        is_sequence, guarded(homogenous_tuple_structure_factory, list, _LIST)
-    )
-    converter.register_structure_hook_factory(
-        is_mapping, guarded(mapping_structure_factory, dict, "a table")
-    )
-    converter.register_structure_hook_factory(
-        dataclasses.is_dataclass, guarded(fields, dict, "a table")
-    )
-    return converter
+    return read
 
 
-_TOML = _converter(dashes=True, strict=True)
-# Other versions of the package read what this one writes: unknown keys are no errors.
-_JSON = _converter(dashes=False, strict=False)
-_STRICT_JSON = _converter(dashes=False, strict=True)
+def _list_reader(item: _Read) -> _Read:
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        # A string is iterable too, and would become a list of characters.
+        if not isinstance(value, list):
+            wrong.append(_Wrong(place, _LIST, value))
+            return _NOTHING
+        items = [item(each, (*place, index), wrong) for index, each in enumerate(value)]
+        if _NOTHING in items and any(isinstance(each, dict) for each in value):
+            # The other tables keep their indices.
+            items = [item({}, place, []) if each is _NOTHING else each for each in items]
+        return _NOTHING if _NOTHING in items else tuple(items)
 
-_Place = tuple["str | int", ...]
+    return read
+
+
+def _mapping_reader(item: _Read) -> _Read:
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        if not isinstance(value, dict):
+            wrong.append(_Wrong(place, _TABLE, value))
+            return _NOTHING
+        found = {name: item(each, (*place, name), wrong) for name, each in value.items()}
+        return {name: each for name, each in found.items() if each is not _NOTHING}
+
+    return read
+
+
+@functools.cache
+def _dataclass_reader(type_: type[Any], style: _Style) -> _Read:
+    hints = get_type_hints(type_)
+    fields = {
+        style.key_of(field.name): (
+            field.name,
+            _reader(hints[field.name], style),
+            field.default is field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(type_)
+    }
+
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        if not isinstance(value, dict):
+            wrong.append(_Wrong(place, _TABLE, value))
+            return _NOTHING
+        given, is_whole = {}, True
+        for key, (name, item, is_required) in fields.items():
+            if key in value:
+                found = item(value[key], (*place, key), wrong)
+                if found is not _NOTHING:
+                    given[name] = found
+                    continue
+            elif is_required:
+                wrong.append(_Wrong((*place, key), "", _NOTHING))
+            is_whole = is_whole and not is_required
+        if style.strict:
+            unknown = sorted(value.keys() - fields.keys())
+            wrong += (_Wrong((*place, key), "", value[key], tuple(fields)) for key in unknown)
+        return type_(**given) if is_whole else _NOTHING
+
+    return read
 
 
 class InvalidJsonError(ValueError):
@@ -166,34 +230,27 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     Invalid parts are left out of the result, so that the rest can be checked too: every field must
     have a default.
     """
-    try:
-        return _TOML.structure(table, type_)
-    except _Mismatch as error:
-        yield from _problems(key, (), error)
-        return type_()
-    except ClassValidationError as error:
-        wrong = list(_flat(error, (), toml_key))
-    rest = copy.deepcopy(table)
-    for path, _ in wrong:
-        _leave_out(rest, path)
-    for path, nested in wrong:
-        yield from _problems(key, path, nested)
-    try:
-        return _TOML.structure(rest, type_)
-    except ClassValidationError as error:
-        # The tables around it are still invalid without it.
-        for path, _ in _flat(error, (), toml_key):
-            rest.pop(path[0], None)
-    return _TOML.structure(rest, type_)
+    wrong: list[_Wrong] = []
+    found = _reader(type_, _TOML)(table, (), wrong)
+    for each in wrong:
+        place = Key((*key.parts, *each.place))
+        if each.known:
+            near = suggestion(str(each.place[-1]), sorted(each.known))
+            yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", near)
+        else:
+            is_table_for_list = each.allowed == _LIST and isinstance(each.found, dict)
+            hint = f"A list of tables has two brackets: [[{place}]]." if is_table_for_list else None
+            yield Problem.at(place, Kind.WRONG_TYPE, each.reason, hint)
+    return type_() if found is _NOTHING else found
 
 
 def from_text(text: str, type_: Any) -> Any:
     """The value of ``type_`` that ``text`` is written for; raises ValueError with what is allowed."""
     for value in (*_scalars(text), text):
-        try:
-            return _TOML.structure(value, type_)
-        except _Mismatch:
-            continue
+        wrong: list[_Wrong] = []
+        found = _reader(type_, _TOML)(value, (), wrong)
+        if not wrong:
+            return found
     raise ValueError(describe_type(type_))
 
 
@@ -202,68 +259,6 @@ def _scalars(text: str) -> Iterator[int | float]:
         yield int(text)
     with contextlib.suppress(ValueError):
         yield float(text)
-
-
-def _leave_out(table: Any, path: _Place) -> None:
-    """Remove what is at ``path``.
-
-    An item of a list of tables becomes an empty table, so that the others keep their indices; any
-    other list is removed as a whole.
-    """
-    *way, last = path
-    for depth, step in enumerate(way):
-        if isinstance(table, dict) and step not in table:
-            return
-        inside = table[step]
-        if isinstance(inside, list) and not _has_tables(inside):
-            _leave_out(table, path[depth : depth + 1])
-            return
-        table = inside
-    if isinstance(table, list):
-        table[cast("int", last)] = {}
-    else:
-        table.pop(last, None)
-
-
-def _has_tables(items: list[Any]) -> bool:
-    return any(isinstance(item, dict) for item in items)
-
-
-def _flat(
-    error: BaseException, path: _Place, key_of: Callable[[str], str] = str
-) -> Iterator[tuple[_Place, BaseException]]:
-    """All errors inside ``error``, each with its place; ``key_of`` gives the key of a field."""
-    if isinstance(error, ClassValidationError):
-        fields, bare = error.group_exceptions()
-        for nested, note in fields:
-            yield from _flat(nested, (*path, key_of(note.name)), key_of)
-    elif isinstance(error, IterableValidationError):
-        items, bare = error.group_exceptions()
-        for nested, item in items:
-            yield from _flat(nested, (*path, item.index), key_of)
-    elif isinstance(error, ForbiddenExtraKeysError):
-        for extra in sorted(error.extra_fields):
-            yield (*path, extra), ForbiddenExtraKeysError(None, error.cl, {extra})
-        return
-    else:
-        yield path, error
-        return
-    for nested in bare:
-        yield from _flat(nested, path, key_of)
-
-
-def _problems(key: Key, path: _Place, error: BaseException) -> Iterator[Problem]:
-    place = Key((*key.parts, *path))
-    if isinstance(error, ForbiddenExtraKeysError):
-        name = str(path[-1])
-        allowed = sorted(toml_key(f.name) for f in dataclasses.fields(error.cl))
-        hint = suggestion(name, allowed)
-        yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", hint)
-    else:
-        hint = None
-        if isinstance(error, _Mismatch) and error.is_table_for_list:
-            hint = f"A list of tables has two brackets: [[{place}]]."
-        yield Problem.at(place, Kind.WRONG_TYPE, str(error), hint)
 
 
 def from_json(text: str | bytes, type_: type[T]) -> T:
@@ -281,8 +276,8 @@ def refuse_constant(name: str) -> None:
 
 
 def make_ready(type_: type[Any]) -> None:
-    """Generate now what reads values of ``type_``, and not at the first use."""
-    _JSON.get_structure_hook(type_)
+    """Make now what reads values of ``type_``, and not at the first use."""
+    _reader(type_, _JSON)
 
 
 def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
@@ -290,23 +285,15 @@ def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
 
     Unknown keys are left out, or with ``strict`` refused.
     """
-    try:
-        return (_STRICT_JSON if strict else _JSON).structure(value, type_)
-    except (ClassValidationError, _Mismatch) as error:
-        reasons = [(path, _reason(nested)) for path, nested in _flat(error, ())]
-        raise InvalidJsonError(type_.__name__, reasons) from None
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, ForbiddenExtraKeysError):
-        allowed = (field.name for field in dataclasses.fields(error.cl))
-        return f"is not a known key. Known: {', '.join(allowed)}."
-    return "is missing." if isinstance(error, KeyError) else str(error)
+    wrong: list[_Wrong] = []
+    found: T = _reader(type_, _STRICT_JSON if strict else _JSON)(value, (), wrong)
+    if wrong:
+        raise InvalidJsonError(type_.__name__, [(each.place, each.reason) for each in wrong])
+    return found
 
 
 def to_plain(value: Any) -> Any:
     """A dataclass as plain values, as JSON has them."""
-    # Not cattrs, which writes a function for each class: every build writes, and needs each only a few times.
     if dataclasses.is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -315,7 +302,7 @@ def to_plain(value: Any) -> Any:
         return {name: to_plain(each) for name, each in value.items()}
     if isinstance(value, (tuple, list)):
         return [to_plain(each) for each in value]
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 def to_json(value: Any) -> str:

@@ -33,6 +33,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext import loader
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.files import record_files
 from hatch_epcontext.loader import METADATA
@@ -244,13 +245,12 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shipper:
 def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a context that QNN compiled, with the prepared model."""
     from hatch_epcontext.worker.actions.compile import handle
-    from hatch_epcontext.worker.facts import ModelSpec
     from tests.worker.actions.test_compile import X_ELITE, compile_request, target
 
     folder = tmp_path_factory.mktemp("context")
     source = save(network(1), folder / "models" / "a.onnx")
     to = target("qnn", X_ELITE, recompile=True)
-    request = compile_request(ModelSpec("a", str(source), Key()), to, folder)
+    request = compile_request(Model("a", source, Key()), to, folder)
     handle(request)
     return Path(request.folder)
 
@@ -261,14 +261,13 @@ def openvino_context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ta
     if importlib.util.find_spec("onnxruntime_ep_openvino") is None:
         pytest.skip("onnxruntime-ep-openvino has no wheels for this Python or platform")
     from hatch_epcontext.worker.actions.compile import handle
-    from hatch_epcontext.worker.facts import ModelSpec
     from hatch_epcontext.worker.libraries import UnavailableError
     from tests.worker.actions.test_compile import compile_request, target
 
     folder = tmp_path_factory.mktemp("openvino")
     source = save(network(1), folder / "models" / "a.onnx")
     to = target("openvino", device="cpu", recompile=True)
-    request = compile_request(ModelSpec("a", str(source), Key()), to, folder)
+    request = compile_request(Model("a", source, Key()), to, folder)
     try:
         reply = handle(request)
     except UnavailableError as error:

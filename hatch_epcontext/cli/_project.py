@@ -12,7 +12,6 @@ import click
 
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._flag_errors import use_lines
-from hatch_epcontext.config.build_hooks import hooks_for_command
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.lines import PyprojectNames
 from hatch_epcontext.config.load import load
@@ -79,16 +78,16 @@ def warn_of_questions(config: Config) -> None:
 
 def _load(project: Path, targets: tuple[str, ...]) -> Config:
     """The project's configuration, for ``targets`` if there are any."""
-    table, hooks = tool_table(project), hooks_for_command(project)
+    table = tool_table(project)
     if not targets:
-        return load(project, table, {}, hooks=hooks)
+        return load(project, table, {})
     variable = f"{PREFIX}TARGETS"
     environ = {name: text for name, text in os.environ.items() if name != variable}
     # Raises all other problems: those of the second configuration are about `targets` alone.
-    load(project, table, {}, environ, hooks=hooks)
+    load(project, table, {}, environ)
     try:
         chosen = {**environ, variable: ",".join(targets)}
-        return load(project, table, {}, chosen, hooks=hooks)
+        return load(project, table, {}, chosen)
     except ConfigError as error:
         problems = (dataclasses.replace(each, location="--target") for each in error.problems)
         raise ConfigError(*problems) from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.errors import HOOK
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import listing, quoted_key
 
 if TYPE_CHECKING:

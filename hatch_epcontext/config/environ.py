@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from hatch_epcontext.config.settings import SECRET_VARIABLES, Editable, ValidationMode
+from hatch_epcontext.config.settings import CREDENTIALS, Editable, ValidationMode
 from hatch_epcontext.config.shared_cache import private_bytes
 from hatch_epcontext.config.tables import BuildTable, WheelTable
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.serialize import from_text
 from hatch_epcontext.text import hide_url_credentials, show, suggestion, toml_key
 
@@ -93,7 +94,7 @@ def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
     overrides = tuple(
         f"{PREFIX}{name}={hide_url_credentials(text)}"
         for name, text in given.items()
-        if PREFIX + name not in SECRET_VARIABLES
+        if PREFIX + name not in CREDENTIALS
     )
     return Environment(**settings, overrides=overrides)
 

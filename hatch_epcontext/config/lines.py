@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import ROOT, Key, KeyNames, Setting
+from hatch_epcontext.frozen import dataclass
 
 FILE = "pyproject.toml"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks
+from hatch_epcontext.config.build_hooks import BuildHooks
 from hatch_epcontext.config.checks.root import check_hook
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
@@ -43,15 +43,15 @@ def load(
     environ: Mapping[str, str] = os.environ,
     *,
     confined: bool = True,
-    hooks: BuildHooks = NO_HOOKS,
+    hooks: BuildHooks | None = None,
     pending: bool = False,
 ) -> Config:
     """The configuration of the project in ``root``.
 
     ``table`` is ``[tool.epcontext]``, or None if it is missing; ``hook_table`` is the hook's own. With
     ``confined`` all files must be inside the project, because a build from an sdist has no others.
-    ``hooks`` are the project's other build hooks; with ``pending`` they still may make files, and none is
-    missing. A glob without files is one model then, with the glob as its path.
+    ``hooks`` are the project's other build hooks in a build; a command has none. With ``pending`` hooks still
+    may make files, and none is missing. A glob without files is one model then, with the glob as its path.
     Raises ConfigError with all problems of the three.
     """
     finder = Finder(root, confined, hooks, pending)
@@ -73,7 +73,8 @@ def _load(
             f"contradicts {PREFIX}NO_CACHE.",
             "Unset one of them.",
         )
-    yield from check_hook(hook_table, finder.hooks.table)
+    if hook_table:
+        yield from check_hook(hook_table, finder.hooks.table)
     if table is None:
         yield Problem(
             Kind.INVALID_PYPROJECT,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 
-from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks
+from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks, hooks_for_command
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import Rejection, is_missing, is_regular, unreadable
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show
 
 
@@ -18,14 +19,21 @@ from hatch_epcontext.text import show
 class Finder:
     """Finds files in the project at ``root``; unless it is ``confined``, anywhere.
 
-    ``hooks`` are those that may make a file. With ``pending`` they still can: what is missing is no problem,
-    and is returned all the same, except for the models that a glob will match.
+    ``run_hooks`` are those that a build runs; None for a command. With ``pending`` they still may make files:
+    what is missing is no problem, and is returned all the same, except for the models that a glob will match.
     """
 
     root: Path
     confined: bool = True
-    hooks: BuildHooks = NO_HOOKS
+    run_hooks: BuildHooks | None = None
     pending: bool = False
+
+    @cached_property
+    def hooks(self) -> BuildHooks:
+        """The project's other build hooks, which may make files."""
+        if self.run_hooks is not None:
+            return self.run_hooks
+        return hooks_for_command(self.root) if self.confined else NO_HOOKS
 
     def models(self, key: Key, pattern: str) -> Diagnosed[list[Path]]:
         """The models that a path or a glob names, in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,13 @@ from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
+    GivenLimits,
     Model,
     Quantize,
     Target,
-    TargetTolerance,
-    ToleranceSettings,
     ValidateSettings,
 )
-from hatch_epcontext.config.shapes import SizeVariant, check_name_length, expand, forms
+from hatch_epcontext.config.shapes import check_name_length, expand
 from hatch_epcontext.config.tables import (
     LimitsTable,
     ModelTable,
@@ -45,7 +44,7 @@ from hatch_epcontext.config.targets import NamedTarget, named_target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.graph.facts import Cut
-from hatch_epcontext.providers import Profile, Provider, SomeLimits
+from hatch_epcontext.providers import Profile, Provider
 from hatch_epcontext.text import show, suggestion
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
@@ -74,29 +73,30 @@ class Resolver:
             (_without_all(self._environment.from_cache), f"{PREFIX}FROM_CACHE"),
         ):
             yield from self._check_names(names, location)
-        found: list[tuple[Model, tuple[SizeVariant, ...]]] = []
-        pending: list[Model] = []
+        found: list[tuple[Model, ModelTable]] = []
         for index, item in enumerate(self._table.models):
-            key = Key(("models", index))
-            if isinstance(item, ModelTable):
-                key = dataclasses.replace(key, model=item.path or None, name=item.name or None)
-                path = yield from self._finder.file(key / "path", item.path, "model")
-                model = yield from self._model(key, item, path or self._root / item.path)
-                found.append((model, forms(item)))
-            else:
-                paths = yield from self._finder.models(key, item)
-                if not paths and self._finder.pending:
-                    # Its targets count: what they need is installed before the models are made.
-                    table = ModelTable(path=item, name=f"pending-{index}")
-                    pending.append((yield from self._model(key, table, self._root / item)))
-                for path in paths:
-                    own = dataclasses.replace(key, model=self._relative(path))
-                    table = ModelTable(path=item)
-                    model = yield from self._model(own, table, path)
-                    found.append((model, forms(table)))
-        yield from _check_model_names([each for model, its in found for each in expand(model, its)])
-        expanded = [each for model, its in found for each in expand(self._selected(model), its)]
-        return [*expanded, *map(self._selected, pending)]
+            for key, table, path in (yield from self._model_files(Key(("models", index)), item)):
+                found.append(((yield from self._model(key, table, path)), table))
+        yield from _check_model_names([each for one in found for each in expand(*one)])
+        return [each for model, table in found for each in expand(self._selected(model), table)]
+
+    def _model_files(
+        self, key: Key, item: str | ModelTable
+    ) -> Diagnosed[list[tuple[Key, ModelTable, Path]]]:
+        """The models of an ``item`` at ``key``, each with its key, its table and its file."""
+        if isinstance(item, ModelTable):
+            key = dataclasses.replace(key, model=item.path or None, name=item.name or None)
+            path = yield from self._finder.file(key / "path", item.path, "model")
+            return [(key, item, path or self._root / item.path)]
+        paths = yield from self._finder.models(key, item)
+        if not paths and self._finder.pending:
+            # Its targets count: what they need is installed before the models are made.
+            name = f"pending-{key.parts[-1]}"
+            return [(key, ModelTable(path=item, name=name), self._root / item)]
+        return [
+            (dataclasses.replace(key, model=self._relative(path)), ModelTable(path=item), path)
+            for path in paths
+        ]
 
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""
@@ -147,13 +147,10 @@ class Resolver:
             name=name,
             path=path,
             key=key,
-            targets=targets,
-            share_weights=table.share_weights,
-            # Those of its forms.
-            dims={},
-            shapes={},
             constants=table.constants,
             validate=validate,
+            targets=targets,
+            share_weights=table.share_weights,
             fallback=table.fallback or self._table.fallback,
             cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
             license=table.license,
@@ -166,14 +163,14 @@ class Resolver:
             what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
             path = yield from self._finder.file(key / "inputs", inputs, what, or_folder=True)
             inputs = str(path)
-        tolerance: ToleranceSettings | None = ToleranceSettings()
+        tolerance: tuple[GivenLimits, ...] | None = ()
         if table.tolerance is False:
             tolerance = None
         elif isinstance(table.tolerance, ToleranceTable):
             yield from self._check_names(
                 tuple(table.tolerance.targets), key / "tolerance" / "targets"
             )
-            tolerance = _tolerance(table.tolerance)
+            tolerance = tuple(_tolerance(table.tolerance))
         return ValidateSettings(table.mode, inputs, tolerance, table.timeout, table.states)
 
     def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
@@ -222,8 +219,8 @@ class Resolver:
         return Target(
             name=named.name,
             key=model_key if model.profiles else named.key,
-            provider=provider,
             settings=_compile_settings(merged, provider, options, self._library_sha256(provider)),
+            plugin=provider.plugin,
             load_options={
                 **provider.loading(options),
                 **render_options(merged.load_options, provider, unchecked=unchecked),
@@ -235,6 +232,7 @@ class Resolver:
             resources=merged.resources,
             from_cache=cached is not None and not {ALL, named.name}.isdisjoint(cached),
             calibration=calibration,
+            unchecked=unchecked,
         )
 
     def _calibration(
@@ -330,20 +328,12 @@ def _compile_settings(
     return CompileSettings(**{**copied, **derived})
 
 
-def _tolerance(table: ToleranceTable) -> ToleranceSettings:
-    targets = {
-        name: TargetTolerance(_limits(each), _limits_of(each.outputs))
-        for name, each in table.targets.items()
-    }
-    return ToleranceSettings(_limits(table), _limits_of(table.outputs), targets)
-
-
-def _limits_of(outputs: Mapping[str, LimitsTable]) -> dict[str, SomeLimits]:
-    return {name: _limits(each) for name, each in outputs.items()}
-
-
-def _limits(table: LimitsTable) -> SomeLimits:
-    return SomeLimits(table.snr, table.cosine, table.atol, table.rtol)
+def _tolerance(table: ToleranceTable) -> Iterator[GivenLimits]:
+    names = [field.name for field in dataclasses.fields(LimitsTable)]
+    for target, of_target in ((None, table), *table.targets.items()):
+        for output, limits in ((None, of_target), *of_target.outputs.items()):
+            given = {name: getattr(limits, name) for name in names}
+            yield GivenLimits({n: g for n, g in given.items() if g is not None}, target, output)
 
 
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:

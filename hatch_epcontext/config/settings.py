@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from hatch_epcontext.errors import Key
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
-    OutputLimits,
+    Plugin,
     Profile,
     Provider,
-    SomeLimits,
     Tolerance,
-    variable_of,
+    configured,
+    secrets_in,
 )
 
 Optimization = Literal["none", "basic", "extended", "all"]
@@ -40,8 +41,18 @@ Verification = Literal["record", "full"]
 Dequantize = Literal["all"] | bool
 QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
-SECRET_VARIABLES = frozenset({"HATCH_EPCONTEXT_CACHE_KEY"})
-"""The variables of ours whose value is a secret: it is never printed, and no worker gets it."""
+CREDENTIALS = frozenset(
+    {
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AZURE_CLIENT_SECRET",
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "HATCH_EPCONTEXT_CACHE_KEY",
+    }
+)
+"""The variables with credentials of the shared cache: they are never printed, and no worker gets them."""
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Dummy inputs that are generated, and need no file."""
@@ -101,30 +112,37 @@ class CompileSettings:
 class Target:
     """A named place that a model is compiled for, with what the model narrows and all defaults.
 
-    ``key`` is the place of the optimization profiles in the configuration; they are also in
-    ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is compiled for
-    the target in this build. ``resources`` are those that a dask worker must have to compile for it.
+    ``plugin``: the EP's library. ``key`` is the place of the optimization profiles in the configuration;
+    they are also in ``settings.provider_options``, as the EP wants them. With ``from_cache`` nothing is
+    compiled for the target in this build. ``resources`` are those that a dask worker must have for it.
     ``calibration``: the absolute path of the inputs for which models are quantized, empty if they are not.
+    ``unchecked``: whether the EP may be newer than what this package knows of it.
     """
 
     name: str
-    key: Key
-    provider: Provider
     settings: CompileSettings
-    load_options: Mapping[str, str]
-    profiles: tuple[Profile, ...]
-    platforms: tuple[str, ...]
-    requirements: tuple[str, ...] | None
-    min_coverage: float
-    from_cache: bool
+    plugin: Plugin | None = None
+    load_options: Mapping[str, str] = field(default_factory=dict)
+    key: Key = Key()
+    profiles: tuple[Profile, ...] = ()
+    platforms: tuple[str, ...] = ()
+    requirements: tuple[str, ...] | None = None
+    min_coverage: float = 1.0
+    from_cache: bool = False
     resources: Mapping[str, float] = field(default_factory=dict)
     calibration: str = ""
+    unchecked: bool = False
+
+    @property
+    def provider(self) -> Provider:
+        """What is known of the EP."""
+        settings = self.settings
+        return configured(settings.provider, settings.ep, self.plugin, unchecked=self.unchecked)
 
     @property
     def has_secrets(self) -> bool:
         """Whether an option is a secret, whose value is in an environment variable."""
-        options = (*self.settings.provider_options.values(), *self.load_options.values())
-        return any(variable_of(value) for value in options)
+        return bool(secrets_in(self.settings.provider_options) or secrets_in(self.load_options))
 
     @property
     def needs_ep(self) -> bool:
@@ -136,18 +154,14 @@ class Target:
 
 
 @dataclass(frozen=True)
-class TargetTolerance:
-    """Limits that differ from the provider's: of all outputs, and of ``outputs`` by name."""
+class GivenLimits:
+    """``limits`` of a `Tolerance` by name that differ from the provider's: of all targets or of one, and of
+    all outputs or of one.
+    """
 
-    limits: SomeLimits = SomeLimits()
-    outputs: Mapping[str, SomeLimits] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ToleranceSettings(TargetTolerance):
-    """The same, and those of ``targets`` by name, which win over them."""
-
-    targets: Mapping[str, TargetTolerance] = field(default_factory=dict)
+    limits: Mapping[str, float]
+    target: str | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -155,13 +169,13 @@ class ValidateSettings:
     """How a model is validated.
 
     ``inputs`` is one of `SYNTHETIC`, or an absolute path. ``tolerance`` has the limits that differ
-    from the provider's; None means that nothing is compared. ``timeout``: seconds for one run. ``states``:
-    inputs, each with the output that is fed to it in the next step.
+    from the provider's, those of single targets last; None means that nothing is compared. ``timeout``:
+    seconds for one run. ``states``: inputs, each with the output that is fed to it in the next step.
     """
 
     mode: ValidationMode = "auto"
     inputs: str = "random"
-    tolerance: ToleranceSettings | None = ToleranceSettings()
+    tolerance: tuple[GivenLimits, ...] | None = ()
     timeout: float = 600.0
     states: Mapping[str, str] = field(default_factory=dict)
 
@@ -193,24 +207,51 @@ class Model:
 
     ``path`` is absolute; with a ``cut`` it is that of the whole model until a build has made the cut one.
     ``key`` is the model's place in the configuration, and ``listed`` that of its sizes, if they are in a
-    list. ``shape_set`` is the one of all shapes of the same model, None for a model that is not resolved
-    into several. ``license``: its SPDX license expression.
+    list. With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
+    the dummy inputs. ``shape_set`` is the one of all shapes of the same model, None for a model that is not
+    resolved into several. ``license``: its SPDX license expression.
     """
 
     name: str
     path: Path
     key: Key
-    targets: tuple[Target, ...]
-    share_weights: str | None
-    dims: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-    constants: Mapping[str, Any]
-    validate: ValidateSettings
+    dims: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    validate: ValidateSettings = ValidateSettings()
+    targets: tuple[Target, ...] = ()
+    static_shapes: bool = True
     listed: Listed | None = None
+    share_weights: str | None = None
     shape_set: ShapeSet | None = None
     fallback: Fallback = "auto"
     cut: Cut = Cut()
     license: str | None = None
+
+    def place(self, name: str) -> Key:
+        """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""
+        if self.listed is not None and self.listed.name == name:
+            return self.key / name / self.listed.index
+        return self.key / name
+
+    def on(self, target: Target) -> Model:
+        """The model as requests carry it that compile it for ``target``."""
+        fixed = target.settings.static_shapes
+        return dataclasses.replace(self, targets=(), static_shapes=fixed)
+
+    def to_run_on(self, target: Target) -> Model:
+        """The model as requests carry it that run it on ``target``.
+
+        Where the target's profiles leave shapes open, the inputs have the shapes that the first profile is
+        optimized for.
+        """
+        fed = {
+            name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()
+        }
+        found = self.on(target)
+        # All open inputs are in the profile, and sizes that are not fixed may be outside of it.
+        dims = {} if fed and not found.static_shapes else found.dims
+        return dataclasses.replace(found, dims=dims, shapes={**fed, **found.shapes})
 
     @property
     def configured_name(self) -> str:
@@ -219,32 +260,19 @@ class Model:
 
     def tolerance_for(self, target: Target) -> Tolerance | None:
         """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
-        return self.tolerance_on(target.provider, target.name, target.settings)
-
-    def tolerance_on(
-        self, provider: Provider, target: str, settings: CompileSettings
-    ) -> Tolerance | None:
-        """The same for a target by its name and settings, which need not be configured."""
-        given = self.validate.tolerance
-        if given is None:
+        if self.validate.tolerance is None:
             return None
-        own = given.targets.get(target, TargetTolerance())
-        limits = provider.tolerance.given
-        if settings.changes_precision:
-            limits |= {name: min(limits[name], each) for name, each in QUANTIZED.given.items()}
-        limits |= {**given.limits.given, **own.limits.given}
-        names = {**given.outputs, **own.outputs}
-        outputs = {
-            name: OutputLimits(
-                **{
-                    **limits,
-                    **given.outputs.get(name, SomeLimits()).given,
-                    **own.outputs.get(name, SomeLimits()).given,
-                }
-            )
-            for name in names
-        }
-        return Tolerance(**limits, outputs=outputs)
+        tolerance = target.provider.tolerance
+        if target.settings.changes_precision:
+            snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
+            tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
+        limits: dict[str, Any] = {}
+        outputs: dict[str, dict[str, float]] = {}
+        for given in self.validate.tolerance:
+            if given.target in (None, target.name):
+                own = limits if given.output is None else outputs.setdefault(given.output, {})
+                own.update(given.limits)
+        return dataclasses.replace(tolerance, **limits, outputs=outputs)
 
 
 @dataclass(frozen=True)

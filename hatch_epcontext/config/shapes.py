@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hatch_epcontext.config.checks.common import LONGEST_NAME
@@ -17,20 +16,6 @@ _KEYS = ("shapes", "dims")
 """The keys that can be a list of tables."""
 
 _Table = TypeVar("_Table", bound=Mapping[str, Any])
-
-
-@dataclass(frozen=True)
-class SizeVariant:
-    """One form of a model: the sizes that it gets.
-
-    ``suffix`` is the end of its name, empty if the model has only this form. ``listed`` is the place of
-    the sizes in a list, if they are in one.
-    """
-
-    suffix: str
-    dims: Dims
-    shapes: Shapes
-    listed: Listed | None
 
 
 def places(key: Key, value: _Table | tuple[_Table, ...]) -> Iterator[tuple[Key, _Table]]:
@@ -82,45 +67,45 @@ def _check_list(key: Key, tables: tuple[Mapping[str, Any], ...]) -> Iterator[Pro
             )
 
 
-def forms(table: ModelTable) -> tuple[SizeVariant, ...]:
-    """The forms of a model in the configured order; a list of one table is like a table."""
-    for name, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
-        if len(listed := _tables(getattr(table, name))) > 1:
-            other = {each: _first(getattr(table, each)) for each in _KEYS if each != name}
-            return tuple(
-                SizeVariant(
-                    suffix(each, tuple(listed[0])),
-                    **{name: each, **other},
-                    listed=Listed(name, index),
-                )
-                for index, each in enumerate(listed)
-            )
-    single = next((name for name in _KEYS if isinstance(getattr(table, name), tuple)), None)
-    listed_one = None if single is None else Listed(single, 0)
-    return (SizeVariant("", _first(table.dims), _first(table.shapes), listed_one),)
+def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
+    """``model``, whose sizes do not count yet, in all sizes of its ``table``.
 
-
-def expand(model: Model, forms: Sequence[SizeVariant]) -> tuple[Model, ...]:
-    """``model``, whose sizes do not count yet, in all of its ``forms``.
-
-    There is one model for each form, with the targets that fix shapes; and for the targets that leave
-    them open a last one with the configured name, whose dummy inputs have the sizes of the first form.
+    There is one model for each of them, with the targets that fix shapes; and for the targets that leave
+    them open a last one with the configured name, whose dummy inputs have the first sizes.
     """
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
-    plain = _in_form(model, forms[0])
+    forms = tuple(_forms(model, table))
+    plain = dataclasses.replace(forms[0], name=model.name, static_shapes=bool(fixed))
     if len(forms) == 1 or not fixed:
         return (plain,)
-    names = tuple(f"{model.name}.{form.suffix}" for form in forms)
     targets = tuple(target.name for target in model.targets)
-    shape_set = ShapeSet(model.name, names, targets)
-    members = [
-        dataclasses.replace(_in_form(model, form), name=name, targets=fixed, shape_set=shape_set)
-        for name, form in zip(names, forms, strict=True)
-    ]
+    shape_set = ShapeSet(model.name, tuple(form.name for form in forms), targets)
+    members = [dataclasses.replace(form, targets=fixed, shape_set=shape_set) for form in forms]
     if still_open:
-        members.append(dataclasses.replace(plain, targets=still_open, shape_set=shape_set))
+        members.append(
+            dataclasses.replace(plain, targets=still_open, static_shapes=False, shape_set=shape_set)
+        )
     return tuple(members)
+
+
+def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
+    """``model`` in the sizes of its ``table``, in the configured order; several have names that say them."""
+    for key, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
+        if len(listed := _tables(getattr(table, key))) > 1:
+            other = {each: _first(getattr(table, each)) for each in _KEYS if each != key}
+            for index, each in enumerate(listed):
+                name = f"{model.name}.{suffix(each, tuple(listed[0]))}"
+                sizes = {key: each, **other, "listed": Listed(key, index)}
+                yield dataclasses.replace(model, name=name, **sizes)
+            return
+    single = next((key for key in _KEYS if isinstance(getattr(table, key), tuple)), None)
+    yield dataclasses.replace(
+        model,
+        dims=_first(table.dims),
+        shapes=_first(table.shapes),
+        listed=None if single is None else Listed(single, 0),
+    )
 
 
 def check_name_length(model: Model) -> Iterator[Problem]:
@@ -134,10 +119,6 @@ def check_name_length(model: Model) -> Iterator[Problem]:
             "Fix named dimensions with a list of dims instead, or fewer of them.",
             Setting(model.key / "dims"),
         )
-
-
-def _in_form(model: Model, form: SizeVariant) -> Model:
-    return dataclasses.replace(model, dims=form.dims, shapes=form.shapes, listed=form.listed)
 
 
 def _tables(value: _Table | tuple[_Table, ...]) -> tuple[_Table, ...]:

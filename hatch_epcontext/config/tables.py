@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.tags import parse_tag
 
 from hatch_epcontext.config.settings import (
@@ -25,6 +24,7 @@ from hatch_epcontext.config.settings import (
     Verification,
 )
 from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
 
@@ -135,6 +135,9 @@ def _has_valid_port(url: str) -> bool:
 
 
 def _license(value: str) -> str | None:
+    # Only now: few configurations have a license, and the list of all is long.
+    from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
     try:
         canonicalize_license_expression(value)
     except InvalidLicenseExpression:

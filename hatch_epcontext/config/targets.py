@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import Key
-from hatch_epcontext.providers import Plugin, Provider, find
+from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.providers import Plugin, Provider, configured, find
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,14 @@ class NamedTarget:
 def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTarget:
     """The target with its provider, changed by the table's ``library``, ``ep-name`` and so on."""
     provider = find(table.provider)
-    if provider is not None and (table.library or provider.needs_library):
-        provider = _with_library(provider, table, root)
-    if provider is not None and table.allow_unknown_options and provider.product == "context":
-        provider = _that_shares_weights(provider)
-    return NamedTarget(name, key, table, provider)
+    if provider is None:
+        return NamedTarget(name, key, table, None)
+    ep, plugin = provider.ep, provider.plugin
+    if table.library or provider.needs_library:
+        ep = table.ep_name or ep
+        plugin = _plugin(table.library or "", table.registration_name or ep, root)
+    unchecked = table.allow_unknown_options
+    return NamedTarget(name, key, table, configured(provider.name, ep, plugin, unchecked=unchecked))
 
 
 def is_path(library: str) -> bool:
@@ -41,14 +43,6 @@ LIBRARIES = (".so", ".dll", ".dylib")
 """How the names of shared libraries end."""
 
 
-def _that_shares_weights(provider: Provider) -> Provider:
-    """The provider for an EP that may share weights, although this package does not know that it can."""
-    if provider.shares_weights:
-        return provider
-    # Only an attempt to open them shows whether the machine can.
-    return dataclasses.replace(provider, shares_weights=True, loads_shared=True)
-
-
 def _expand(library: str) -> Path:
     try:
         return Path(library).expanduser()
@@ -57,18 +51,7 @@ def _expand(library: str) -> Path:
         return Path(library)
 
 
-def _with_library(provider: Provider, table: TargetTable, root: Path) -> Provider:
-    ep = table.ep_name or provider.ep
-    library = table.library or ""
+def _plugin(library: str, registration_name: str, root: Path) -> Plugin:
     path = str(root / _expand(library)) if library and is_path(library) else ""
     module = "" if path else library
-    own = ("onnxruntime", "onnxruntime-gpu")
-    return dataclasses.replace(
-        provider,
-        ep=ep,
-        plugin=Plugin(module, module or "its library", table.registration_name or ep, path),
-        distributions=tuple(dict.fromkeys((*own, *provider.distributions))),
-        # Only the table can name what the library needs.
-        requirements=(),
-        systems=(),
-    )
+    return Plugin(module, module or "its library", registration_name, path)

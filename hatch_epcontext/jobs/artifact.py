@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
 from hatch_epcontext.worker.facts import (

@@ -16,7 +16,7 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_portable, link_or_copy, record_file
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.plan import Plan, plan, source_spec
+from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.serialize import to_plain
@@ -142,7 +142,7 @@ class _Cutting:
         folder = self.folder / "model"
         shutil.rmtree(folder)
         folder.mkdir()
-        request = CutRequest(tuple(map(source_spec, forms)), first.cut, str(folder))
+        request = CutRequest(tuple(forms), str(folder))
         reply = self.workers.call(request, self.folder / "call", location=f"{first.name}: cutting")
         # What was cut must be what was hashed.
         self.index.check(first.path)

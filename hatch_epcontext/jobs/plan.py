@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, requirements
 from hatch_epcontext.text import file_name, pairs
-from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -169,49 +168,3 @@ def with_options(target: Target, options: Mapping[str, str]) -> Target:
     options = {**target.settings.provider_options, **options}
     settings = dataclasses.replace(target.settings, provider_options=options)
     return dataclasses.replace(target, settings=settings)
-
-
-def model_spec(model: Model, *, static_shapes: bool) -> ModelSpec:
-    """A model as requests carry it, with or without fixed shapes."""
-    return ModelSpec(
-        model.name,
-        str(model.path),
-        model.key,
-        model.dims,
-        model.shapes,
-        model.constants,
-        model.validate.inputs,
-        static_shapes,
-        model.listed,
-        model.validate.timeout,
-        model.validate.states,
-    )
-
-
-def source_spec(model: Model) -> ModelSpec:
-    """A model as requests carry it that read its facts: with fixed shapes, if any target fixes them."""
-    fixed = any(target.settings.static_shapes for target in model.targets)
-    return model_spec(model, static_shapes=fixed)
-
-
-def model_spec_for(model: Model, target: Target) -> ModelSpec:
-    """A model as requests carry it that compile it for ``target``."""
-    return model_spec(model, static_shapes=target.settings.static_shapes)
-
-
-def model_spec_to_run(model: Model, target: Target) -> ModelSpec:
-    """A model as requests carry it that run it on ``target``.
-
-    Where the target's profiles leave shapes open, the inputs have the shapes that the first profile is
-    optimized for.
-    """
-    spec = model_spec_for(model, target)
-    fed = {name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()}
-    # All open inputs are in the profile, and sizes that are not fixed may be outside of it.
-    dims = {} if fed and not spec.static_shapes else spec.dims
-    return dataclasses.replace(spec, dims=dims, shapes={**fed, **spec.shapes})
-
-
-def target_spec(target: Target) -> TargetSpec:
-    """A target as requests carry it."""
-    return TargetSpec(target.name, target.settings, target.provider.plugin, target.load_options)

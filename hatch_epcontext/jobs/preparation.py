@@ -16,7 +16,7 @@ from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.jobs.artifact import CRASHES, Preparation, Recipe
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
-from hatch_epcontext.jobs.plan import Job, model_spec_for
+from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
@@ -143,7 +143,7 @@ def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
 
 def _key(job: Job, model: Model) -> str:
     """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
-    spec = to_plain(model_spec_for(model, job.target))
+    spec = to_plain(model.on(job.target))
     return value_sha256([spec, _compare(model), to_plain(_precision(job, model))])
 
 
@@ -188,7 +188,7 @@ def prepare(
     with writing("a prepared model", folder, job.location):
         folder.mkdir(parents=True)
     request = PrepareRequest(
-        model_spec_for(model, job.target),
+        model.on(job.target),
         recipe.simplifier,
         str(folder),
         _compare(model),
@@ -224,7 +224,7 @@ def change(
     with writing("a rewritten model", folder, job.location):
         folder.mkdir(parents=True)
     request = RewriteRequest(
-        model_spec_for(model, job.target),
+        model.on(job.target),
         before.path,
         refused,
         str(folder),

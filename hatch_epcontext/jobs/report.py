@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import hatch_epcontext
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import (
     GENERATOR,
     Built,

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import hatch_epcontext
-from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, merged
+from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
+from hatch_epcontext.jobs.cache.fingerprint import FORMAT, model_settings, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.plan import source_spec
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.validation import inputs_digest
-from hatch_epcontext.providers import Profile
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import show_size, suggestion
 from hatch_epcontext.worker.facts import ModelFacts
-
-if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import CheckRequest
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _REQUESTS = 16
 """Requests to a shared cache at once."""
-
-_Profiles = tuple[Key, tuple[Profile, ...], bool]
-"""The place of a target's optimization profiles, the profiles, and whether the target fixes shapes."""
 
 
 def read_sources(
@@ -47,9 +38,8 @@ def read_sources(
     if problems := list(_too_large(config.models)):
         # They are not even hashed.
         raise ModelError(*problems)
-    checks = _Checks.of(config)
     # Whoever compiled what is now taken from the cache has checked the model for its own targets.
-    key_of = _unchecked_key if config.only_from_cache else checks.key
+    key_of = _unchecked_key if config.only_from_cache else _key
     keys = {model.name: key_of(model, index) for model in config.models}
     known: dict[str, ModelFacts] = {}
     found = _for_each(index, lambda name: index.facts(name, ModelFacts), keys.values())
@@ -61,7 +51,10 @@ def read_sources(
         if config.only_from_cache:
             trouble = index.shared.trouble if index.shared is not None else None
             raise BuildError(*(_not_known(model, trouble) for model in unknown))
-        reply = workers.call(checks.request(unknown), scratch, location="reading the models")
+        # Only now: a build that knows its models needs no requests.
+        from hatch_epcontext.worker.requests import CheckRequest
+
+        reply = workers.call(CheckRequest(unknown), scratch, location="reading the models")
         for model in unknown:
             # Facts of other contents must not be stored as those of what was hashed.
             index.check(model.path)
@@ -89,18 +82,14 @@ def check_unchanged(sources: Iterable[Source], hint: str) -> None:
 
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
     """The outputs in the tolerance of ``model`` that are not among its ``outputs``."""
-    tolerance = model.validate.tolerance
-    if tolerance is None:
-        return
     names = [output.name for output in outputs]
-    key = model.key / "validate" / "tolerance"
-    given = [(key / "outputs", tolerance.outputs)]
-    given += [(key / "targets" / n / "outputs", t.outputs) for n, t in tolerance.targets.items()]
-    for place, limits in given:
-        for name in limits:
-            if name not in names:
-                message = f"the model has no output {name!r}."
-                yield Problem.at(place / name, Kind.UNKNOWN_INPUT, message, suggestion(name, names))
+    for given in model.validate.tolerance or ():
+        if given.output is not None and given.output not in names:
+            key = model.key / "validate" / "tolerance"
+            place = key if given.target is None else key / "targets" / given.target
+            message = f"the model has no output {given.output!r}."
+            hint = suggestion(given.output, names)
+            yield Problem.at(place / "outputs" / given.output, Kind.UNKNOWN_INPUT, message, hint)
 
 
 def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -164,79 +153,27 @@ def _not_known(model: Model, trouble: str | None) -> Problem:
     )
 
 
-@dataclass(frozen=True)
-class _Checks:
-    """What the models are checked against, by their names; see `CheckRequest`."""
-
-    static: dict[str, str] = field(default_factory=dict)
-    left_open: dict[str, str] = field(default_factory=dict)
-    profiles: dict[str, list[_Profiles]] = field(default_factory=dict)
-    contexts: dict[str, list[Target]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(config: Config) -> _Checks:
-        made = _Checks()
-        for model, target in _pairs(config):
-            static_shapes = target.settings.static_shapes
-            if target.provider.static_shapes:
-                names = made.static if static_shapes else made.left_open
-                names[model.name] = target.provider.ep
-            if target.provider.product == "context" and not target.from_cache:
-                made.contexts.setdefault(model.name, []).append(target)
-            if target.profiles:
-                key = target.key / "profiles"
-                its = made.profiles.setdefault(model.name, [])
-                its.append((key, target.profiles, static_shapes))
-        return made
-
-    def request(self, models: tuple[Model, ...]) -> CheckRequest:
-        # Only now: a build that knows its models needs no requests.
-        from hatch_epcontext.worker.requests import CheckRequest, ContextTarget, ModelProfiles
-
-        profiles = (
-            ModelProfiles(model.name, *each)
-            for model in models
-            for each in self.profiles.get(model.name, ())
+def _key(model: Model, index: Index) -> str:
+    """What identifies the facts of ``model``: its contents and all that it is checked against."""
+    targets = [
+        (
+            (target.settings.provider, target.settings.ep, target.settings.static_shapes),
+            (to_plain(target.profiles), None if target.from_cache else target.min_coverage),
         )
-        contexts = (
-            ContextTarget(model.name, each.name, each.provider.name, each.key, each.min_coverage)
-            for model in models
-            for each in self.contexts.get(model.name, ())
-        )
-        specs = tuple(map(source_spec, models))
-        return CheckRequest(specs, self.static, tuple(profiles), self.left_open, tuple(contexts))
-
-    def key(self, model: Model, index: Index) -> str:
-        """What identifies the facts of ``model``: its contents and all that it is checked against."""
-        profiles = [(its, static) for _, its, static in self.profiles.get(model.name, ())]
-        contexts = [
-            (target.provider.name, target.min_coverage)
-            for target in self.contexts.get(model.name, ())
-        ]
-        return value_sha256(
-            {
-                "model": _unchecked_key(model, index),
-                "inputs": inputs_digest(model.validate.inputs, index),
-                "static": [self.static.get(model.name), self.left_open.get(model.name)],
-                "profiles": to_plain(profiles),
-                "contexts": to_plain(contexts),
-            }
-        )
+        for target in model.targets
+        if target.profiles or target.provider.static_shapes or target.provider.product == "context"
+    ]
+    inputs = inputs_digest(model.validate.inputs, index)
+    return value_sha256([_unchecked_key(model, index), inputs, targets])
 
 
 def _unchecked_key(model: Model, index: Index) -> str:
     """What identifies the facts of ``model`` whatever it is checked against."""
-    spec = to_plain(source_spec(model))
-    # Paths differ between machines, and no fact depends on the others.
-    other = ("path", "key", "listed", "inputs", "timeout")
     return value_sha256(
         {
             "version": [hatch_epcontext.__version__, FORMAT],
             "sha256": index.sha256(model.path),
-            "model": {name: value for name, value in spec.items() if name not in other},
+            "model": model_settings(model),
+            "states": dict(model.validate.states),
         }
     )
-
-
-def _pairs(config: Config) -> Iterator[tuple[Model, Target]]:
-    return ((model, target) for model in config.models for target in model.targets)

@@ -233,8 +233,7 @@ def with_limits_of_target(error: BuildError, model: Model, target: Target) -> Bu
 
     So nobody allows all of them what one of them needs.
     """
-    tolerance = model.validate.tolerance
-    own = tolerance is not None and target.name in tolerance.targets
+    own = any(given.target == target.name for given in model.validate.tolerance or ())
     if len(model.targets) < 2 and not own:
         return error
     key = model.key / "validate" / "tolerance"

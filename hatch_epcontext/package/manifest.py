@@ -10,13 +10,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import CompileSettings, Model
 from hatch_epcontext.files import FileRecord, is_intact, read_regular
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Preparation, Result, Source, Validation
 from hatch_epcontext.loader import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
@@ -29,7 +30,7 @@ from hatch_epcontext.package.model_package import (
     Variant,
     write,
 )
-from hatch_epcontext.providers import Plugin, Product, variable_of
+from hatch_epcontext.providers import Plugin, Product, secrets_in
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.facts import Coverage
 
@@ -264,7 +265,7 @@ def _variant(built: Built, model: str) -> Variant:
     (index,) = (i for i, each in enumerate(record.contexts) if each.model == model)
     context = record.contexts[index]
     only_ours = {n: value for n, value in target.load_options.items() if USER_CACHE in value}
-    secrets = tuple(name for name, value in target.load_options.items() if variable_of(value))
+    secrets = secrets_in(target.load_options)
     about = VariantMetadata(
         product=record.product,
         plugin=_shipped(target.provider.plugin),

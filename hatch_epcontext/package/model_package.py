@@ -16,11 +16,12 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, Protocol
 
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.loader import OUTPUT_OPTIONS, PATH_OPTIONS
 from hatch_epcontext.serialize import InvalidJsonError, from_plain, refuse_constant, to_plain
 from hatch_epcontext.text import dotted, show

@@ -8,18 +8,17 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 
 # The loader declares `Device`, because it is copied into other packages and can import nothing of this one.
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import (
     QUANTIZED,
     MoreCoverage,
-    OutputLimits,
     Plugin,
     Product,
     Profile,
     Provider,
-    SomeLimits,
     Tolerance,
 )
 from hatch_epcontext.providers.libraries import MissingLibrary, missing
@@ -29,6 +28,7 @@ from hatch_epcontext.providers.option import (
     OptionValue,
     Scalar,
     render,
+    secrets_in,
     variable_of,
     variables_in,
 )
@@ -42,18 +42,18 @@ __all__ = [
     "MoreCoverage",
     "Option",
     "OptionValue",
-    "OutputLimits",
     "Plugin",
     "Product",
     "Profile",
     "Provider",
     "Scalar",
-    "SomeLimits",
     "Tolerance",
+    "configured",
     "find",
     "is_benign",
     "missing",
     "render",
+    "secrets_in",
     "variable_of",
     "variables_in",
 ]
@@ -88,3 +88,26 @@ DISTRIBUTIONS = (
 def find(name: str) -> Provider | None:
     """The provider with this name, EP name or alias, in any spelling; None for an unknown name."""
     return next((provider for provider in PROVIDERS.values() if provider.has_name(name)), None)
+
+
+def configured(name: str, ep: str, plugin: Plugin | None, *, unchecked: bool = False) -> Provider:
+    """The provider called ``name``, with the EP that a configuration names and the library of that EP.
+
+    With ``unchecked`` it shares weights, although this package may not know that it can.
+    """
+    provider = PROVIDERS[name]
+    if (ep, plugin) != (provider.ep, provider.plugin):
+        own = ("onnxruntime", "onnxruntime-gpu")
+        provider = replace(
+            provider,
+            ep=ep,
+            plugin=plugin,
+            distributions=tuple(dict.fromkeys((*own, *provider.distributions))),
+            # Only the configuration can name what the library needs.
+            requirements=(),
+            systems=(),
+        )
+    if unchecked and provider.product == "context" and not provider.shares_weights:
+        # Only an attempt to open them shows whether the machine can.
+        provider = replace(provider, shares_weights=True, loads_shared=True)
+    return provider

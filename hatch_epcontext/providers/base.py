@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, replace
 from typing import Any, Literal
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.limits import Limits
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
@@ -31,29 +32,14 @@ class Plugin:
 
 
 @dataclass(frozen=True)
-class SomeLimits:
-    """Those of `OutputLimits` that somebody has given."""
-
-    snr: float | None = None
-    cosine: float | None = None
-    atol: float | None = None
-    rtol: float | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The given ones by name."""
-        limits = ((each.name, getattr(self, each.name)) for each in fields(SomeLimits))
-        return {name: limit for name, limit in limits if limit is not None}
-
-
-@dataclass(frozen=True)
-class OutputLimits:
-    """How far an output may differ from the CPU EP's.
+class Tolerance:
+    """How far outputs may differ from the CPU EP's.
 
     ``snr``: the least ratio of signal to noise in decibels; slices of the output may be 10 dB worse, and
     those of fewer than 8 values 20 dB. ``cosine``: the least cosine similarity. If ``atol`` or ``rtol`` is
     given, ``|out - ref| <= atol + rtol * |ref|`` must hold everywhere. ``unit``: the signal that each value
     of an output between -1 and 1 counts to have, which is much for EPs that compute a Sigmoid from a table.
+    ``outputs``: limits of their own, by the names of the output and of the limit.
     """
 
     snr: float
@@ -61,26 +47,15 @@ class OutputLimits:
     atol: float | None = None
     rtol: float | None = None
     unit: float = 1e-3
+    outputs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The limits by name, without those that are None."""
-        some = SomeLimits(self.snr, self.cosine, self.atol, self.rtol)
-        return {**some.given, "unit": self.unit}
-
-
-@dataclass(frozen=True)
-class Tolerance(OutputLimits):
-    """How far a target's outputs may differ from those of the CPU EP; ``outputs``: limits of their own."""
-
-    outputs: Mapping[str, OutputLimits] = field(default_factory=dict)
-
-    def of(self, output: str) -> OutputLimits:
-        """The limits of ``output``."""
-        return self.outputs.get(output, self)
+    def of(self, output: str) -> Tolerance:
+        """That of ``output``."""
+        own: Mapping[str, Any] = self.outputs.get(output, {})
+        return replace(self, **own, outputs={})
 
 
-QUANTIZED = SomeLimits(snr=15, cosine=0.98)
+QUANTIZED = Tolerance(snr=15, cosine=0.98)
 """How far outputs may differ where the source is quantized, and what was made of it is not, or vice versa."""
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from hatch_epcontext.frozen import dataclass
 
 Scalar = bool | int | float | str
 OptionValue = Scalar | Mapping[str, Any] | tuple[Scalar, ...]
 Scope = Literal["compile", "load", "both"]
 Kind = Literal["bool", "int", "text", "json", "pointer"]
+
+_SECRET = re.compile(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 @dataclass(frozen=True)
@@ -183,15 +186,18 @@ def variable_of(value: object) -> str | None:
 
     Only workers look up its value. Wherever else options go, they have the name.
     """
-    found = (
-        re.fullmatch(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}", value) if isinstance(value, str) else None
-    )
+    found = _SECRET.fullmatch(value) if isinstance(value, str) else None
     return found[1] if found else None
+
+
+def secrets_in(options: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of those of ``options`` that are secrets."""
+    return tuple(name for name, value in options.items() if variable_of(value))
 
 
 def variables_in(text: str) -> frozenset[str]:
     """The environment variables of all secrets in ``text``, such as that of a request."""
-    return frozenset(re.findall(r'"\{env:([A-Za-z_][A-Za-z0-9_]*)\}"', text))
+    return frozenset(re.findall(f'"{_SECRET.pattern}"', text))
 
 
 def pointer(doc: str) -> Option:

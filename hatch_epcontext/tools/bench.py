@@ -14,7 +14,7 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cutting import cut_plan
-from hatch_epcontext.jobs.plan import Job, Plan, model_spec_to_run, target_spec
+from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.preparation import Prepared, prepare
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import job_runner
@@ -221,10 +221,10 @@ def _measured(case: Case, replies: Sequence[TimeOpeningReply]) -> Measured:
 
 def _request(subject: _Subject, case: Case, cache: Path) -> TimeOpeningRequest:
     job, model = subject.job, subject.job.models[0]
-    spec = model_spec_to_run(model, job.target)
+    spec = model.to_run_on(job.target)
     artifact = next(iter(subject.artifacts.values()))
     product: Product | None = None
-    path, target = Path(subject.prepared.path), target_spec(job.target)
+    path, target = Path(subject.prepared.path), job.target
     if case.opened != "source":
         artifact = subject.artifacts[case.embedded]
         product = artifact.record.product

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.plan import target_spec
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider, find
@@ -39,7 +38,7 @@ def compile_to_bytes(
             file = folder / f"data-{number}"
             file.write_bytes(contents)
             files[location] = str(file)
-        request = CompileBytesRequest(str(source), files, target_spec(target), str(result))
+        request = CompileBytesRequest(str(source), files, target, str(result))
         workers = Workers(config.build.timeout)
         workers.call(request, folder / "worker", location=f"model -> {target.name}")
         return result.read_bytes()

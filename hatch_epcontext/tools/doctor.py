@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.config.build_hooks import hooks_for_command
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, EpcontextError, Kind, Problem
@@ -178,8 +177,7 @@ def _examine_project(folder: Path, environ: Mapping[str, str]) -> tuple[str, tup
         )
         return "The hook is not switched on.", (problem,)
     try:
-        hooks = hooks_for_command(folder)
-        planned = plan(load(folder, table, wheel or everywhere or {}, environ, hooks=hooks))
+        planned = plan(load(folder, table, wheel or everywhere or {}, environ))
         check_environment(planned.local_targets, planned.requirements)
     except EpcontextError as error:
         return "The hook is switched on.", error.problems

@@ -16,7 +16,7 @@ import tomlkit
 from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
-from hatch_epcontext.config.build_hooks import NAME, hooks_for_command, hooks_table
+from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
 from hatch_epcontext.config.lines import is_question, try_parse
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
@@ -464,8 +464,7 @@ def _check(root: Path, before: Mapping[str, Any], text: str) -> None:
             )
         )
     # What another build hook makes need not be there.
-    hooks = hooks_for_command(root)
-    load(root, values["tool"]["epcontext"], {}, {}, hooks=hooks, pending=bool(hooks))
+    load(root, values["tool"]["epcontext"], {}, {}, pending=bool(hooks_of_project(root)))
 
 
 def _has_all(after: Any, before: Any) -> bool:

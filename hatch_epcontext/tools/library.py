@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Validation
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.machine import jobs_at_once
-from hatch_epcontext.jobs.plan import Job, model_spec_to_run, plan, target_spec
+from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.preparation import Prepared
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.recipes import Attempt, best, refusal, try_recipes
@@ -487,9 +487,9 @@ class _Tried:
             return TrialStep(StepStatus.SKIPPED, reason), ()
         model, target = self.job.models[0], self.job.target
         request = AssignRequest(
-            model_spec_to_run(model, target),
+            model.to_run_on(target),
             prepared.path,
-            target_spec(target),
+            target,
             prepared.reference,
             model.tolerance_for(target),
         )

@@ -11,7 +11,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from hatch_epcontext.config.build_hooks import hooks_for_command
+from hatch_epcontext.config.build_hooks import hooks_of_project
 from hatch_epcontext.config.lines import Lines
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
@@ -57,8 +57,8 @@ class NextSteps:
 def next_steps(root: Path, text: str) -> NextSteps:
     """What is left to do in the project in ``root``, whose ``pyproject.toml`` has a valid ``text``."""
     values = parse(text)
-    hooks = hooks_for_command(root)
-    config = load(root, values["tool"]["epcontext"], {}, {}, hooks=hooks, pending=bool(hooks))
+    pending = bool(hooks_of_project(root))
+    config = load(root, values["tool"]["epcontext"], {}, {}, pending=pending)
     project = Project(root, values)
     names = tuple(dict.fromkeys(model.configured_name for model in config.models))
     if project.backend == HATCHLING:

@@ -17,12 +17,10 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cutting import cut_models
-from hatch_epcontext.jobs.plan import model_spec_for, target_spec
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements
 from hatch_epcontext.tools.inspect import READING
 from hatch_epcontext.worker.requests import (
-    ContextTarget,
     FindRefusedReply,
     FindRefusedRequest,
     PreviewReply,
@@ -55,11 +53,8 @@ def preview(config: Config) -> Preview:
     with temp_dir() as folder:
         (model,) = cut_models(config, Index(), workers, folder).models
         (target,) = model.targets
-        spec = model_spec_for(model, target)
-        wanted = ContextTarget(
-            model.name, target.name, target.provider.name, target.key, target.min_coverage
-        )
-        request = PreviewRequest(spec, wanted, bool(target.settings.dequantize))
+        spec = model.on(target)
+        request = PreviewRequest(spec, target)
         known = workers.call(request, folder / "preview", location=model.name)
         if target.provider.reasons is None:
             reason = f"{target.provider.ep} does not say which nodes it refuses."
@@ -68,7 +63,7 @@ def preview(config: Config) -> Preview:
             reason = f"{target.provider.ep} itself was not asked, because of that."
             return Preview(target.provider.ep, known, None, reason)
         (folder / "prepared").mkdir()
-        ask = FindRefusedRequest(spec, target_spec(target), str(folder / "prepared"))
+        ask = FindRefusedRequest(spec, target, str(folder / "prepared"))
         try:
             check_environment((target,), requirements((target,)))
             asked = workers.call(ask, folder / "ask", location=model.name)

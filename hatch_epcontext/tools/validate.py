@@ -24,7 +24,7 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.cutting import cut_plan
-from hatch_epcontext.jobs.plan import Job, model_spec_to_run, plan, target_spec
+from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import unknown_outputs
@@ -249,7 +249,7 @@ def _run(
     With ``has_source`` the job's model is the source to compare with; otherwise it is the artifact
     itself. Raises BuildError when it cannot be run on this machine, or fails.
     """
-    spec = model_spec_to_run(job.models[0], job.target)
+    spec = job.models[0].to_run_on(job.target)
     if reason := reason_not_to_run(job) or reason_not_to_open(path, model, job.target.provider):
         raise BuildError(
             Problem(
@@ -266,7 +266,7 @@ def _run(
     request = ValidateRequest(
         # The source gets the shapes that were fixed when it was compiled.
         replace(spec, shapes={**fixed_shapes(model.inputs), **spec.shapes}) if has_source else spec,
-        target_spec(job.target),
+        job.target,
         job.target.provider.product,
         Context(spec.name, path.name, model.inputs, model.outputs),
         str(moved),

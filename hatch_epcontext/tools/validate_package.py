@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from hatch_epcontext.config.settings import CompileSettings, Config, Model
+from hatch_epcontext.config.settings import CompileSettings, Config, Model, Target
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,
@@ -40,7 +40,7 @@ from hatch_epcontext.package.manifest import (
     ours,
 )
 from hatch_epcontext.package.model_package import ModelPackage, OrtInfo, Variant
-from hatch_epcontext.providers import PROVIDERS, Device, Provider, find, variable_of
+from hatch_epcontext.providers import PROVIDERS, Device, find, secrets_in
 from hatch_epcontext.text import count, listing, show, suggestion
 from hatch_epcontext.tools.configure import JobSettings, configure, for_model
 from hatch_epcontext.tools.inspect import (
@@ -58,7 +58,7 @@ from hatch_epcontext.tools.validate import (
     reason_not_to_open,
     refuse_mode,
 )
-from hatch_epcontext.worker.facts import Context, ModelSpec, TargetSpec
+from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
 
 _DEVICES: Mapping[str, Device] = {name: name for name in get_args(Device)}
@@ -273,11 +273,10 @@ def _refuse_several_models(package: ModelPackage, components: Sequence[str]) -> 
 
 
 @dataclass(frozen=True)
-class OpenSpec:
-    """How a variant is opened: its EP, its settings, and its model file."""
+class _Opening:
+    """How a variant is opened: its target, its model file, and what that contains."""
 
-    provider: Provider
-    target: TargetSpec
+    target: Target
     file: Path
     model: InspectReply
 
@@ -374,22 +373,20 @@ class _Validator:
         # Any file will do for the path: the model itself is not read here.
         return configure({"model": self._read.folder / model_package.FILE}, "cpu", own)
 
-    def _run(self, component: str, variant: str, form: OpenSpec, location: str) -> Validation:
+    def _run(self, component: str, variant: str, form: _Opening, location: str) -> Validation:
         """Open and run a variant from a moved copy; raises EpcontextError if it fails."""
         package = self._read.package
         found = package.components[component].variants[variant]
         about = ours(found.metadata, VariantMetadata)
-        reason = reason_not_to_run_here(form.provider, form.target.settings)
-        reason = reason or reason_not_to_open(form.file, form.model, form.provider)
+        reason = reason_not_to_run_here(form.target.provider, form.target.settings)
+        reason = reason or reason_not_to_open(form.file, form.model, form.target.provider)
         if about is not None and about.needs_device:
             reason = reason or f"only the device itself can open it, and no simulator of {found.ep}"
         if reason:
             raise BuildError(_not_run(location, reason))
         (model,) = self._configure(component).models
         reference = self._reference(component, variant)
-        tolerance = (
-            model.tolerance_on(form.provider, variant, form.target.settings) if reference else None
-        )
+        tolerance = model.tolerance_for(form.target) if reference else None
         spec = self._spec(component, form, model, reference)
         with temp_dir() as staging:
             name = _copy(self._read.folder, found, form, staging / "moved")
@@ -410,8 +407,8 @@ class _Validator:
         return validation_of(ValidationStatus.RAN_ON_CPU, reply, model.validate.inputs)
 
     def _spec(
-        self, component: str, form: OpenSpec, model: Model, reference: _Reference | None
-    ) -> ModelSpec:
+        self, component: str, form: _Opening, model: Model, reference: _Reference | None
+    ) -> Model:
         """The model to compare with, or the variant's own, with the shapes that the variant has."""
         about = ours(self._read.package.components[component].metadata, ComponentMetadata)
         names = {each.name for each in form.model.inputs}
@@ -419,14 +416,14 @@ class _Validator:
             fixed_shapes(each for each in about.inputs if each.name in names) if about else {}
         )
         constants = reference.constants if reference else _constants(about)
-        return ModelSpec(
-            component,
-            str(reference.file if reference else form.file),
-            model.key,
-            model.dims,
-            {**configured, **fixed_shapes(form.model.inputs), **model.shapes},
-            {**constants, **model.constants},
-            model.validate.inputs,
+        return replace(
+            model,
+            name=component,
+            path=reference.file if reference else form.file,
+            targets=(),
+            static_shapes=True,
+            shapes={**configured, **fixed_shapes(form.model.inputs), **model.shapes},
+            constants={**constants, **model.constants},
         )
 
     def _reference(self, component: str, variant: str) -> _Reference | None:
@@ -453,7 +450,7 @@ class _Validator:
         return None
 
 
-def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Path) -> OpenSpec:
+def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Path) -> _Opening:
     """How the variant in ``folder`` is opened.
 
     Raises InspectionError when its manifest and its file disagree, and BuildError when nothing is known
@@ -479,7 +476,7 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Pa
             session_options={**about.settings.session_options, **options.session_options},
         )
         load_options = {**options.provider_options, **about.load_options}
-        _refuse_secrets((*about.secrets, *_secrets_in(load_options)))
+        _refuse_secrets((*about.secrets, *secrets_in(load_options)))
     else:
         settings = CompileSettings(
             provider=provider.name,
@@ -489,17 +486,13 @@ def _form(found: Variant, name: str, file: Path, model: InspectReply, folder: Pa
             session_options=options.session_options,
         )
         load_options = provider.complete(options.provider_options)
-        _refuse_secrets(_secrets_in(load_options))
+        _refuse_secrets(secrets_in(load_options))
     load_options = _confined(load_options, folder)
     session_options = _confined(settings.session_options, folder)
     settings = replace(settings, session_options=session_options)
-    provider = replace(provider, ep=ep, plugin=plugin)
-    check_chip(file, model, provider, settings)
-    return OpenSpec(provider, TargetSpec(name, settings, plugin, load_options), file, model)
-
-
-def _secrets_in(options: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(name for name, value in options.items() if variable_of(value))
+    target = Target(name, settings, plugin, load_options)
+    check_chip(file, model, target.provider, settings)
+    return _Opening(target, file, model)
 
 
 def _refuse_secrets(names: Sequence[str]) -> None:
@@ -567,7 +560,7 @@ def _constants(about: ComponentMetadata | None) -> dict[str, Any]:
     return {name: each.value for name, each in about.constants.items()} if about else {}
 
 
-def _copy(folder: Path, found: Variant, form: OpenSpec, moved: Path) -> str:
+def _copy(folder: Path, found: Variant, form: _Opening, moved: Path) -> str:
     """Put the files of a variant into the folder ``moved``; returns the model file's path there."""
     if not form.model.contexts:
         copy_named_files(form.file, form.model, moved)

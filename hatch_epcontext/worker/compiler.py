@@ -10,14 +10,14 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.providers import Provider, missing
-from hatch_epcontext.worker.facts import TargetSpec
-from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
+from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _IR_VERSION = 10
 """The IR version that the oldest supported ONNX Runtime and all newer ones read."""
@@ -30,7 +30,7 @@ _FIELD = b"\x08"
 def compile_context(
     prepared: Path,
     result: Path,
-    target: TargetSpec,
+    target: Target,
     session_options: Mapping[str, str] | None = None,
     key: Key | None = None,
 ) -> None:
@@ -39,7 +39,7 @@ def compile_context(
     ``session_options`` are added to the target's; ``key`` is the model's place in the configuration.
     Raises BuildError with an explanation of the EP's error where there is one.
     """
-    provider = provider_of(target)
+    provider = target.provider
     optimizes = target.settings.optimization != "none"
     with explained(provider, lambda: _graph(prepared), key, optimizes=optimizes):
         if target.settings.in_memory:
@@ -78,7 +78,7 @@ def _ir_version(path: Path) -> int | None:
     return head[1] if head[:1] == _FIELD and len(head) == 2 and head[1] <= _NEWEST else None
 
 
-def compile_buffers(model: bytes, data: Mapping[str, bytes], target: TargetSpec) -> bytes:
+def compile_buffers(model: bytes, data: Mapping[str, bytes], target: Target) -> bytes:
     """Return the context model of ``model``, an ONNX file's contents, with the compiled blob inside.
 
     ``data``: the contents of the files of its external data, by the location that the model has.
@@ -130,7 +130,7 @@ def explained(
 
 
 def _with_model_compiler(
-    prepared: Path, result: Path, target: TargetSpec, session_options: Mapping[str, str]
+    prepared: Path, result: Path, target: Target, session_options: Mapping[str, str]
 ) -> None:
     settings = target.settings
     threshold = settings.external_initializers
@@ -151,7 +151,7 @@ def _with_model_compiler(
     compiler.compile_to_file(str(result))
 
 
-def _with_session(prepared: Path, session_options: ort.SessionOptions, target: TargetSpec) -> None:
+def _with_session(prepared: Path, session_options: ort.SessionOptions, target: Target) -> None:
     """Open a session whose EP itself writes the context model; no error if it compiles nothing."""
     session_options.graph_optimization_level = LEVELS[target.settings.optimization]
     open_session(prepared, session_options)

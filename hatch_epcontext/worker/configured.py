@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import onnx
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, collect
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
@@ -13,23 +14,22 @@ from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import suggestion
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
-from hatch_epcontext.worker.facts import ModelSpec
 
 
-def feeds_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Array]:
+def feeds_for(model: onnx.ModelProto, spec: Model) -> dict[str, Array]:
     """Return dummy inputs for a model that `fix_inputs` took, within the ranges that it takes."""
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     return dummy_inputs(inputs, spec, ranges_for(model, spec))
 
 
-def ranges_for(model: onnx.ModelProto, spec: ModelSpec) -> dict[str, Range]:
+def ranges_for(model: onnx.ModelProto, spec: Model) -> dict[str, Range]:
     """Return the ranges of the inputs of a model that `fix_inputs` took; empty if none are needed."""
-    if spec.inputs != "random":
+    if spec.validate.inputs != "random":
         return {}
     return input_ranges(model, sized(list(map(graph.facts, graph.inputs(model.graph))), spec))
 
 
-def fix_inputs(model: onnx.ModelProto, spec: ModelSpec) -> None:
+def fix_inputs(model: onnx.ModelProto, spec: Model) -> None:
     """Fix the constants of ``spec`` in ``model``, in place, and with static shapes its shapes and dims.
 
     Raises ModelError with everything that does not fit the model's inputs.
@@ -39,7 +39,7 @@ def fix_inputs(model: onnx.ModelProto, spec: ModelSpec) -> None:
         fix_shapes(model, spec)
 
 
-def fix_constants(model: onnx.ModelProto, spec: ModelSpec) -> None:
+def fix_constants(model: onnx.ModelProto, spec: Model) -> None:
     """Fix the constants of ``spec`` in ``model``, in place, and check its shapes and dims.
 
     Raises ModelError with everything that does not fit the model's inputs.
@@ -49,7 +49,7 @@ def fix_constants(model: onnx.ModelProto, spec: ModelSpec) -> None:
         raise ModelError(*problems)
 
 
-def fix_shapes(model: onnx.ModelProto, spec: ModelSpec) -> None:
+def fix_shapes(model: onnx.ModelProto, spec: Model) -> None:
     """Fix the shapes and dims of ``spec``, which fit, in all graphs of ``model``, in place."""
     dims, _ = collect(_sizes(model.graph, spec))
     for value in graph.inputs(model.graph):
@@ -70,7 +70,7 @@ def unknown_name(key: Key, name: str, noun: str, known: list[str]) -> Problem:
     return Problem.at(key, Kind.UNKNOWN_INPUT, f"the model has no {noun} {name!r}.", hint)
 
 
-def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+def _fix_constants(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
     by_name = {value.name: value for value in graph.inputs(main)}
     for name in spec.constants:
         key = spec.key / "constants" / name
@@ -99,7 +99,7 @@ def _fix_constants(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
         main.input.remove(by_name[name])
 
 
-def _sizes(main: onnx.GraphProto, spec: ModelSpec) -> Diagnosed[dict[str, int]]:
+def _sizes(main: onnx.GraphProto, spec: Model) -> Diagnosed[dict[str, int]]:
     """Return the sizes of all named dimensions that dims and shapes fix, and yield what does not fit."""
     by_name = {value.name: value for value in graph.inputs(main)}
     known_dims = list(

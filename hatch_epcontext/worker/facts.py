@@ -1,4 +1,4 @@
-"""What requests and replies carry, and builds keep: facts of models, and what a worker needs to know.
+"""What requests and replies carry, and builds keep: facts of models.
 
 Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or None if it has none.
 """
@@ -6,14 +6,14 @@ Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import CompileSettings, Dequantize, Listed, Quantize
-from hatch_epcontext.errors import Key
+from hatch_epcontext.config.settings import Dequantize, Quantize
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
-from hatch_epcontext.providers import Plugin, Tolerance
+from hatch_epcontext.providers import Tolerance
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
 
@@ -24,34 +24,6 @@ ONNX Runtime is the most reliable: of the 1441 of ONNX's own test models that ON
 run, its basic optimizations broke none, and onnxslim 0.1 about a hundred. But it crashes on some
 models with constant conditions, which onnxslim takes.
 """
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A source model, what its configuration fixes, and its dummy inputs; ``key`` is its place there.
-
-    With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
-    the dummy inputs. ``listed`` is their place in a list, if they are in one. ``timeout``: seconds for one
-    run of the model. ``states``: inputs that are fed with an output of the step before.
-    """
-
-    name: str
-    path: str
-    key: Key
-    dims: Mapping[str, int] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    inputs: str = "random"
-    static_shapes: bool = True
-    listed: Listed | None = None
-    timeout: float = 600.0
-    states: Mapping[str, str] = field(default_factory=dict)
-
-    def place(self, name: str) -> Key:
-        """The place of ``dims`` or ``shapes`` in the configuration: of its table in a list, if it has one."""
-        if self.listed is not None and self.listed.name == name:
-            return self.key / name / self.listed.index
-        return self.key / name
 
 
 @dataclass(frozen=True)
@@ -82,16 +54,6 @@ class Precision:
     quantize: Quantize | None
     calibration: str
     tolerance: Tolerance | None
-
-
-@dataclass(frozen=True)
-class TargetSpec:
-    """What a worker needs to know of a target: its settings, and where the EP's library is."""
-
-    name: str
-    settings: CompileSettings
-    plugin: Plugin | None
-    load_options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Setting
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.values.kinds import dimension_kind
-from hatch_epcontext.worker.facts import ModelSpec
 
 
 def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
@@ -16,7 +16,7 @@ def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
     )
 
 
-def place_of_sizes(tensor: TensorFacts, spec: ModelSpec) -> Key:
+def place_of_sizes(tensor: TensorFacts, spec: Model) -> Key:
     """The table with the sizes of ``tensor``: ``shapes``, or ``dims`` if all its dimensions have names."""
     return spec.place("shapes" if None in tensor.shape else "dims")
 
@@ -36,7 +36,7 @@ def how_to_fix(tensor: TensorFacts) -> str:
     return "Fix it with the size that the app feeds, such as how wide its images or how long its texts are."
 
 
-def sizes_to_fix(tensor: TensorFacts, spec: ModelSpec) -> list[Setting]:
+def sizes_to_fix(tensor: TensorFacts, spec: Model) -> list[Setting]:
     """The settings that fix ``tensor``: 1 for what is a batch, and all else is for the user to choose."""
     axes = _open_axes(tensor)
     known = all(_is_batch(tensor, axis) for axis in axes)

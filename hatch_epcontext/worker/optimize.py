@@ -7,8 +7,8 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.worker.facts import TargetSpec
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 
 _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
@@ -19,7 +19,7 @@ def optimize(
     source: Path,
     result: Path,
     level: str,
-    target: TargetSpec | None = None,
+    target: Target | None = None,
     *,
     fuse: bool = True,
 ) -> ort.InferenceSession:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data, stays_inside
@@ -14,8 +15,7 @@ from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, Cut
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.facts import Context, Coverage, ModelSpec, NodeFacts, TargetSpec
-from hatch_epcontext.worker.session import provider_of
+from hatch_epcontext.worker.facts import Context, Coverage, NodeFacts
 
 
 def read_optimized(name: str, result: Path) -> Context:
@@ -29,12 +29,12 @@ def read_optimized(name: str, result: Path) -> Context:
     )
 
 
-def read_context(spec: ModelSpec, prepared: Path, result: Path, target: TargetSpec) -> Context:
+def read_context(spec: Model, prepared: Path, result: Path, target: Target) -> Context:
     """Return the facts of the context model ``result``, which was compiled from ``prepared``.
 
     Raises BuildError when it is not what the target asks for.
     """
-    provider = provider_of(target)
+    provider = target.provider
     try:
         return _read_context(spec, prepared, result, target, provider)
     except ModelError as error:
@@ -47,7 +47,7 @@ def read_context(spec: ModelSpec, prepared: Path, result: Path, target: TargetSp
 
 
 def _read_context(
-    spec: ModelSpec, prepared: Path, result: Path, target: TargetSpec, provider: Provider
+    spec: Model, prepared: Path, result: Path, target: Target, provider: Provider
 ) -> Context:
     source = onnx.load(prepared, load_external_data=False)
     model = load(result, "")
@@ -84,7 +84,7 @@ def _read_context(
 
 
 def _largest(
-    spec: ModelSpec,
+    spec: Model,
     prepared: onnx.ModelProto,
     uncovered: list[onnx.NodeProto],
     open_values: frozenset[str],
@@ -142,7 +142,7 @@ def _wrong_contexts(
 
 
 def _wrong_chip(
-    compatibility: str, contexts: list[onnx.NodeProto], provider: Provider, target: TargetSpec
+    compatibility: str, contexts: list[onnx.NodeProto], provider: Provider, target: Target
 ) -> Iterator[Problem]:
     options = {**target.settings.device_filter, **target.settings.provider_options}
     versions = (graph.text(node, "ep_sdk_version") for node in contexts)
@@ -166,7 +166,7 @@ def _wrong_chip(
             )
 
 
-def _check_data(model: onnx.ModelProto, result: Path, spec: ModelSpec, provider: Provider) -> None:
+def _check_data(model: onnx.ModelProto, result: Path, spec: Model, provider: Provider) -> None:
     try:
         external_data(model, result.parent, result.name)
     except ModelError as error:
@@ -186,7 +186,7 @@ def _check_data(model: onnx.ModelProto, result: Path, spec: ModelSpec, provider:
 
 
 def _not_embeddable(
-    contexts: list[onnx.NodeProto], spec: ModelSpec, provider: Provider, target: TargetSpec
+    contexts: list[onnx.NodeProto], spec: Model, provider: Provider, target: Target
 ) -> Iterator[Problem]:
     if target.settings.embed and provider.embeds_one and len(contexts) > 1:
         yield Problem(
@@ -199,7 +199,7 @@ def _not_embeddable(
         )
 
 
-def _too_large(result: Path, spec: ModelSpec, target: TargetSpec) -> Iterator[Problem]:
+def _too_large(result: Path, spec: Model, target: Target) -> Iterator[Problem]:
     size = result.stat().st_size
     if size <= PROTOBUF_LIMIT:
         return

@@ -14,15 +14,16 @@ from typing import IO, Any
 
 import onnx
 
+from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.facts import Context, NodeFacts, TargetSpec
+from hatch_epcontext.worker.facts import Context, NodeFacts
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
+from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
 """ONNX Runtime's log severity for everything: EPs log there what they refuse."""
@@ -37,14 +38,14 @@ _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
 """ONNX Runtime then asks the EP which nodes it takes, and compiles none."""
 
 
-def with_reasons(context: Context, prepared: Path, result: Path, target: TargetSpec) -> Context:
+def with_reasons(context: Context, prepared: Path, result: Path, target: Target) -> Context:
     """``context`` of the model ``result``, compiled from ``prepared``, with reasons for uncovered nodes."""
     coverage = context.coverage
     if coverage is None or not coverage.uncovered:
         return context
     source = onnx.load(prepared, load_external_data=False).graph
     made = onnx.load(result, load_external_data=False).graph
-    logged, provider = ask(prepared, target), provider_of(target)
+    logged, provider = ask(prepared, target), target.provider
     uncovered = explained(coverage.uncovered, logged, source, made, provider)
     return replace(context, coverage=replace(coverage, uncovered=uncovered))
 
@@ -67,7 +68,7 @@ def explained(
     return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
 
 
-def nothing_compiled(error: BuildError, prepared: Path, target: TargetSpec) -> BuildError:
+def nothing_compiled(error: BuildError, prepared: Path, target: Target) -> BuildError:
     """``error``, that nothing of ``prepared`` was compiled, with the EP's reasons."""
     logged = ask(prepared, target)
     if not logged:
@@ -77,7 +78,7 @@ def nothing_compiled(error: BuildError, prepared: Path, target: TargetSpec) -> B
         NodeFacts(node.name, graph.operator(node)) for node in main.node if node.name in logged
     ]
     operators: dict[str | None, Counter[str]] = {}
-    for node in explained(nodes, logged, main, main, provider_of(target)):
+    for node in explained(nodes, logged, main, main, target.provider):
         operators.setdefault(node.reason, Counter())[node.op] += 1
     parts = [
         f"{_numbered(ops)} ({reason or 'no reason is known'})" for reason, ops in operators.items()
@@ -102,12 +103,12 @@ def _numbered(operators: Counter[str]) -> str:
     return ", ".join(op if number == 1 else f"{number} {op}" for op, number in operators.items())
 
 
-def ask(prepared: Path, target: TargetSpec) -> Mapping[str, str]:
+def ask(prepared: Path, target: Target) -> Mapping[str, str]:
     """Ask the EP why it refuses nodes of ``prepared``; returns the reasons by the names of the nodes.
 
     A reason is empty where the EP has none. Nothing is compiled.
     """
-    provider = provider_of(target)
+    provider = target.provider
     if provider.reasons is None:
         return {}
     step(f"asking {provider.ep} why it refuses nodes")

@@ -10,20 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from hatch_epcontext.errors import Key, Problem
-from hatch_epcontext.graph.facts import Cut, Range, TensorFacts
-from hatch_epcontext.providers import Product, Profile, Tolerance
+from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.errors import Problem
+from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import (
     Agreement,
     Context,
     Magnitude,
     ModelFacts,
-    ModelSpec,
     NodeFacts,
     Precision,
     Simplifier,
-    TargetSpec,
 )
 
 ReplyT = TypeVar("ReplyT")
@@ -83,13 +82,12 @@ class CutReply:
 
 @dataclass(frozen=True)
 class CutRequest(Request[CutReply], action="cut"):
-    """Write the part ``cut`` of a model into ``folder``, which exists and is empty.
+    """Write the part of a model that its configuration keeps into ``folder``, which exists and is empty.
 
     ``forms``: the model in all its forms, which differ only in what their configuration fixes.
     """
 
-    forms: tuple[ModelSpec, ...]
-    cut: Cut
+    forms: tuple[Model, ...]
     folder: str
 
     def misfit(self, reply: CutReply) -> str | None:
@@ -99,47 +97,10 @@ class CutRequest(Request[CutReply], action="cut"):
 
 
 @dataclass(frozen=True)
-class ModelProfiles:
-    """Optimization profiles for ``model``; ``key`` is their place in the configuration.
-
-    ``static_shapes``: whether the target that has them fixes dims and shapes.
-    """
-
-    model: str
-    key: Key
-    profiles: tuple[Profile, ...]
-    static_shapes: bool = True
-
-
-@dataclass(frozen=True)
-class ContextTarget:
-    """A target that compiles ``model`` into contexts, by its name, its ``provider`` and its place.
-
-    ``min_coverage``: the part of the nodes that must be inside contexts, from 0 to 1.
-    """
-
-    model: str
-    target: str
-    provider: str
-    key: Key
-    min_coverage: float
-
-
-@dataclass(frozen=True)
 class CheckRequest(Request[CheckReply], action="check"):
-    """Read the models, and check that they fit their configuration.
+    """Read the models, and check that they fit their configuration and can be compiled for their targets."""
 
-    ``static``: the names of models whose shapes must be fixed, each with the EP that needs it; ``left_open``:
-    those that get such an EP, although their target leaves shapes open. ``profiles``: the optimization
-    profiles that must fit the models' inputs. ``contexts``: the targets whose EP must be able to compile
-    the models.
-    """
-
-    models: tuple[ModelSpec, ...]
-    static: Mapping[str, str]
-    profiles: tuple[ModelProfiles, ...] = ()
-    left_open: Mapping[str, str] = field(default_factory=dict)
-    contexts: tuple[ContextTarget, ...] = ()
+    models: tuple[Model, ...]
 
     def misfit(self, reply: CheckReply) -> str | None:
         if len(reply.models) == len(self.models):
@@ -175,7 +136,7 @@ class PrepareRequest(Request[PrepareReply], action="prepare"):
     Without ``fuse`` nothing is folded into the weights of convolutions.
     """
 
-    model: ModelSpec
+    model: Model
     simplifier: Simplifier
     folder: str
     compare: bool
@@ -212,7 +173,7 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     the source if its numbers were changed.
     """
 
-    model: ModelSpec
+    model: Model
     prepared: str
     refused: tuple[str, ...] | None
     folder: str
@@ -250,9 +211,9 @@ class CompileRequest(Request[CompileReply], action="compile"):
     Several models are compiled in order, in one process, and share one sidecar.
     """
 
-    models: tuple[ModelSpec, ...]
+    models: tuple[Model, ...]
     prepared: tuple[str, ...]
-    target: TargetSpec
+    target: Target
     folder: str
 
     def misfit(self, reply: CompileReply) -> str | None:
@@ -279,7 +240,7 @@ class CompileBytesRequest(Request[CompileBytesReply], action="compile_bytes"):
 
     model: str
     data: Mapping[str, str]
-    target: TargetSpec
+    target: Target
     result: str
 
 
@@ -312,8 +273,8 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
     ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
     """
 
-    model: ModelSpec
-    target: TargetSpec
+    model: Model
+    target: Target
     product: Product
     context: Context
     folder: str
@@ -343,10 +304,10 @@ class TimeOpeningRequest(Request[TimeOpeningReply], action="time_opening"):
     """
 
     path: str
-    target: TargetSpec
+    target: Target
     product: Product | None
     buffer: bool
-    model: ModelSpec
+    model: Model
     inputs: tuple[TensorFacts, ...]
     ranges: Mapping[str, Range]
 
@@ -447,14 +408,10 @@ class PreviewReply:
 
 @dataclass(frozen=True)
 class PreviewRequest(Request[PreviewReply], action="preview"):
-    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone.
+    """Find what the EP of ``target`` cannot compile of ``model``, from its file alone."""
 
-    ``dequantized``: whether a build undoes dynamic quantization.
-    """
-
-    model: ModelSpec
-    target: ContextTarget
-    dequantized: bool = False
+    model: Model
+    target: Target
 
 
 @dataclass(frozen=True)
@@ -472,8 +429,8 @@ class FindRefusedRequest(Request[FindRefusedReply], action="find_refused"):
     ``folder`` exists and is empty.
     """
 
-    model: ModelSpec
-    target: TargetSpec
+    model: Model
+    target: Target
     folder: str
 
 
@@ -606,9 +563,9 @@ class AssignRequest(Request[AssignReply], action="assign"):
     It is compared with the outputs of the source on the CPU in the file ``reference``, if there is one.
     """
 
-    model: ModelSpec
+    model: Model
     prepared: str
-    target: TargetSpec
+    target: Target
     reference: str | None
     tolerance: Tolerance | None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.loader import USER_CACHE
-from hatch_epcontext.providers import PROVIDERS, Product, Provider, variable_of
-from hatch_epcontext.worker.facts import TargetSpec
+from hatch_epcontext.providers import Product, Provider, variable_of
 from hatch_epcontext.worker.libraries import UnavailableError, register, unloadable
 
 LEVELS = {
@@ -25,14 +23,8 @@ LEVELS = {
 }
 
 
-def provider_of(target: TargetSpec) -> Provider:
-    """Return the target's provider, with the target's own EP and library."""
-    known = PROVIDERS[target.settings.provider]
-    return dataclasses.replace(known, ep=target.settings.ep, plugin=target.plugin)
-
-
 def options(
-    target: TargetSpec,
+    target: Target,
     provider_options: Mapping[str, str],
     session_options: Mapping[str, str] | None = None,
 ) -> ort.SessionOptions:
@@ -41,7 +33,7 @@ def options(
     ``session_options`` are added to the target's. Raises UnavailableError when the EP has no library,
     no driver or no device on this machine, and BuildError when the variable of a secret is not set.
     """
-    provider, settings = provider_of(target), target.settings
+    provider, settings = target.provider, target.settings
     provider_options = {name: _look_up(name, each) for name, each in provider_options.items()}
     result = ort.SessionOptions()
     for key, value in {**settings.session_options, **(session_options or {})}.items():
@@ -88,7 +80,7 @@ def cpu_options() -> ort.SessionOptions:
 
 
 def context_options(
-    target: TargetSpec, product: Product, *, sharing: bool = False
+    target: Target, product: Product, *, sharing: bool = False
 ) -> ort.SessionOptions:
     """Return session options to open an artifact with, as the loader does."""
     shared = {"ep.share_ep_contexts": "1"} if sharing else {}

@@ -13,7 +13,6 @@ from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileRequest
-from hatch_epcontext.worker.session import provider_of
 
 _PREFIX = "ep.context_node_name_prefix"
 
@@ -24,7 +23,7 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
     Raises BuildError when one cannot be compiled, or when they do not share a sidecar.
     """
     folder, target = Path(request.folder), request.target
-    provider = provider_of(target)
+    provider = target.provider
     results = [folder / provider.result_file(spec.name) for spec in request.models]
     for spec, path, result in zip(request.models, request.prepared, results, strict=True):
         sharing = {

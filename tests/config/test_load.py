@@ -9,10 +9,10 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import ToleranceSettings, ValidateSettings
+from hatch_epcontext.config.settings import GivenLimits, ValidateSettings
 from hatch_epcontext.errors import ConfigError, Kind
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.providers import SomeLimits, Tolerance
+from hatch_epcontext.providers import Tolerance
 from tests.config.examples import (
     EVERYTHING,
     LONG,
@@ -26,7 +26,7 @@ from tests.config.examples import (
 
 CPU = 'provider = "cpu"\n'
 
-RTOL = ToleranceSettings(SomeLimits(rtol=0.1))
+RTOL = (GivenLimits({"rtol": 0.1}),)
 
 
 def test_the_short_form_is_one_target_named_after_its_provider(project: Path) -> None:

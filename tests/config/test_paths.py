@@ -88,7 +88,7 @@ def test_what_is_matched_and_cannot_be_read_is_an_error(
     assert problem.kind is Kind.UNREADABLE_FILE
     assert "models/c.onnx" in problem.message
     assert words in f"{problem.message}\n{problem.hint}"
-    later = Finder(project, hooks=BuildHooks(before=("makes-models",)), pending=True)
+    later = Finder(project, run_hooks=BuildHooks(before=("makes-models",)), pending=True)
     assert collect(later.models(KEY, pattern))[1] == []
 
 

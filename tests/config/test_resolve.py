@@ -11,15 +11,15 @@ import pytest
 from hatch_epcontext.config import resolve
 from hatch_epcontext.config.settings import (
     CompileSettings,
+    GivenLimits,
     Quantize,
-    ToleranceSettings,
     ValidateSettings,
 )
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.providers import PROVIDERS, Provider, SomeLimits
+from hatch_epcontext.providers import PROVIDERS, Provider
 from tests.config.examples import LONG, PROFILE, problems, read, target
 
 
@@ -146,7 +146,7 @@ def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None
         ("{ tolerance = false }", ValidateSettings("auto", "random", None)),
         (
             '{ mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }',
-            ValidateSettings("require", "ones", ToleranceSettings(SomeLimits(rtol=0.1))),
+            ValidateSettings("require", "ones", (GivenLimits({"rtol": 0.1}),)),
         ),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.providers import OutputLimits, Tolerance
+from hatch_epcontext.providers import Tolerance
 from tests.config.examples import LONG, read, target
 
 
@@ -31,9 +31,12 @@ def test_limits_of_outputs_and_targets_win(project: Path) -> None:
     on_cpu, on_npu = model.tolerance_for(cpu), model.tolerance_for(x_elite)
     assert on_cpu is not None
     assert on_npu is not None
-    assert (on_cpu.of("y"), on_cpu.of("z")) == (OutputLimits(30, 0.9999, 1), on_cpu)
-    assert on_npu.of("y") == OutputLimits(5, 0.9, 1, unit=0.1)
-    assert on_npu.of("z") == OutputLimits(10, 0.9, rtol=2, unit=0.1)
+    assert (on_cpu.of("y"), on_cpu.of("z")) == (
+        Tolerance(30, 0.9999, 1),
+        Tolerance(30, 0.9999),
+    )
+    assert on_npu.of("y") == Tolerance(5, 0.9, 1, unit=0.1)
+    assert on_npu.of("z") == Tolerance(10, 0.9, rtol=2, unit=0.1)
 
 
 @pytest.mark.parametrize(

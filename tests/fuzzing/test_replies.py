@@ -7,19 +7,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import (
-    Context,
-    Coverage,
-    ModelFacts,
-    ModelSpec,
-    NodeFacts,
-    TargetSpec,
-)
+from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts, NodeFacts
 from hatch_epcontext.worker.requests import (
     CheckReply,
     CheckRequest,
@@ -33,19 +26,19 @@ from hatch_epcontext.worker.requests import (
 from tests.fuzzing.mutations import VALUES, mutated
 
 X = TensorFacts("x", "float32", ("batch", 4))
-SPEC = ModelSpec("a", "/models/a.onnx", Key())
+SPEC = Model("a", Path("/models/a.onnx"), Key())
 
 
 def requests(folder: Path) -> list[tuple[Request[Any], Any]]:
     """Requests with a right reply to each; ``folder`` has the files that they name."""
     coverage = Coverage(4, 3, 1, (NodeFacts("n", "Loop", "a reason"),))
     context = Context("a", "a_ctx.onnx", (X,), (X,), coverage, "1:60", "2.1")
-    target = TargetSpec(
+    target = Target(
         "npu", CompileSettings(provider="qnn", ep="QNNExecutionProvider", device="npu"), None
     )
     prepared = str(folder / "a_ctx.onnx")
     return [
-        (CheckRequest((SPEC,), {}), CheckReply((ModelFacts((X,), (X,), ("a.data",)),))),
+        (CheckRequest((SPEC,)), CheckReply((ModelFacts((X,), (X,), ("a.data",)),))),
         (
             PrepareRequest(SPEC, "none", str(folder), True),
             PrepareReply(prepared, 5, 4, ("If",), {"x": Range(0, 7, known=True)}, prepared),

@@ -8,11 +8,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.worker.actions.cut import handle
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
@@ -67,8 +67,8 @@ def cut(
     **fixed: Any,
 ) -> CutReply:
     folder.mkdir()
-    spec = ModelSpec("a", str(path), KEY, **fixed)
-    return handle(CutRequest((spec,), Cut(inputs, outputs), str(folder)))
+    spec = Model("a", path, KEY, cut=Cut(inputs, outputs), **fixed)
+    return handle(CutRequest((spec,), str(folder)))
 
 
 def run(path: Path, feeds: dict[str, Any]) -> dict[str, Any]:

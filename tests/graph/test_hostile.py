@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.config.settings import Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, ModelError
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.tools.inspect import verify_model
 from hatch_epcontext.worker.actions import check, inspect, prepare
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import (
     CheckRequest,
     InspectReply,
@@ -36,13 +36,13 @@ def message(error: EpcontextError) -> str:
 def test_a_hostile_model_is_refused_by_name(tmp_path: Path, name: str) -> None:
     make, words = HOSTILE[name]
     make(tmp_path)
-    spec = ModelSpec("a", str(tmp_path / "a.onnx"), KEY)
+    spec = Model("a", tmp_path / "a.onnx", KEY)
     with pytest.raises(ModelError) as raised:
-        check.handle(CheckRequest((spec,), {}))
+        check.handle(CheckRequest((spec,)))
     assert words in message(raised.value)
     # Inspecting shows what can be shown, and refuses the rest with an error of the same kind.
     with contextlib.suppress(ModelError):
-        assert isinstance(inspect.handle(InspectRequest(spec.path)), InspectReply)
+        assert isinstance(inspect.handle(InspectRequest(str(spec.path))), InspectReply)
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -61,7 +61,7 @@ def test_a_model_that_only_a_session_refuses_leaves_no_traceback(tmp_path: Path)
             folder = tmp_path / str(index)
             (folder / "out").mkdir(parents=True)
             make(folder)
-            spec = ModelSpec("a", str(folder / "a.onnx"), KEY)
+            spec = Model("a", folder / "a.onnx", KEY)
             request = PrepareRequest(spec, "onnxruntime", str(folder / "out"), True)
             with pytest.raises(ModelError) as raised:
                 workers.call(request, folder / "prepare", location="a")
@@ -72,7 +72,8 @@ def test_a_model_that_only_a_session_refuses_leaves_no_traceback(tmp_path: Path)
 
 def endless_request(folder: Path, seconds: float) -> PrepareRequest:
     """A request to prepare a model with a loop that does not end, with a limit for running it."""
-    spec = ModelSpec("a", str(save(endless(), folder / "a.onnx")), KEY, timeout=seconds)
+    path = save(endless(), folder / "a.onnx")
+    spec = Model("a", path, KEY, validate=ValidateSettings(timeout=seconds))
     (folder / "out").mkdir()
     return PrepareRequest(spec, "onnxruntime", str(folder / "out"), True)
 

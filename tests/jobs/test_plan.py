@@ -7,15 +7,10 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import ConfigError
-from hatch_epcontext.jobs.plan import (
-    model_spec_for,
-    model_spec_to_run,
-    plan,
-    source_spec,
-    target_spec,
-)
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.serialize import from_json, to_json
 from tests.projects import GROUP
 
 BOTH = """
@@ -49,14 +44,16 @@ profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
 models = [{ path = "models/a.onnx", shapes = { y = [4] } }]
 """
     (model,) = config(project, toml).models
-    assert model_spec_to_run(model, model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
+    assert model.to_run_on(model.targets[0]).shapes == {"x": (8, 3), "y": (4,)}
 
 
-def test_a_request_carries_the_settings_of_the_target(project: Path) -> None:
-    target = config(project).models[0].targets[0]
-    spec = target_spec(target)
-    assert spec.settings == target.settings
-    assert (spec.settings.provider, spec.load_options) == ("qnn", target.load_options)
+def test_a_request_carries_models_and_their_targets(project: Path) -> None:
+    for model in config(project, SHAPES).models:
+        found = from_json(to_json(model), Model)
+        assert found == model
+        assert [target.provider for target in found.targets] == [
+            target.provider for target in model.targets
+        ]
 
 
 @newer_python
@@ -130,20 +127,20 @@ def test_the_shapes_of_one_model_can_share_weights(project: Path) -> None:
 @newer_python
 def test_a_request_says_whether_shapes_are_fixed(project: Path) -> None:
     one, _, plain = config(project, SHAPES).models
-    assert model_spec_for(one, one.targets[0]).static_shapes
-    assert not model_spec_for(plain, plain.targets[0]).static_shapes
-    assert (source_spec(one).static_shapes, source_spec(plain).static_shapes) == (True, False)
+    assert one.on(one.targets[0]).static_shapes
+    assert not plain.on(plain.targets[0]).static_shapes
+    assert (one.static_shapes, plain.static_shapes) == (True, False)
 
 
 @newer_python
 def test_the_facts_of_a_model_are_those_of_its_fixed_form_if_it_has_one(project: Path) -> None:
     both, only_npu = config(project).models
-    assert source_spec(both).static_shapes
-    assert not model_spec_for(both, both.targets[1]).static_shapes
-    assert source_spec(only_npu).static_shapes
+    assert both.static_shapes
+    assert not both.on(both.targets[1]).static_shapes
+    assert only_npu.static_shapes
     (only_cpu, nothing) = config(project, TARGETS="cpu").models
-    assert not source_spec(only_cpu).static_shapes
-    assert (nothing.targets, source_spec(nothing).static_shapes) == ((), False)
+    assert not only_cpu.static_shapes
+    assert (nothing.targets, nothing.static_shapes) == ((), False)
 
 
 def test_profiles_win_over_sizes_that_are_not_fixed(project: Path) -> None:
@@ -154,9 +151,9 @@ profiles = [{ x = { min = [1, 3], opt = [8, 3], max = [32, 3] } }]
 models = [{ path = "models/a.onnx", dims = { n = 4 } }]
 """
     (model,) = config(project, toml).models
-    spec = model_spec_to_run(model, model.targets[0])
+    spec = model.to_run_on(model.targets[0])
     assert (spec.shapes, spec.dims) == ({"x": (8, 3)}, {})
-    assert model_spec_for(model, model.targets[0]).dims == {"n": 4}
+    assert model.on(model.targets[0]).dims == {"n": 4}
 
 
 def test_an_ep_that_may_share_weights_gets_the_group_too(project: Path) -> None:

@@ -186,9 +186,9 @@ def test_a_library_without_a_distribution_has_no_version(project: Path) -> None:
 
 
 def test_a_library_in_a_package_counts_by_its_version(project: Path) -> None:
-    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "cattrs"\nep-name = "X"\n'
+    toml = 'models = ["models/a.onnx"]\nprovider = "plugin"\nlibrary = "packaging"\nep-name = "X"\n'
     target = config(project, toml).models[0].targets[0]
-    assert versions_of(target, {}) == {"cattrs": metadata.version("cattrs")}
+    assert versions_of(target, {}) == {"packaging": metadata.version("packaging")}
 
 
 def test_a_machine_without_packages_of_the_provider(

@@ -91,7 +91,7 @@ def test_an_interrupted_build_stops_its_workers(project: Path, tmp_path: Path) -
     planned = plan(load(project, parse(CPU), {}, {}))
     with pytest.raises(KeyboardInterrupt):
         build(planned, tmp_path, Cache(None, print), interrupt, workers)
-    request = CheckRequest((), {})
+    request = CheckRequest(())
     with pytest.raises(BuildError, match=r"b -> cpu: EPC310\n    the build was interrupted"):
         workers.call(request, tmp_path / "another", location="b -> cpu")
 
@@ -190,9 +190,11 @@ def cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     find = validation_module.reason_not_to_run
 
     def reason(job: Job) -> str | None:
-        provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
-        target = dataclasses.replace(job.target, provider=provider)
-        return find(dataclasses.replace(job, target=target))
+        name = job.target.settings.provider
+        nowhere = dataclasses.replace(PROVIDERS[name], runs_on=lambda *_: False)
+        with pytest.MonkeyPatch.context() as own:
+            own.setitem(PROVIDERS, name, nowhere)
+            return find(job)
 
     monkeypatch.setattr(local, "reason_not_to_run", reason)
 

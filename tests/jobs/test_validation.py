@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hatch_epcontext.config.settings import ToleranceSettings, ValidateSettings
+from hatch_epcontext.config.settings import GivenLimits, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
     with_limits_of_target,
 )
-from hatch_epcontext.providers import PROVIDERS, SomeLimits
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.facts import Agreement, AgreementStatus
 from hatch_epcontext.worker.requests import ValidateReply
 from tests.results import configured
@@ -46,12 +46,6 @@ def with_validate(job: Job, **changes: Any) -> Job:
     (model,) = job.models
     validate = dataclasses.replace(model.validate, **changes)
     return dataclasses.replace(job, models=(dataclasses.replace(model, validate=validate),))
-
-
-def elsewhere(job: Job) -> Job:
-    """The job with a provider that runs nothing on this machine."""
-    provider = dataclasses.replace(job.target.provider, runs_on=lambda *_: False)
-    return dataclasses.replace(job, target=dataclasses.replace(job.target, provider=provider))
 
 
 @pytest.mark.parametrize(
@@ -114,9 +108,13 @@ def test_the_mode_decides_whether_a_model_is_run(
     assert (found.status if found else None) is status
 
 
-def test_a_machine_that_cannot_run_the_artifact_is_the_reason(job: Job) -> None:
+def test_a_machine_that_cannot_run_the_artifact_is_the_reason(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert reason_not_to_run(job) is None
-    job = elsewhere(job)
+    name = job.target.settings.provider
+    nowhere = dataclasses.replace(PROVIDERS[name], runs_on=lambda *_: False)
+    monkeypatch.setitem(PROVIDERS, name, nowhere)
     found = validation_without_run(job, job.models[0], reason_not_to_run(job))
     assert found is not None
     assert found.status is ValidationStatus.STRUCTURE
@@ -186,8 +184,14 @@ def test_a_shared_context_has_the_validation_of_its_model_compiled_alone(job: Jo
 
 
 def for_several_chips(job: Job) -> Job:
-    settings = dataclasses.replace(job.target.settings, provider_options={"soc_model": "60,57"})
-    target = dataclasses.replace(job.target, provider=PROVIDERS["qnn"], settings=settings)
+    qnn = PROVIDERS["qnn"]
+    settings = dataclasses.replace(
+        job.target.settings,
+        provider=qnn.name,
+        ep=qnn.ep,
+        provider_options={"soc_model": "60,57"},
+    )
+    target = dataclasses.replace(job.target, plugin=qnn.plugin, settings=settings)
     return dataclasses.replace(job, target=target)
 
 
@@ -232,7 +236,7 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
         with_validate(job, inputs="ones"),
         with_validate(job, inputs=str(file)),
         with_validate(job, inputs=str(folder)),
-        with_validate(job, tolerance=ToleranceSettings(SomeLimits(atol=0.5))),
+        with_validate(job, tolerance=(GivenLimits({"atol": 0.5}),)),
         with_validate(job, tolerance=None),
         dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
     ]

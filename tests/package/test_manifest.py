@@ -311,8 +311,7 @@ def test_the_build_machines_library_path_is_not_in_it(project: Path, artifact: A
     result = resulting(configured(project), artifact)
     (built,) = result.built
     plugin = Plugin("", "its library", "SomeEP", path="/build/machine/libsome_ep.so")
-    provider = dataclasses.replace(built.job.target.provider, plugin=plugin)
-    target = dataclasses.replace(built.job.target, provider=provider)
+    target = dataclasses.replace(built.job.target, plugin=plugin)
     built = dataclasses.replace(built, job=dataclasses.replace(built.job, target=target))
     package = package_of(dataclasses.replace(result, built=(built,)))
     assert "/build/machine" not in write(package)

@@ -13,6 +13,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import ValidateSettings
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.bench import Bench, Case, Opened, bench
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, save, unknown_operator
@@ -71,13 +72,15 @@ def test_each_case_is_measured_in_each_run(project: Path, tmp_path: Path) -> Non
 
 
 @needs_qnn
-def test_a_runtime_cache_is_filled_before_it_is_measured(project: Path, tmp_path: Path) -> None:
+def test_a_runtime_cache_is_filled_before_it_is_measured(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(network(), project / "models" / "a.onnx")
     made = planned(project, QNN.replace("EMBED", "false"))
     (job,) = made.jobs
     # QNN has no runtime cache; this option stands for one, and does nothing here.
-    provider = dataclasses.replace(job.target.provider, runtime_cache="json_qnn_graph_dir")
-    job = dataclasses.replace(job, target=dataclasses.replace(job.target, provider=provider))
+    stands_for_it = dataclasses.replace(PROVIDERS["qnn"], runtime_cache="json_qnn_graph_dir")
+    monkeypatch.setitem(PROVIDERS, "qnn", stands_for_it)
     found, _ = run({False: dataclasses.replace(made, jobs=(job,))}, tmp_path / "bench", 1)
     cached = [each for each in found.measured if each.case.opened == "cache"]
     assert [len(each.load.values) for each in cached if each.load] == [1, 1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.config.settings import Listed
+from hatch_epcontext.config.settings import Listed, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
-from hatch_epcontext.worker.facts import ModelSpec
 from tests.models import model, value
 
 MODEL = Key(("models", 0))
@@ -28,8 +28,8 @@ def two_inputs() -> onnx.ModelProto:
     )
 
 
-def spec(**settings: Any) -> ModelSpec:
-    return ModelSpec("a", "a.onnx", MODEL, **settings)
+def spec(**settings: Any) -> Model:
+    return Model("a", Path("a.onnx"), MODEL, **settings)
 
 
 def shapes(made: onnx.ModelProto) -> dict[str, list[int | str]]:

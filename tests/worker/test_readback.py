@@ -9,10 +9,10 @@ import onnx
 import pytest
 from onnx import helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Setting
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import readback
-from hatch_epcontext.worker.facts import ModelSpec
 from tests.conftest import needs_qnn
 from tests.models import half_for_the_cpu, interrupted, network, save, with_weights_left_over
 from tests.worker.actions.test_compile import MODEL, X_ELITE, compiled, target
@@ -64,7 +64,7 @@ def test_a_context_for_several_chips_is_read_back(tmp_path: Path) -> None:
     (context,) = reply.contexts
     assert context.compatibility.split(":")[4:6] == ["73,75", "60,57"]
     result = folder / context.model_file
-    spec = ModelSpec("a", str(path), MODEL)
+    spec = Model("a", path, MODEL)
     # Another order is another context, and one chip is not two.
     for chips in ("57,60", "60", "60,57,69"):
         with pytest.raises(BuildError, match=f"soc_model = {chips} was requested, but the EP"):
@@ -85,7 +85,7 @@ def test_two_embedded_contexts_are_an_error_for_an_ep_that_loads_one(
     path = save(interrupted(), tmp_path / "a.onnx")
     compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "fine")
     one = dataclasses.replace(PROVIDERS["qnn"], embeds_one=True)
-    monkeypatch.setattr(readback, "provider_of", lambda _: one)
+    monkeypatch.setitem(PROVIDERS, "qnn", one)
     with pytest.raises(BuildError, match="became 2 contexts, and QNNExecutionProvider loads only"):
         compiled(path, target("qnn", X_ELITE, embed=True), tmp_path / "refused")
 
@@ -112,7 +112,7 @@ def test_a_context_that_needs_the_sources_external_data_is_an_error(tmp_path: Pa
     onnx.external_data_helper.set_external_data(kernel, "a.data", offset=0, length=1600)
     kernel.ClearField("raw_data")
     onnx.save(context, result)
-    spec = ModelSpec("a", str(path), MODEL)
+    spec = Model("a", path, MODEL)
     with pytest.raises(
         BuildError, match=r"left tensors in the source model's external data: .*a\.data"
     ) as raised:
@@ -131,7 +131,7 @@ def test_reasons_are_only_known_for_fixed_inputs(tmp_path: Path) -> None:
     made = half_for_the_cpu()
     made.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
     open_path = save(made, tmp_path / "open.onnx")
-    spec = ModelSpec("a", str(open_path), MODEL, static_shapes=False)
+    spec = Model("a", open_path, MODEL, static_shapes=False)
     result = folder / context.model_file
     read = readback.read_context(spec, open_path, result, target("qnn", X_ELITE))
     assert read.coverage is not None

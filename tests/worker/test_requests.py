@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Key
-from hatch_epcontext.worker.facts import Context, ModelSpec, TargetSpec
+from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
@@ -15,7 +15,7 @@ from hatch_epcontext.worker.requests import (
     PrepareRequest,
 )
 
-MODEL = ModelSpec("a", "a.onnx", Key())
+MODEL = Model("a", Path("a.onnx"), Key())
 
 
 @pytest.mark.parametrize("name", ["../outside", "missing", "/etc/passwd", "nul\0", "link"])
@@ -31,7 +31,7 @@ def test_a_reply_names_files_of_its_own_step_only(tmp_path: Path, name: str) -> 
     assert prepare.misfit(PrepareReply(good, 1, 1, ())) is None
     assert prepare.misfit(PrepareReply(str(folder / name), 1, 1, ())) is not None
     assert prepare.misfit(PrepareReply(good, 1, 1, (), {}, str(folder / name))) is not None
-    target = TargetSpec("npu", CompileSettings(provider="cpu", ep="CPU", device="cpu"), None)
+    target = Target("npu", CompileSettings(provider="cpu", ep="CPU", device="cpu"), None)
     compile_ = CompileRequest((MODEL,), (), target, str(folder))
 
     def reply(model: str, file: str) -> CompileReply:

@@ -14,10 +14,10 @@ import onnx
 import pytest
 from onnx import helper
 
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Plugin
-from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
@@ -42,15 +42,15 @@ def product() -> onnx.ModelProto:
     )
 
 
-def compile_in_a_worker(to: TargetSpec, tmp_path: Path) -> CompileReply:
+def compile_in_a_worker(to: Target, tmp_path: Path) -> CompileReply:
     path = save(product(), tmp_path / "models" / "a.onnx")
     folder = tmp_path / "compiled"
     folder.mkdir()
-    request = CompileRequest((ModelSpec("a", str(path), MODEL),), (str(path),), to, str(folder))
+    request = CompileRequest((Model("a", path, MODEL),), (str(path),), to, str(folder))
     return Workers(120).call(request, tmp_path / "worker", location="a -> t")
 
 
-def problem(to: TargetSpec, tmp_path: Path) -> Problem:
+def problem(to: Target, tmp_path: Path) -> Problem:
     """The problem of a worker that cannot compile for ``to``; it leaves no files."""
     with pytest.raises(BuildError) as raised:
         compile_in_a_worker(to, tmp_path)
@@ -60,7 +60,7 @@ def problem(to: TargetSpec, tmp_path: Path) -> Problem:
     return found
 
 
-def message(to: TargetSpec, tmp_path: Path) -> str:
+def message(to: Target, tmp_path: Path) -> str:
     """The message and the hint of the problem of a worker that cannot compile for ``to``."""
     found = problem(to, tmp_path)
     return f"{found.message}\n{found.hint}"
@@ -68,7 +68,7 @@ def message(to: TargetSpec, tmp_path: Path) -> str:
 
 def plugin_target(
     ep: str, module: str = "", path: str = "", registration_name: str = "", **settings: Any
-) -> TargetSpec:
+) -> Target:
     plugin = Plugin(module, module or "its library", registration_name or ep, path)
     return target("plugin", plugin=plugin, ep=ep, **settings)
 
@@ -257,7 +257,7 @@ def test_a_session_writes_the_context_model_of_an_ep_without_model_compiler(
     )
     prepared = save(network(1), tmp_path / "a.onnx")
     compiler._with_session(prepared, options(to, to.settings.provider_options), to)
-    context = read_context(ModelSpec("a", str(prepared), MODEL), prepared, result, to)
+    context = read_context(Model("a", prepared, MODEL), prepared, result, to)
     assert context.coverage is not None
     assert context.coverage.share == 1
     assert len(list(tmp_path.glob("a_ctx*"))) == (1 if embed else 2)

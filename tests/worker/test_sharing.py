@@ -8,11 +8,11 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions.compile import handle
 from hatch_epcontext.worker.compiler import compile_context
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import CompileRequest
 from hatch_epcontext.worker.sharing import _equalize_spill_fill, compile_group
 from tests.conftest import needs_qnn
@@ -26,7 +26,7 @@ def request_for(tmp_path: Path, **models: onnx.ModelProto) -> CompileRequest:
     folder.mkdir()
     paths = [save(made, tmp_path / "models" / f"{name}.onnx") for name, made in models.items()]
     specs = tuple(
-        ModelSpec(path.stem, str(path), Key(("models", index))) for index, path in enumerate(paths)
+        Model(path.stem, path, Key(("models", index))) for index, path in enumerate(paths)
     )
     return CompileRequest(specs, tuple(map(str, paths)), target("qnn", X_ELITE), str(folder))
 

@@ -66,14 +66,20 @@ def check_options(
     load_options: Mapping[str, OptionValue],
     provider: Provider,
     target: Key,
+    *,
+    unchecked: bool = False,
 ) -> Iterator[Problem]:
-    """The two tables of provider options in the table at ``key``, for the target at ``target``."""
-    yield from check_secrets(key, options, load_options, provider)
-    if provider.any_options:
+    """The two tables of provider options in the table at ``key``, for the target at ``target``.
+
+    With ``unchecked`` only their secrets are checked.
+    """
+    yield from _check_secrets(key / "provider-options", options, provider)
+    yield from _check_secrets(key / "load-options", load_options, provider)
+    if unchecked or provider.any_options:
         return
-    unchecked = Setting(target / "allow-unknown-options", True)
-    yield from _check_values(key / "provider-options", options, provider, unchecked)
-    yield from _check_values(key / "load-options", load_options, provider, unchecked)
+    allowed = Setting(target / "allow-unknown-options", True)
+    yield from _check_values(key / "provider-options", options, provider, allowed)
+    yield from _check_values(key / "load-options", load_options, provider, allowed)
     for name, value in load_options.items():
         if name in provider.options and provider.options[name].scope == "compile":
             yield Problem.at(
@@ -93,37 +99,27 @@ def check_options(
             )
 
 
-def check_secrets(
-    key: Key,
-    options: Mapping[str, OptionValue],
-    load_options: Mapping[str, OptionValue],
-    provider: Provider,
+def _check_secrets(
+    key: Key, options: Mapping[str, OptionValue], provider: Provider
 ) -> Iterator[Problem]:
-    """Secrets in the two tables of provider options in the table at ``key``: no message has their value."""
-    for table, given in (("provider-options", options), ("load-options", load_options)):
-        yield from _check_places(key / table, given)
-        for name, value in given.items():
-            option = provider.options.get(name)
-            if option is None or not option.secret or variable_of(value) is not None:
-                continue
-            yield Problem.at(
-                key / table / name,
-                Kind.INVALID_OPTION,
-                f"must be {option.allowed}: it is a secret, and must not stand here.",
-                "Put it into an environment variable, and name that.",
-                Setting(key / table / name, f"{{env:{name.upper()}}}"),
-            )
-
-
-def _check_places(key: Key, options: Mapping[str, OptionValue]) -> Iterator[Problem]:
-    """Variables that are named inside a longer text, where nobody looks for them."""
+    """Secrets in the table of provider options at ``key``: no message has their value."""
     for name, value in options.items():
-        if isinstance(value, str) and "{env:" in value and variable_of(value) is None:
+        if variable_of(value) is not None:
+            continue
+        if isinstance(value, str) and "{env:" in value:
             yield Problem.at(
                 key / name,
                 Kind.INVALID_OPTION,
                 'must be "{env:NAME}" alone, without other text.',
                 "Put the whole value into the environment variable.",
+            )
+        if (option := provider.options.get(name)) and option.secret:
+            yield Problem.at(
+                key / name,
+                Kind.INVALID_OPTION,
+                f"must be {option.allowed}: it is a secret, and must not stand here.",
+                "Put it into an environment variable, and name that.",
+                Setting(key / name, f"{{env:{name.upper()}}}"),
             )
 
 
@@ -145,7 +141,7 @@ def _check_values(
         elif name not in provider.options:
             yield _unknown(place, name, provider, unchecked)
         elif provider.options[name].secret:
-            # `check_secrets` reports it.
+            # `_check_secrets` reports it.
             continue
         elif provider.options[name].kind == "pointer":
             yield Problem.at(

@@ -8,11 +8,7 @@ from collections.abc import Iterator
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hatch_epcontext.config.checks.common import check_name, check_values
-from hatch_epcontext.config.checks.options import (
-    check_options,
-    check_secrets,
-    check_session_options,
-)
+from hatch_epcontext.config.checks.options import check_options, check_session_options
 from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
 from hatch_epcontext.config.targets import NamedTarget
@@ -100,16 +96,12 @@ def check_narrowable(
 ) -> Iterator[Problem]:
     """The keys that a target's and a model's table have in common, for the target at ``target``.
 
-    With ``unchecked`` provider options are not checked, and unknown session options pass.
+    With ``unchecked`` only secrets are checked among provider options, and unknown session options pass.
     """
     options, load_options = table.provider_options, table.load_options
-    if unchecked:
-        yield from check_secrets(key, options, load_options, provider)
-    else:
-        yield from check_options(key, options, load_options, provider, target)
-    session_options = key / "session-options"
+    yield from check_options(key, options, load_options, provider, target, unchecked=unchecked)
     yield from check_session_options(
-        session_options, table.session_options, target, unchecked=unchecked
+        key / "session-options", table.session_options, target, unchecked=unchecked
     )
     yield from check_values(key, table)
     if table.in_memory:

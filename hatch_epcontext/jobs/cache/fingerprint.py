@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.jobs.plan import Job, model_spec_for
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.jobs.plan import Job
 
 FORMAT = 9
 """Raised when workers compile or validate the same request in another way."""
@@ -28,7 +28,13 @@ def fingerprint(
         {
             "format": FORMAT,
             "models": [
-                (sha256[model.name], _model_settings(model, job.target)) for model in job.models
+                # Without a comparison, preparation may accept the result of another simplifier.
+                (
+                    sha256[model.name],
+                    model_settings(model.on(job.target)),
+                    model.validate.tolerance is not None,
+                )
+                for model in job.models
             ],
             "target": dataclasses.asdict(job.target.settings),
             "calibration": calibration,
@@ -37,15 +43,18 @@ def fingerprint(
     )
 
 
-_NOT_COMPILED = frozenset({"path", "key", "listed", "inputs", "states"})
+_NOT_COMPILED = frozenset(
+    {
+        *("path", "key", "listed", "validate", "targets", "share_weights"),
+        *("shape_set", "fallback", "cut", "license"),
+    }
+)
 """Fields of a model that do not change what is compiled. All others count, also future ones."""
 
 
-def _model_settings(model: Model, target: Target) -> dict[str, Any]:
-    spec = dataclasses.asdict(model_spec_for(model, target))
-    settings = {name: value for name, value in spec.items() if name not in _NOT_COMPILED}
-    # Without a comparison, preparation may accept the result of another simplifier.
-    return {**settings, "compared": model.validate.tolerance is not None}
+def model_settings(model: Model) -> dict[str, Any]:
+    """What the configuration fixes in ``model``."""
+    return {name: value for name, value in vars(model).items() if name not in _NOT_COMPILED}
 
 
 def value_sha256(value: Any) -> str:

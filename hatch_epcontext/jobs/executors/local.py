@@ -25,13 +25,7 @@ from hatch_epcontext.jobs.artifact import (
     Times,
     ValidationRun,
 )
-from hatch_epcontext.jobs.plan import (
-    Job,
-    model_spec_for,
-    model_spec_to_run,
-    target_spec,
-    with_options,
-)
+from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import versions_of
@@ -194,12 +188,12 @@ class LocalExecutor:
 
         with writing("an artifact", folder, job.location):
             folder.mkdir(parents=True)
-        target = target_spec(with_options(job.target, dict(recipe.options)))
+        target = with_options(job.target, dict(recipe.options))
         if not recipe.fuse:
             # ONNX Runtime would fuse what preparation has left as it is.
             target = replace(target, settings=replace(target.settings, optimization="none"))
         request = CompileRequest(
-            models=tuple(model_spec_for(model, job.target) for model in job.models),
+            models=tuple(model.on(job.target) for model in job.models),
             prepared=tuple(each.path for each in prepared),
             target=target,
             folder=str(folder),
@@ -217,10 +211,10 @@ class LocalExecutor:
         moved = scratch.with_name(f"{scratch.name}-moved")
         with writing("a copy to validate", moved, job.location):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
-        spec = model_spec_to_run(model, job.target)
+        spec = model.to_run_on(job.target)
         request = ValidateRequest(
             spec,
-            target_spec(job.target),
+            job.target,
             artifact.record.product,
             context,
             str(moved),
@@ -228,7 +222,7 @@ class LocalExecutor:
             artifact.record.contexts if job.group else (),
             # Other inputs have other outputs.
             reference=self.preparations.reference(job, model)
-            if spec == model_spec_for(model, job.target)
+            if spec == model.on(job.target)
             else None,
         )
         with self._device(job.target), self._cores(job.target, artifact):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hatch_epcontext.config.settings import SECRET_VARIABLES
+from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.jobs.processes import job_object
 from hatch_epcontext.worker.protocol import END_WITH_INPUT, NO_TELEMETRY, own_variables
 
@@ -25,20 +25,10 @@ _ADDED = {
     "PYTHONUTF8": "1",
 }
 
-_WITHHELD = SECRET_VARIABLES | {
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AZURE_CLIENT_SECRET",
-    "AZURE_STORAGE_ACCOUNT_KEY",
-    "AZURE_STORAGE_CONNECTION_STRING",
-    "AZURE_STORAGE_SAS_TOKEN",
-}
-"""Credentials of the shared cache, which only the build process uses."""
-
 
 def worker_environment() -> dict[str, str]:
     """The variables of every worker: those of this process, without the credentials of the shared cache."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
+    inherited = {name: value for name, value in os.environ.items() if name not in CREDENTIALS}
     # Only who builds decides what a build sends: ONNX Runtime's wheels send events of sessions by default.
     telemetry = {NO_TELEMETRY: os.environ.get(NO_TELEMETRY) or "1"}
     return {**inherited, **_ADDED, **telemetry}

@@ -14,7 +14,7 @@ from hatch_epcontext.worker.comparison.runs import read_reference
 from hatch_epcontext.worker.facts import Agreement
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import AssignedNode, AssignReply, AssignRequest
-from hatch_epcontext.worker.session import LEVELS, open_session, options, provider_of
+from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _OTHER_LAYOUT = "com.ms.internal.nhwc"
 """The domain that ONNX Runtime gives nodes whose layout it changes for an EP."""
@@ -30,7 +30,7 @@ def handle(request: AssignRequest) -> AssignReply:
     settings = request.target.settings
     session_options = options(request.target, settings.provider_options, _RECORD)
     session_options.graph_optimization_level = LEVELS[settings.optimization]
-    step(f"opening the model on {provider_of(request.target).ep}")
+    step(f"opening the model on {request.target.provider.ep}")
     session = open_session(Path(request.prepared), session_options)
     nodes = tuple(_nodes(session, Path(request.prepared)))
     try:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals import known_limits as refusals
-from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import feeds_for, fix_constants, fix_shapes, unknown_name
 from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.facts import ModelFacts, ModelSpec
+from hatch_epcontext.worker.facts import ModelFacts
 from hatch_epcontext.worker.open_sizes import (
     how_to_fix,
     open_dimension_message,
@@ -25,7 +24,7 @@ from hatch_epcontext.worker.open_sizes import (
     sizes_to_fix,
 )
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.requests import CheckReply, CheckRequest, ContextTarget, ModelProfiles
+from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 
 
 def handle(request: CheckRequest) -> CheckReply:
@@ -34,7 +33,7 @@ def handle(request: CheckRequest) -> CheckReply:
     problems: list[Problem] = []
     for spec in request.models:
         try:
-            models.append(_check_model(spec, request))
+            models.append(_check_model(spec))
         except ModelError as error:
             problems += error.problems
     if problems:
@@ -43,11 +42,10 @@ def handle(request: CheckRequest) -> CheckReply:
     return CheckReply(tuple(models))
 
 
-def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
-    path = Path(spec.path)
-    step(f"reading {path.name}")
-    model = reading.read(path, spec.key)
-    data = external.external_data(model, path.parent, spec.key)
+def _check_model(spec: Model) -> ModelFacts:
+    step(f"reading {spec.path.name}")
+    model = reading.read(spec.path, spec.key)
+    data = external.external_data(model, spec.path.parent, spec.key)
     own_inputs = _inputs(model)
     fix_constants(model, spec)
     open_inputs = _inputs(model)
@@ -55,22 +53,28 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
         fix_shapes(model, spec)
     inputs = _inputs(model)
     outputs_problems = list(_check_outputs(model.graph, spec))
+    # The EPs that take only fixed shapes, by whether their targets fix them.
+    eps = {
+        target.settings.static_shapes: target.settings.ep
+        for target in spec.targets
+        if target.provider.static_shapes
+    }
     problems = [
         *_check_types(inputs, spec),
-        *check_fixed(inputs, spec, request.static.get(spec.name)),
-        *_check_left_open(open_inputs, spec, request.left_open.get(spec.name)),
+        *check_fixed(inputs, spec, eps.get(True)),
+        *_check_left_open(open_inputs, spec, eps.get(False)),
     ]
-    for given in request.profiles:
-        if given.model == spec.name:
-            problems += _check_profiles(given, inputs if given.static_shapes else open_inputs)
-    targets = [each for each in request.contexts if each.model == spec.name]
-    refused = list(not_compilable(model, spec, targets))
+    for target in spec.targets:
+        problems += _check_profiles(
+            target, inputs if target.settings.static_shapes else open_inputs
+        )
+    refused = list(not_compilable(model, spec, spec.targets))
     # Other outputs do not help where nothing is worth compiling; otherwise what makes them is refused too.
     hopeless = [each for each in refused if not each.settings]
     problems += hopeless or outputs_problems or refused
     if problems:
         raise ModelError(*problems)
-    state_pairs(model, spec.states, spec.key / "validate" / "states")
+    state_pairs(model, spec.validate.states, spec.key / "validate" / "states")
     # Dummy inputs that do not fit are an error before anything is compiled.
     feeds_for(model, spec)
     outputs = tuple(map(graph.facts, model.graph.output))
@@ -85,27 +89,27 @@ def _check_model(spec: ModelSpec, request: CheckRequest) -> ModelFacts:
 
 
 def not_compilable(
-    model: onnx.ModelProto, spec: ModelSpec, targets: Iterable[ContextTarget]
+    model: onnx.ModelProto, spec: Model, targets: Iterable[Target]
 ) -> Iterator[Problem]:
     """Yield a problem for each of ``targets`` that ``model``, with its constants, cannot become whole for.
 
     Only where its coverage stays below the target's ``min_coverage`` whatever preparation does.
     """
     for target in targets:
-        provider = PROVIDERS[target.provider]
-        if provider.limits is None:
+        provider = target.provider
+        if provider.limits is None or provider.product != "context" or target.from_cache:
             continue
         findings = refusals.find(model, provider.limits)
         if findings.share < target.min_coverage:
             problem = refusals.problem(model, findings, provider.ep, spec.key, target.key)
-            yield replace(problem, targets=(target.target,))
+            yield replace(problem, targets=(target.name,))
 
 
 def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
     return tuple(map(graph.facts, graph.inputs(model.graph)))
 
 
-def _check_types(inputs: tuple[TensorFacts, ...], spec: ModelSpec) -> Iterator[Problem]:
+def _check_types(inputs: tuple[TensorFacts, ...], spec: Model) -> Iterator[Problem]:
     for each in inputs:
         if each.dtype.endswith("_type") or each.dtype in ("unknown", "undefined"):
             yield Problem.at(
@@ -115,7 +119,7 @@ def _check_types(inputs: tuple[TensorFacts, ...], spec: ModelSpec) -> Iterator[P
             )
 
 
-def _check_outputs(main: onnx.GraphProto, spec: ModelSpec) -> Iterator[Problem]:
+def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
     """The outputs that are no tensors, each with the tensors that it is made of."""
     tensors: list[str] = []
     others: list[str] = []
@@ -171,9 +175,7 @@ _MAKERS = frozenset(
 """The operators whose outputs are no tensors."""
 
 
-def check_fixed(
-    inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
-) -> Iterator[Problem]:
+def check_fixed(inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None) -> Iterator[Problem]:
     """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
     for each in inputs if ep else ():
         if each.is_fixed:
@@ -189,7 +191,7 @@ def check_fixed(
 
 
 def _check_left_open(
-    inputs: tuple[TensorFacts, ...], spec: ModelSpec, ep: str | None
+    inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None
 ) -> Iterator[Problem]:
     """The inputs for ``ep``, which takes only fixed shapes, although its target leaves them open."""
     for each, fixed in zip(inputs, sized(inputs, spec), strict=True) if ep else ():
@@ -207,11 +209,11 @@ def _check_left_open(
         )
 
 
-def _check_profiles(given: ModelProfiles, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:
+def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:
     by_name = {facts.name: facts for facts in inputs}
     open_inputs = {facts.name for facts in inputs if not facts.is_fixed}
-    for index, profile in enumerate(given.profiles):
-        key = given.key / index
+    for index, profile in enumerate(target.profiles):
+        key = target.key / "profiles" / index
         for name in profile.keys() - by_name.keys():
             yield unknown_name(key / name, name, "input", list(by_name))
         for name in sorted(open_inputs - profile.keys()):

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.loader import PREPARED
 from hatch_epcontext.worker.compiler import compile_context
-from hatch_epcontext.worker.facts import Context, ModelSpec
+from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.reasons import nothing_compiled, with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
-from hatch_epcontext.worker.session import provider_of
 from hatch_epcontext.worker.sharing import compile_group
 
 
@@ -28,7 +28,7 @@ def handle(request: CompileRequest) -> CompileReply:
     Raises BuildError when the EP's result is not what the request asks for: no node is compiled, a
     context is of another EP or for another chip, or a sidecar is missing.
     """
-    step(f"compiling for {provider_of(request.target).ep}")
+    step(f"compiling for {request.target.provider.ep}")
     start = time.monotonic()
     if len(request.models) > 1:
         contexts = compile_group(request)
@@ -37,7 +37,7 @@ def handle(request: CompileRequest) -> CompileReply:
             _compile(request, spec, Path(path))
             for spec, path in zip(request.models, request.prepared, strict=True)
         )
-    product = provider_of(request.target).product
+    product = request.target.provider.product
     if request.target.settings.recompile:
         _add_prepared(request)
     return CompileReply(product, contexts, time.monotonic() - start)
@@ -55,8 +55,8 @@ def _add_prepared(request: CompileRequest) -> None:
         link_or_copy(path, folder / f"{spec.name}.onnx")
 
 
-def _compile(request: CompileRequest, spec: ModelSpec, prepared: Path) -> Context:
-    target, provider = request.target, provider_of(request.target)
+def _compile(request: CompileRequest, spec: Model, prepared: Path) -> Context:
+    target, provider = request.target, request.target.provider
     result = Path(request.folder) / provider.result_file(spec.name)
     if provider.product == "context":
         try:

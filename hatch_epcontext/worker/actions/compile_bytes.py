@@ -13,7 +13,6 @@ from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.worker.compiler import compile_buffers, explained, lower_ir_version
 from hatch_epcontext.worker.open_sizes import open_dimension_message
 from hatch_epcontext.worker.requests import CompileBytesReply, CompileBytesRequest
-from hatch_epcontext.worker.session import provider_of
 
 
 def handle(request: CompileBytesRequest) -> CompileBytesReply:
@@ -23,7 +22,7 @@ def handle(request: CompileBytesRequest) -> CompileBytesReply:
     dimensions and the EP compiles only fixed shapes; BuildError when the EP is unavailable or compiles
     nothing.
     """
-    path, provider = Path(request.model), provider_of(request.target)
+    path, provider = Path(request.model), request.target.provider
     source = _read(path)
     if provider.static_shapes and (problems := list(_open_dimensions(source, provider.ep))):
         raise ModelError(*problems)

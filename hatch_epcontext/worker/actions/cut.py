@@ -8,12 +8,12 @@ from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.cutting import Part, extract, part_between
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.worker.configured import fix_inputs
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest, CutResult
 from hatch_epcontext.worker.session import cpu_options, set_model_path
@@ -33,7 +33,7 @@ def handle(request: CutRequest) -> CutReply:
     model = reading.read(source, first.key)
     data = external.external_data(model, source.parent, first.key)
     key = first.key / "cut"
-    part = part_between(model.graph, request.cut, first.constants, key)
+    part = part_between(model.graph, first.cut, first.constants, key)
     names = (*part.inputs, *part.outputs)
     values = _values(model, source, names)
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
@@ -71,7 +71,7 @@ def _is_known(value: onnx.ValueInfoProto | None) -> bool:
 
 
 def _form(
-    spec: ModelSpec, model: onnx.ModelProto, source: Path, part: Part, values: _Values
+    spec: Model, model: onnx.ModelProto, source: Path, part: Part, values: _Values
 ) -> CutResult:
     """Return what ``spec`` fixes in the cut model.
 

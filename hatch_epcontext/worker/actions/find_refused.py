@@ -11,7 +11,6 @@ from hatch_epcontext.worker.actions import prepare
 from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.reasons import ask, explained
 from hatch_epcontext.worker.requests import FindRefusedReply, FindRefusedRequest, PrepareRequest
-from hatch_epcontext.worker.session import provider_of
 
 
 def handle(request: FindRefusedRequest) -> FindRefusedReply:
@@ -25,7 +24,7 @@ def handle(request: FindRefusedRequest) -> FindRefusedReply:
     nodes = graph.compute_nodes(main)
     refused = [NodeFacts(node.name, graph.operator(node)) for node in nodes if node.name in logged]
     return FindRefusedReply(
-        len(nodes), explained(refused, logged, main, main, provider_of(request.target))
+        len(nodes), explained(refused, logged, main, main, request.target.provider)
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
@@ -21,7 +22,7 @@ from hatch_epcontext.worker.comparison.runs import (
     write_reference,
 )
 from hatch_epcontext.worker.configured import fix_inputs, ranges_for
-from hatch_epcontext.worker.facts import ModelSpec, Simplifier
+from hatch_epcontext.worker.facts import Simplifier
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.quantization.change import explained, write_dequantized
@@ -128,7 +129,7 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
     return optimize(source, result, "basic", fuse=request.fuse)
 
 
-def _write_fixed(spec: ModelSpec, folder: Path, simplifier: Simplifier) -> Path:
+def _write_fixed(spec: Model, folder: Path, simplifier: Simplifier) -> Path:
     source = Path(spec.path)
     model = reading.read(source, spec.key)
     data = external.external_data(model, source.parent, spec.key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import onnx
 
@@ -13,7 +12,6 @@ from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION, Limits
 from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.refusals.conditions import advice
-from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.actions.check import check_fixed, not_compilable
 from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.facts import NodeFacts
@@ -29,11 +27,11 @@ def _likely(
         hint, settings = found
         message = "a condition depends on an input, and few EPs compile branches."
         yield Problem.at(spec.key, Kind.LOW_COVERAGE, message, hint, *settings)
-    lacks = PROVIDERS[request.target.provider].lacks
+    lacks = request.target.provider.lacks
     # Some EPs take parts of it; where nothing is known of an EP, none is expected.
     refused = DYNAMIC_QUANTIZATION & lacks if lacks else DYNAMIC_QUANTIZATION
     dynamic = any(graph.operator(node) in refused for node in flow.nodes)
-    if dynamic and not request.dequantized:
+    if dynamic and not request.target.settings.dequantize:
         yield Problem.at(
             spec.key,
             Kind.LOW_COVERAGE,
@@ -46,13 +44,13 @@ def _likely(
 def handle(request: PreviewRequest) -> PreviewReply:
     """Return what the package knows; raises ModelError when the model does not fit its configuration."""
     spec = request.model
-    model = reading.read(Path(spec.path), spec.key)
+    model = reading.read(spec.path, spec.key)
     fix_inputs(model, spec)
-    provider = PROVIDERS[request.target.provider]
+    provider = request.target.provider
     limits = provider.limits or Limits(frozenset(), kinds=frozenset())
     findings = refusals.find(model, limits)
     refused = {id(each.node): each.reason for each in findings.refused}
-    lacks = provider.lacks - (DYNAMIC_QUANTIZATION if request.dequantized else set())
+    lacks = provider.lacks - (DYNAMIC_QUANTIZATION if request.target.settings.dequantize else set())
     for node in findings.flow.nodes:
         if graph.operator(node) in lacks:
             refused.setdefault(id(node), "the EP does not have this operator")

@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.graph.facts import Size, TensorFacts
@@ -22,7 +23,6 @@ from hatch_epcontext.graph.values.known import Known
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import (
     OpenSize,
     SuggestedConstant,
@@ -304,7 +304,7 @@ class _Trial:
     def __init__(self, path: Path, model: onnx.ModelProto) -> None:
         self._end = time.monotonic() + _SECONDS
         self._model = model
-        self._spec = ModelSpec("model", str(path), Key(()))
+        self._spec = Model("model", path, Key(()))
         self._session: ort.InferenceSession | None = None
         with contextlib.suppress(Exception):
             self._session = open_session(path, cpu_options())

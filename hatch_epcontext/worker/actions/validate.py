@@ -28,7 +28,6 @@ from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
     open_session,
-    provider_of,
     set_model_path,
 )
 from hatch_epcontext.worker.tensors import refuse_not_finite
@@ -74,7 +73,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     checked = check_runs(
         session, expected, request.tolerance, spec, "the compiled model", "the CPU's", first=first
     )
-    halves = provider_of(request.target).computes_in_float16(request.target.settings.device)
+    halves = request.target.provider.computes_in_float16(request.target.settings.device)
     large = expected.facts.large if halves else ()
     return ValidateReply(
         checked.agreements, unavailable, load, checked.samples, checked.warnings, large
@@ -172,7 +171,7 @@ def _open_from_memory(
 def _check_assignment(
     request: ValidateRequest, session: ort.InferenceSession, loaded_from: str
 ) -> None:
-    provider = provider_of(request.target)
+    provider = request.target.provider
     # Older releases of ONNX Runtime do not report which EP got which node.
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
     if assignment is None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import SYNTHETIC
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
-from hatch_epcontext.worker.facts import Agreement, AgreementStatus, ModelSpec, worst_agreements
+from hatch_epcontext.worker.facts import Agreement, AgreementStatus, worst_agreements
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import refuse_not_finite
 
@@ -33,7 +33,7 @@ def check_runs(
     session: ort.InferenceSession,
     expected: Reference,
     tolerance: Tolerance,
-    spec: ModelSpec,
+    spec: Model,
     what: str,
     reference_name: str,
     *,
@@ -100,7 +100,7 @@ def check_outputs(
     outputs: Arrays,
     wanted: Arrays,
     tolerance: Tolerance,
-    spec: ModelSpec,
+    spec: Model,
     reference_name: str,
     expected: Reference | None = None,
     place: str = "",
@@ -141,7 +141,7 @@ def check_outputs(
 
 
 def _differs(
-    compared: Comparison, spec: ModelSpec, reference_name: str, place: str, facts: Facts
+    compared: Comparison, spec: Model, reference_name: str, place: str, facts: Facts
 ) -> Problem:
     agreement = compared.agreement
     message = (
@@ -155,7 +155,7 @@ def _differs(
             "ends at 65504."
         )
     key = spec.key / "validate"
-    are_given = spec.inputs not in SYNTHETIC
+    are_given = spec.validate.inputs not in SYNTHETIC
     if facts.guessed and not are_given:
         names = ", ".join(map(repr, facts.guessed))
         return Problem(

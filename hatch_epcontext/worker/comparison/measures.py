@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.graph.arrays import STRING, Array
-from hatch_epcontext.providers import OutputLimits
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.facts import Agreement, Slice
 
 Nature = Literal["any", "unit", "probabilities", "indices"]
@@ -67,7 +67,7 @@ def compare(
     name: str,
     output: Array,
     reference: Array,
-    limits: OutputLimits,
+    limits: Tolerance,
     *,
     samples: Sequence[Array] = (),
     nature: Nature = "any",
@@ -103,7 +103,7 @@ def compare(
     return _judge(agreement, out, ref, limits)
 
 
-def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: OutputLimits) -> Comparison:
+def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) -> Comparison:
     excesses = []
     needed: dict[str, float] = {}
     if agreement.snr is not None and agreement.snr < limits.snr:

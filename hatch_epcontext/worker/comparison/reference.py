@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
@@ -29,7 +30,7 @@ from hatch_epcontext.worker.configured import ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import Sample
-from hatch_epcontext.worker.facts import Magnitude, ModelSpec
+from hatch_epcontext.worker.facts import Magnitude
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 
@@ -53,7 +54,7 @@ _LARGER = 1.1
 """The same as `_MUCH_LARGER` for values near the limit."""
 
 
-def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
+def reference(spec: Model, fixed: onnx.ModelProto) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
 
     ``fixed``: the model with what its configuration fixes, whose inputs are those that are fed. Raises
@@ -66,7 +67,7 @@ def reference(spec: ModelSpec, fixed: onnx.ModelProto) -> Reference:
         if value.name in spec.constants
     }
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
-    states = state_pairs(fixed, spec.states, spec.key / "validate" / "states")
+    states = state_pairs(fixed, spec.validate.states, spec.key / "validate" / "states")
     step("opening the source model on the CPU")
     start = time.monotonic()
     try:
@@ -127,7 +128,7 @@ class _Source:
 
     session: ort.InferenceSession
     frozen: Arrays
-    spec: ModelSpec
+    spec: Model
     opened: str
 
     def run(

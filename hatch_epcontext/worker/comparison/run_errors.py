@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx
 
-from hatch_epcontext.config.settings import SYNTHETIC
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
@@ -16,7 +16,6 @@ from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.sizes import only_sizes_matter
 from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.open_sizes import place_of_sizes, sizes_to_fix
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
@@ -38,7 +37,7 @@ _DECIDING = {
 """The operand because of which a node of these operators fails."""
 
 
-def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> Problem:
+def source_failed(spec: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
     """The problem of a source model for which ONNX Runtime raised ``error``.
 
     ``fixed``: the model with what its configuration fixes.
@@ -88,7 +87,7 @@ def source_failed(spec: ModelSpec, fixed: onnx.ModelProto, error: Exception) -> 
     )
 
 
-def _without_size(spec: ModelSpec, message: str, inputs: Sequence[TensorFacts]) -> Problem:
+def _without_size(spec: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
     """The problem if open dimensions of ``inputs``, which have no size, can be the cause."""
     names = listing(repr(each.name) for each in inputs)
     dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
@@ -138,12 +137,12 @@ def _inputs_of(
     return found
 
 
-def _other_sizes(inputs: Sequence[TensorFacts], spec: ModelSpec) -> tuple[str, tuple[Setting, ...]]:
+def _other_sizes(inputs: Sequence[TensorFacts], spec: Model) -> tuple[str, tuple[Setting, ...]]:
     """What to do where no values help, because the sizes of the inputs do not fit the model."""
     given = sized(inputs, spec)
     sizes = ", ".join(f"{each.name}: {each.shape_text}" for each in given)
     whole = f"No values help: the model does not take inputs of these sizes ({sizes})."
-    if spec.inputs not in SYNTHETIC:
+    if spec.validate.inputs not in SYNTHETIC:
         return f"{whole} Give others.", (Setting(spec.key / "validate" / "inputs"),)
     if not all(each.is_fixed for each in given):
         whole = (
@@ -157,7 +156,7 @@ def _other_sizes(inputs: Sequence[TensorFacts], spec: ModelSpec) -> tuple[str, t
     return f"{whole} They are those in its file: mend the model.", ()
 
 
-def _open_sizes(inputs: Sequence[TensorFacts], spec: ModelSpec) -> Iterator[Setting]:
+def _open_sizes(inputs: Sequence[TensorFacts], spec: Model) -> Iterator[Setting]:
     """The settings for the dimensions of ``inputs`` that are open."""
     for name in dict.fromkeys(size for each in inputs for size in each.shape):
         if isinstance(name, str):
@@ -171,8 +170,8 @@ def _is_number(facts: TensorFacts) -> bool:
     return "int" in facts.dtype and all(size == 1 for size in facts.shape)
 
 
-def _hint(named: Sequence[TensorFacts], spec: ModelSpec) -> str:
-    given = "random" if spec.inputs == "random" else spec.inputs
+def _hint(named: Sequence[TensorFacts], spec: Model) -> str:
+    given = "random" if spec.validate.inputs == "random" else spec.validate.inputs
     if not named:
         return "Give inputs that the model takes, or switch off the comparison."
     numbers = [each.name for each in named if _is_number(each)]
@@ -183,7 +182,7 @@ def _hint(named: Sequence[TensorFacts], spec: ModelSpec) -> str:
     return f"{whole}{sizes}, or switch off the comparison."
 
 
-def _settings(named: Sequence[TensorFacts], spec: ModelSpec) -> Iterator[Setting]:
+def _settings(named: Sequence[TensorFacts], spec: Model) -> Iterator[Setting]:
     yield Setting(spec.key / "validate" / "inputs")
     if any(_is_number(each) for each in named):
         yield Setting(spec.key / "constants")

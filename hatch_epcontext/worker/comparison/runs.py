@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Nature
-from hatch_epcontext.worker.facts import Magnitude, ModelSpec
+from hatch_epcontext.worker.facts import Magnitude
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
 
@@ -77,7 +78,7 @@ def run_steps(
     session: ort.InferenceSession,
     feeds: Sequence[Arrays],
     states: Mapping[str, str],
-    spec: ModelSpec,
+    spec: Model,
     what: str,
     more: str = "",
 ) -> Iterator[dict[str, Array]]:
@@ -90,7 +91,7 @@ def run_steps(
 
 
 def run_model(
-    session: ort.InferenceSession, feeds: Arrays, spec: ModelSpec, what: str, more: str = ""
+    session: ort.InferenceSession, feeds: Arrays, spec: Model, what: str, more: str = ""
 ) -> dict[str, Array]:
     """Return the outputs of ``session``, which runs the model ``what``, or something made of it.
 
@@ -98,15 +99,15 @@ def run_model(
     """
     step(f"running {what}")
     try:
-        return run(session, feeds, spec.timeout)
+        return run(session, feeds, spec.validate.timeout)
     except TooSlowError:
         raise ModelError(
             Problem.at(
                 spec.key,
                 Kind.RUN_TIMEOUT,
-                f"running {what} was stopped after {spec.timeout:g} seconds{more}.",
+                f"running {what} was stopped after {spec.validate.timeout:g} seconds{more}.",
                 "Give it smaller inputs, or more time.",
-                Setting(spec.key / "validate" / "timeout", round(2 * spec.timeout, 3)),
+                Setting(spec.key / "validate" / "timeout", round(2 * spec.validate.timeout, 3)),
             )
         ) from None
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.kinds import is_length_name
 from hatch_epcontext.worker.dummy.samples import Sample, samples
-from hatch_epcontext.worker.facts import ModelSpec
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ _MAX_SIZES = 4
 
 
 def run_samples(
-    run: Callable[[Sample], T], inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Ranges
+    run: Callable[[Sample], T], inputs: Sequence[TensorFacts], spec: Model, ranges: Ranges
 ) -> tuple[list[tuple[Sample, T]], Ranges]:
     """Return the samples of ``inputs``, each with what ``run`` returns for it, and the ranges that they have.
 
@@ -57,11 +57,11 @@ def _try(run: Callable[[Sample], T], sample: Sample) -> T | _Failure:
         return _Failure(error)
 
 
-def _attempts(inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Ranges) -> Iterator[Ranges]:
+def _attempts(inputs: Sequence[TensorFacts], spec: Model, ranges: Ranges) -> Iterator[Ranges]:
     """Yield ``ranges``, and then gentler ones: other lengths, and values that are all 1 or 0."""
     tried = [dict(ranges)]
     yield ranges
-    if spec.inputs != "random":
+    if spec.validate.inputs != "random":
         return
     for gentler in _gentler(inputs, ranges):
         if gentler not in tried:

@@ -12,13 +12,12 @@ from zipfile import BadZipFile, is_zipfile
 import numpy as np
 import onnx
 
-from hatch_epcontext.config.settings import SYNTHETIC
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.files import unreadable
 from hatch_epcontext.graph.arrays import Array, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range, values
-from hatch_epcontext.worker.facts import ModelSpec
 
 _SEED = 20240229
 
@@ -30,21 +29,21 @@ _MAX_VALUES = 2**29
 
 
 def dummy_inputs(
-    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range] | None = None
+    inputs: Sequence[TensorFacts], spec: Model, ranges: Mapping[str, Range] | None = None
 ) -> dict[str, Array]:
-    """Return an array for each of ``inputs``, of its shape and dtype, as ``spec.inputs`` says.
+    """Return an array for each of ``inputs``, of its shape and dtype, as ``spec.validate.inputs`` says.
 
-    ``spec.inputs`` is ``"ones"``, ``"zeros"``, ``"random"``, or the path of an ``.npz`` or of a folder
+    These are ``"ones"``, ``"zeros"``, ``"random"``, or the path of an ``.npz`` or of a folder
     with ``input_*.pb``. Random values are the same in every run, and within their range in ``ranges``:
     without one, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one
     of two words. An open dimension gets its size in ``spec``, or else 1. Raises ModelError when the file
     does not fit the model, or a dtype cannot be generated.
     """
-    if spec.inputs == "random":
+    if spec.validate.inputs == "random":
         return generated_inputs("random", inputs, spec, ranges or {})
-    if (same := _SAME.get(spec.inputs)) is not None:
+    if (same := _SAME.get(spec.validate.inputs)) is not None:
         return generated_inputs("zeros", inputs, spec, {each.name: same for each in inputs})
-    path = Path(spec.inputs)
+    path = Path(spec.validate.inputs)
     found = _read(path, inputs, spec)
     return {each.name: _checked(found, each, path, spec) for each in inputs}
 
@@ -52,7 +51,7 @@ def dummy_inputs(
 def generated_inputs(
     name: SampleName,
     inputs: Sequence[TensorFacts],
-    spec: ModelSpec,
+    spec: Model,
     ranges: Mapping[str, Range],
 ) -> dict[str, Array]:
     """Return synthetic values of the kind ``name`` for ``inputs``; see `dummy_inputs`."""
@@ -63,7 +62,7 @@ def generated_inputs(
     }
 
 
-def sized(inputs: Sequence[TensorFacts], spec: ModelSpec) -> list[TensorFacts]:
+def sized(inputs: Sequence[TensorFacts], spec: Model) -> list[TensorFacts]:
     """Return ``inputs`` with the sizes that ``spec`` has for their open dimensions."""
     shapes = {e.name: spec.shapes.get(e.name, e.shape) for e in inputs}
     sizes: dict[Size, Size] = dict(spec.dims.items())
@@ -78,15 +77,15 @@ def sized(inputs: Sequence[TensorFacts], spec: ModelSpec) -> list[TensorFacts]:
     ]
 
 
-def expected_outputs(outputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[str, Array]:
+def expected_outputs(outputs: Sequence[TensorFacts], spec: Model) -> dict[str, Array]:
     """Return the outputs that ONNX's test data record: ``output_*.pb`` beside the inputs, if any."""
-    path = Path(spec.inputs)
-    if spec.inputs in SYNTHETIC or not path.is_dir():
+    path = Path(spec.validate.inputs)
+    if spec.validate.inputs in SYNTHETIC or not path.is_dir():
         return {}
     return read_folder(path, "output", outputs, _key(spec))
 
 
-def constant(spec: ModelSpec, facts: TensorFacts) -> Array:
+def constant(spec: Model, facts: TensorFacts) -> Array:
     """Return the constant of ``spec`` for an input: of its dtype, and of its rank if it is one number.
 
     Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
@@ -97,13 +96,11 @@ def constant(spec: ModelSpec, facts: TensorFacts) -> Array:
     return array
 
 
-def _key(spec: ModelSpec) -> Key:
+def _key(spec: Model) -> Key:
     return spec.key / "validate" / "inputs"
 
 
-def _invalid(
-    spec: ModelSpec, message: str, hint: str | None = None, *settings: Setting
-) -> ModelError:
+def _invalid(spec: Model, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
     return ModelError(Problem.at(_key(spec), Kind.INVALID_INPUTS, message, hint, *settings))
 
 
@@ -112,7 +109,7 @@ def _generate(
     tensor: TensorFacts,
     rng: np.random.Generator,
     range_: Range | None,
-    spec: ModelSpec,
+    spec: Model,
 ) -> Array:
     count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
@@ -150,7 +147,7 @@ _UNREADABLE = (
 )
 
 
-def _read(path: Path, inputs: Sequence[TensorFacts], spec: ModelSpec) -> dict[str, Array]:
+def _read(path: Path, inputs: Sequence[TensorFacts], spec: Model) -> dict[str, Array]:
     key = _key(spec)
     return read_folder(path, "input", inputs, key) if path.is_dir() else read_npz(path, key)
 
@@ -214,7 +211,7 @@ def _refuse_pipe(path: Path, key: Key) -> None:
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
 
 
-def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: ModelSpec) -> Array:
+def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: Model) -> Array:
     if tensor.name not in found:
         raise _invalid(
             spec,

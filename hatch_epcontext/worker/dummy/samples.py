@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range
-from hatch_epcontext.worker.facts import ModelSpec
 
 _MAX_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""
@@ -39,16 +39,16 @@ class Sample:
 
 
 def samples(
-    inputs: Sequence[TensorFacts], spec: ModelSpec, ranges: Mapping[str, Range]
+    inputs: Sequence[TensorFacts], spec: Model, ranges: Mapping[str, Range]
 ) -> tuple[Sample, ...]:
     """Return up to seven different samples, the first of which is what `dummy_inputs` returns.
 
-    There is one alone where ``spec.inputs`` is not ``"random"``, or where a sample is large. ``ranges``:
-    those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
+    There is one alone where the inputs of ``spec`` are not ``"random"``, or where a sample is large.
+    ``ranges``: those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
     """
     first = dummy_inputs(inputs, spec, ranges)
-    if spec.inputs != "random":
-        name = spec.inputs if spec.inputs in ("zeros", "ones") else "given"
+    if spec.validate.inputs != "random":
+        name = spec.validate.inputs if spec.validate.inputs in ("zeros", "ones") else "given"
         return (Sample(name, first, bounded=True),)
     chosen = [Sample("random", first, bounded=True)]
     if sum(array.nbytes for array in first.values()) <= _MAX_BYTES:
@@ -66,7 +66,7 @@ def samples(
 
 def _further(
     inputs: Sequence[TensorFacts],
-    spec: ModelSpec,
+    spec: Model,
     ranges: Mapping[str, Range],
     *,
     has_open: bool,

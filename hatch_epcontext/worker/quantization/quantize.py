@@ -13,10 +13,11 @@ import onnx
 from onnxruntime import quantization
 from onnxruntime.quantization.execution_providers import qnn
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.facts import ModelSpec, Precision
+from hatch_epcontext.worker.facts import Precision
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.quantization.calibration import samples
 
@@ -31,7 +32,7 @@ _QUANTIZED = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "DynamicQuant
 """Operators that only a quantized model has."""
 
 
-def write_quantized(source: Path, result: Path, spec: ModelSpec, precision: Precision) -> str:
+def write_quantized(source: Path, result: Path, spec: Model, precision: Precision) -> str:
     """Write the model at ``source``, quantized for the calibration data of ``precision``, to ``result``.
 
     Returns what was done in words. Raises ModelError when the data does not fit the model, or the model

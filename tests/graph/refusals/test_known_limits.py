@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.worker.actions.check import not_compilable
 from hatch_epcontext.worker.configured import fix_constants
-from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.requests import ContextTarget
+from tests.worker.actions.test_compile import target
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 ML = "ai.onnx.ml"
-SPEC = ModelSpec("m", "m.onnx", Key() / "models" / 0)
+SPEC = Model("m", Path("m.onnx"), Key() / "models" / 0)
 
 
 def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> onnx.NodeProto:
@@ -41,8 +42,13 @@ def model(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -
 def problems(
     given: onnx.ModelProto, provider: str = "qnn", min_coverage: float = 1.0
 ) -> list[Problem]:
-    target = ContextTarget("m", "npu", provider, Key() / "targets" / "npu", min_coverage)
-    return list(not_compilable(given, SPEC, [target]))
+    npu = replace(
+        target(provider),
+        name="npu",
+        key=Key() / "targets" / "npu",
+        min_coverage=min_coverage,
+    )
+    return list(not_compilable(given, SPEC, [npu]))
 
 
 MATMUL = node("MatMul", "x w", "y")
@@ -140,7 +146,7 @@ def test_an_input_that_decides_a_shape_is_to_be_frozen_and_then_nothing_is_refus
     (problem,) = problems(given)
     assert "'size'" in (problem.hint or "")
     assert [str(each) for each in problem.settings] == ["tool.epcontext.models[0].constants.size"]
-    fix_constants(given, ModelSpec("m", "m", SPEC.key, constants={"size": [2, 2]}))
+    fix_constants(given, Model("m", Path("m"), SPEC.key, constants={"size": [2, 2]}))
     assert problems(given) == []
 
 
@@ -201,13 +207,13 @@ def test_a_refused_model_fails_before_anything_is_compiled(tmp_path: Path) -> No
 
     path = tmp_path / "m.onnx"
     onnx.save(tail(node("Scaler", "y", "z", ML), value("z")), path)
-    spec = ModelSpec("m", str(path), SPEC.key)
-    target = ContextTarget("m", "npu", "qnn", Key(), 1.0)
-    check.handle(CheckRequest((spec,), {}))
+    spec = Model("m", path, SPEC.key)
+    npu = target("qnn")
+    check.handle(CheckRequest((spec,)))
     trees = tmp_path / "trees.onnx"
     onnx.save(model([TREE, node("ZipMap", "t", "z", ML)], [value("x")], [SEQUENCE]), trees)
     with pytest.raises(ModelError, match="an ensemble of trees"):
-        check.handle(CheckRequest((ModelSpec("m", str(trees), SPEC.key),), {}, contexts=(target,)))
+        check.handle(CheckRequest((Model("m", trees, SPEC.key, targets=(npu,)),)))
     with pytest.raises(ModelError) as caught:
-        check.handle(CheckRequest((spec,), {}, contexts=(target,)))
+        check.handle(CheckRequest((replace(spec, targets=(npu,)),)))
     assert [each.kind for each in caught.value.problems] == [Kind.NOT_COMPILABLE]

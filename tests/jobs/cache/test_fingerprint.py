@@ -8,13 +8,13 @@ import pytest
 
 from hatch_epcontext.config.settings import (
     CompileSettings,
+    GivenLimits,
     Quantize,
-    ToleranceSettings,
     ValidateSettings,
 )
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.providers import SomeLimits
 from tests.results import configured
 
 SHA256 = {"a": "00"}
@@ -76,7 +76,7 @@ def test_every_compile_setting_changes_the_fingerprint(job: Job, name: str) -> N
     assert fingerprint(changed, SHA256, VERSIONS) != fingerprint(job, SHA256, VERSIONS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WiderSettings(CompileSettings):
     """The settings of a future release, with one field more."""
 
@@ -120,7 +120,7 @@ def test_contents_members_and_versions_change_the_fingerprint(job: Job) -> None:
     [
         {"path": Path("/elsewhere/a.onnx")},
         {"validate": ValidateSettings(states={"h": "hn"})},
-        {"validate": ValidateSettings("require", "ones", ToleranceSettings(SomeLimits(rtol=0.5)))},
+        {"validate": ValidateSettings("require", "ones", (GivenLimits({"rtol": 0.5}),))},
     ],
 )
 def test_paths_and_validation_do_not_change_the_fingerprint(

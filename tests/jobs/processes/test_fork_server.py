@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.processes.fork_server import ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.running import WorkerCommand
 from hatch_epcontext.serialize import to_json
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from tests.altered_workers import write_start_code
 from tests.conftest import REPOSITORY
@@ -125,7 +125,7 @@ def test_workers_are_forks_of_one_process_and_end_with_it(
 
 def test_a_fork_answers_as_an_interpreter_does(tmp_path: Path, workers: Workers) -> None:
     path = save(network(), tmp_path / "a.onnx")
-    request = CheckRequest((ModelSpec("a", str(path), KEY),), {})
+    request = CheckRequest((Model("a", path, KEY),))
     forked = workers.call(request, tmp_path / "fork", location="reading")
     assert isinstance(forked, CheckReply)
     assert forked == Workers(60).call(request, tmp_path / "interpreter", location="reading")

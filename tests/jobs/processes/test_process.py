@@ -14,10 +14,10 @@ import onnxruntime
 import pytest
 from packaging.version import Version
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.worker_log import TAIL
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest, PrepareRequest
 from tests.models import network, save
 
@@ -25,7 +25,7 @@ KEY = Key() / "models" / 0
 
 
 def request_for(path: Path) -> CheckRequest:
-    return CheckRequest((ModelSpec("a", str(path), KEY),), {})
+    return CheckRequest((Model("a", path, KEY),))
 
 
 def problem(tmp_path: Path, path: Path, timeout: float = 60) -> Problem:
@@ -145,7 +145,7 @@ def test_the_log_is_forwarded_while_a_worker_runs(tmp_path: Path, fake_onnx: Pat
 
 def test_verbose_workers_print_onnx_runtimes_whole_log(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "a.onnx")
-    spec = ModelSpec("a", str(path), KEY, {"batch": 1})
+    spec = Model("a", path, KEY, {"batch": 1})
     for name, verbose in (("short", False), ("whole", True)):
         (tmp_path / name).mkdir()
         lines: list[str] = []
@@ -273,7 +273,7 @@ def test_nothing_is_sent_that_the_user_has_not_asked_for(
     if given is not None:
         monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given)
     path = save(network(), tmp_path / "a.onnx")
-    spec = ModelSpec("a", str(path), KEY, {"batch": 1})
+    spec = Model("a", path, KEY, {"batch": 1})
     (tmp_path / "prepared").mkdir()
     request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "prepared"), True)
     workers.call(request, tmp_path / "call", location="a")
@@ -288,7 +288,7 @@ def test_values_of_secrets_are_hidden_in_the_log(
     monkeypatch.setenv("MODEL_KEY", "hunter2")
     lines: list[str] = []
     constants = {"x": "{env:MODEL_KEY}"}
-    request = CheckRequest((ModelSpec("a", "a.onnx", KEY, constants=constants),), {})
+    request = CheckRequest((Model("a", Path("a.onnx"), KEY, constants=constants),))
     with pytest.raises(BuildError) as raised:
         Workers(60, lines.append).call(request, tmp_path / "call", location="a")
     (found,) = raised.value.problems

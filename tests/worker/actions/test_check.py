@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,25 +9,25 @@ import onnx
 import pytest
 from onnx import helper
 
-from hatch_epcontext.config.settings import Listed
+from hatch_epcontext.config.settings import Listed, Model, Target, ValidateSettings
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.providers import Profile
 from hatch_epcontext.worker.actions.check import handle
-from hatch_epcontext.worker.facts import ModelSpec
-from hatch_epcontext.worker.requests import CheckRequest, ModelProfiles
+from hatch_epcontext.worker.requests import CheckRequest
 from tests.models import model, network, save, save_with_data, value
+from tests.worker.actions.test_compile import MODEL, target
 
-MODEL = Key(("models", 0))
+QNN = target("qnn")
 PROFILES = Key(("targets", "t", "profiles"))
 
 
-def request_for(path: Path, static: str = "", **settings: Any) -> CheckRequest:
-    one = ModelSpec("a", str(path), MODEL, **settings)
-    return CheckRequest((one,), {"a": static} if static else {})
+def request_for(path: Path, *targets: Target, **settings: Any) -> CheckRequest:
+    return CheckRequest((Model("a", path, MODEL, targets=targets, **settings),))
 
 
 def test_the_reply_has_the_fixed_inputs_and_the_external_data(tmp_path: Path) -> None:
     path = save_with_data(network(), tmp_path / "a.onnx")
-    (facts,) = handle(request_for(path, "QNN", dims={"batch": 2})).models
+    (facts,) = handle(request_for(path, QNN, dims={"batch": 2})).models
     assert facts.inputs[0].shape == (2, 1, 8, 8)
     assert facts.outputs[0].shape == (2, 10)
     assert facts.external_data == ("network.data",)
@@ -50,7 +51,7 @@ def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
 ) -> None:
     path = save(network(batch), tmp_path / "a.onnx")
     with pytest.raises(ModelError) as raised:
-        handle(request_for(path, "QNNExecutionProvider"))
+        handle(request_for(path, QNN))
     (problem,) = raised.value.problems
     assert "the input 'x' has an open dimension" in problem.message
     assert "QNNExecutionProvider compiles only fixed shapes" in problem.message
@@ -78,9 +79,9 @@ def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
 ) -> None:
     path = save(network(), tmp_path / "a.onnx")
     # Another target of the same model may fix them.
-    spec = ModelSpec("a", str(path), MODEL, dims, static_shapes=static_shapes)
+    left_open = target("qnn", static_shapes=False)
     with pytest.raises(ModelError) as raised:
-        handle(CheckRequest((spec,), {}, left_open={"a": "QNNExecutionProvider"}))
+        handle(request_for(path, left_open, dims=dims, static_shapes=static_shapes))
     (problem,) = raised.value.problems
     assert problem.kind is Kind.OPEN_DIMENSION
     assert problem.message == (
@@ -88,14 +89,14 @@ def test_a_dimension_that_is_left_open_for_an_ep_of_fixed_shapes_is_an_error(
         "only fixed shapes. It is left open because static-shapes is false."
     )
     assert [str(each).removeprefix("tool.epcontext.") for each in problem.settings] == settings
-    fixed = ModelSpec("a", str(save(network(1), path)), MODEL, static_shapes=static_shapes)
-    handle(CheckRequest((fixed,), {}, left_open={"a": "QNNExecutionProvider"}))
+    save(network(1), path)
+    handle(request_for(path, left_open, static_shapes=static_shapes))
 
 
 def test_a_shape_of_a_list_that_leaves_a_dimension_open_is_named(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "a.onnx")
     with pytest.raises(ModelError) as raised:
-        handle(request_for(path, "QNN", listed=Listed("dims", 1)))
+        handle(request_for(path, QNN, listed=Listed("dims", 1)))
     (problem,) = raised.value.problems
     assert [str(each) for each in problem.settings] == [
         "tool.epcontext.models[0].dims[1] = { batch = 1 }"
@@ -104,11 +105,9 @@ def test_a_shape_of_a_list_that_leaves_a_dimension_open_is_named(tmp_path: Path)
 
 def test_a_problem_of_all_shapes_of_a_model_is_reported_once(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "a.onnx")
-    specs = tuple(
-        ModelSpec(f"a.{size}", str(path), MODEL, {"batch": size}, {"z": (1,)}) for size in (1, 2)
-    )
+    specs = tuple(Model(f"a.{size}", path, MODEL, {"batch": size}, {"z": (1,)}) for size in (1, 2))
     with pytest.raises(ModelError) as raised:
-        handle(CheckRequest(specs, {}))
+        handle(CheckRequest(specs))
     (problem,) = raised.value.problems
     assert "the model has no input 'z'" in problem.message
 
@@ -118,11 +117,11 @@ def test_the_problems_of_all_models_are_reported_at_once(tmp_path: Path) -> None
     bad = tmp_path / "bad.onnx"
     bad.write_bytes(b"")
     specs = [
-        ModelSpec(path.stem, str(path), Key(("models", index)))
+        Model(path.stem, path, Key(("models", index)))
         for index, path in enumerate((bad, good, bad))
     ]
     with pytest.raises(ModelError) as raised:
-        handle(CheckRequest(tuple(specs), {}))
+        handle(CheckRequest(tuple(specs)))
     assert [str(problem.key) for problem in raised.value.problems] == [
         "tool.epcontext.models[0]",
         "tool.epcontext.models[2]",
@@ -133,16 +132,18 @@ def test_dummy_inputs_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
     np.savez(tmp_path / "inputs.npz", z=np.zeros(1))
     with pytest.raises(ModelError, match="has no array for the input 'x'"):
-        handle(request_for(path, inputs=str(tmp_path / "inputs.npz")))
+        handle(request_for(path, validate=ValidateSettings(inputs=str(tmp_path / "inputs.npz"))))
+
+
+def with_profiles(*profiles: Profile, static_shapes: bool = True) -> Target:
+    key = Key(("targets", "t"))
+    return replace(target("tensorrt", static_shapes=static_shapes), profiles=profiles, key=key)
 
 
 def profile_problems(path: Path, *profiles: dict[str, dict[str, list[int]]]) -> list[Problem]:
     """The problems of profiles for the model at ``path``."""
-    request = CheckRequest(
-        (ModelSpec("a", str(path), MODEL),), {}, (ModelProfiles("a", PROFILES, profiles),)
-    )
     try:
-        handle(request)
+        handle(request_for(path, with_profiles(*profiles)))
     except ModelError as error:
         return list(error.problems)
     return []
@@ -173,11 +174,11 @@ def test_profiles_have_to_fit_the_inputs(tmp_path: Path) -> None:
 
 def test_profiles_of_a_target_that_leaves_shapes_open_fit_the_open_inputs(tmp_path: Path) -> None:
     path = save(network(), tmp_path / "a.onnx")
-    spec = ModelSpec("a", str(path), MODEL, {"batch": 1})
     profile = {"x": {"min": [1, 1, 8, 8], "opt": [4, 1, 8, 8], "max": [8, 1, 8, 8]}}
-    handle(CheckRequest((spec,), {}, (ModelProfiles("a", PROFILES, (profile,), False),)))
+    sizes = {"batch": 1}
+    handle(request_for(path, with_profiles(profile, static_shapes=False), dims=sizes))
     with pytest.raises(ModelError, match="but the input has the shape 1 x 1 x 8 x 8"):
-        handle(CheckRequest((spec,), {}, (ModelProfiles("a", PROFILES, (profile,)),)))
+        handle(request_for(path, with_profiles(profile), dims=sizes))
 
 
 def test_inputs_of_fixed_shapes_need_no_profile(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_the_size_of_an_image_is_for_the_user_to_choose(tmp_path: Path) -> None:
         [value("y", ["batch", 3, 48, "width"])],
     )
     with pytest.raises(ModelError, match="the size that the app feeds") as raised:
-        handle(request_for(save(made, tmp_path / "a.onnx"), "QNN"))
+        handle(request_for(save(made, tmp_path / "a.onnx"), QNN))
     (problem,) = raised.value.problems
     assert [str(each) for each in problem.settings] == [
         "tool.epcontext.models[0].dims.batch = 1",

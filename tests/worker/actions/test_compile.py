@@ -11,13 +11,13 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Setting
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare as prepare_worker
 from hatch_epcontext.worker.compiler import compile_context, explained, lower_ir_version
-from hatch_epcontext.worker.facts import ModelSpec, Simplifier, TargetSpec
+from hatch_epcontext.worker.facts import Simplifier
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
@@ -46,7 +46,7 @@ def target(
     *,
     plugin: Plugin | None = None,
     **settings: Any,
-) -> TargetSpec:
+) -> Target:
     """A target with the provider's defaults, and with ``settings`` instead of those."""
     known = PROVIDERS[provider]
     complete = known.complete(options or {})
@@ -56,7 +56,7 @@ def target(
         "provider_options": complete,
         "device": known.devices[0],
     }
-    return TargetSpec(
+    return Target(
         name=provider,
         settings=CompileSettings(**{**defaults, **settings}),
         plugin=plugin or known.plugin,
@@ -64,16 +64,14 @@ def target(
     )
 
 
-def prepared(
-    spec: ModelSpec, tmp_path: Path, simplifier: Simplifier = "onnxruntime"
-) -> PrepareReply:
+def prepared(spec: Model, tmp_path: Path, simplifier: Simplifier = "onnxruntime") -> PrepareReply:
     """Prepare the model of ``spec`` in a folder of its own."""
     folder = tmp_path / "prepared"
     folder.mkdir()
     return prepare_worker.handle(PrepareRequest(spec, simplifier, str(folder), True))
 
 
-def compile_request(spec: ModelSpec, to: TargetSpec, tmp_path: Path) -> CompileRequest:
+def compile_request(spec: Model, to: Target, tmp_path: Path) -> CompileRequest:
     """A request to compile the model of ``spec``, which is prepared for the target."""
     folder = tmp_path / "compiled"
     folder.mkdir(parents=True)
@@ -82,9 +80,9 @@ def compile_request(spec: ModelSpec, to: TargetSpec, tmp_path: Path) -> CompileR
     return CompileRequest((spec,), (reply.path,), to, str(folder))
 
 
-def compiled(path: Path, to: TargetSpec, tmp_path: Path) -> tuple[CompileReply, Path]:
+def compiled(path: Path, to: Target, tmp_path: Path) -> tuple[CompileReply, Path]:
     """Compile the model at ``path``; returns the reply and the artifact's folder."""
-    spec = ModelSpec("a", str(path), MODEL, {"batch": 1} if "batch" in path.name else {})
+    spec = Model("a", path, MODEL, {"batch": 1} if "batch" in path.name else {})
     request = compile_request(spec, to, tmp_path)
     return compile_worker.handle(request), Path(request.folder)
 

@@ -9,11 +9,12 @@ import onnxslim
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.worker.actions import prepare as prepare_module
 from hatch_epcontext.worker.actions.prepare import handle
-from hatch_epcontext.worker.facts import SIMPLIFIERS, ModelSpec, Simplifier
+from hatch_epcontext.worker.facts import SIMPLIFIERS, Simplifier
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
@@ -39,7 +40,7 @@ def run(
 ) -> PrepareReply:
     folder = tmp_path / f"prepared-{simplifier}"
     folder.mkdir()
-    spec = ModelSpec("a", str(path), Key(("models", 0)), **settings)
+    spec = Model("a", path, Key(("models", 0)), **settings)
     return handle(PrepareRequest(spec, simplifier, str(folder), compare))
 
 

@@ -6,12 +6,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.worker.actions import find_refused
 from hatch_epcontext.worker.actions.preview import handle
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import (
-    ContextTarget,
     FindRefusedRequest,
     PreviewReply,
     PreviewRequest,
@@ -22,9 +21,8 @@ from tests.worker.actions.test_compile import MODEL, X_ELITE, target
 
 
 def preview(made: onnx.ModelProto, folder: Path, *, dequantized: bool = False) -> PreviewReply:
-    spec = ModelSpec("a", str(save(made, folder / "a.onnx")), MODEL)
-    for_qnn = ContextTarget("a", "npu", "qnn", MODEL, 1.0)
-    return handle(PreviewRequest(spec, for_qnn, dequantized=dequantized))
+    spec = Model("a", save(made, folder / "a.onnx"), MODEL)
+    return handle(PreviewRequest(spec, target("qnn", dequantize=dequantized)))
 
 
 def test_a_model_that_compiles_has_no_problem(tmp_path: Path) -> None:
@@ -77,7 +75,7 @@ def test_the_ep_itself_says_what_it_refuses(tmp_path: Path) -> None:
         [value("x", [1, 4])],
         [value("y", [1, 4])],
     )
-    spec = ModelSpec("a", str(save(made, tmp_path / "a.onnx")), MODEL)
+    spec = Model("a", save(made, tmp_path / "a.onnx"), MODEL)
     folder = tmp_path / "asked"
     folder.mkdir()
     found = find_refused.handle(FindRefusedRequest(spec, target("qnn", X_ELITE), str(folder)))

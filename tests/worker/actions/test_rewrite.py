@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.builder import Builder, copy_of
 from hatch_epcontext.graph.rewrites import REWRITES
@@ -17,7 +18,6 @@ from hatch_epcontext.graph.rewrites.base import by_node
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare, rewrite
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import (
     CompileRequest,
     PrepareRequest,
@@ -36,7 +36,7 @@ FLOAT = TensorProto.FLOAT
 def rewritten(
     source: Path, tmp_path: Path, refused: tuple[str, ...] | None, compare: bool = True
 ) -> RewriteReply:
-    spec = ModelSpec("a", str(source), Key(("models", 0)))
+    spec = Model("a", source, Key(("models", 0)))
     folders = [tmp_path / name for name in ("prepared", "rewritten")]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -202,7 +202,7 @@ def test_qnn_compiles_what_it_refused(tmp_path: Path) -> None:
     assert reply.path is not None
     folder = tmp_path / "compiled"
     folder.mkdir()
-    spec = ModelSpec("a", str(source), Key(("models", 0)))
+    spec = Model("a", source, Key(("models", 0)))
     request = CompileRequest((spec,), (reply.path,), target("qnn", X_ELITE), str(folder))
     (context,) = compile_worker.handle(request).contexts
     assert context.coverage is not None

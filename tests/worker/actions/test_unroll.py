@@ -5,10 +5,10 @@ from pathlib import Path
 import onnx
 import pytest
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions.unroll import handle
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest, UnrollRequest
 from tests.graph.unrolling.models import parsed, recurrent
 from tests.models import save, save_with_data
@@ -36,7 +36,7 @@ def unroll(
     *,
     compare: bool = True,
 ) -> RewriteReply:
-    spec = ModelSpec(name="model", key=Key(("models", 0)), path=str(path))
+    spec = Model(name="model", key=Key(("models", 0)), path=path)
     folder.mkdir()
     request = RewriteRequest(spec, str(path), refused, str(folder), simplify=True, compare=compare)
     return handle(UnrollRequest(request, limit))

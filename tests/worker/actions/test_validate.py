@@ -10,12 +10,12 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from hatch_epcontext.config.settings import Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind, ModelError
-from hatch_epcontext.providers import OutputLimits, Tolerance
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions.validate import handle
 from hatch_epcontext.worker.comparison.runs import read_reference, write_reference
-from hatch_epcontext.worker.facts import ModelSpec
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.session import context_options
 from tests.conftest import needs_qnn
@@ -38,7 +38,7 @@ def built(
     """Compile ``made``; returns a request to validate its artifact."""
     path = save(made, tmp_path / "models" / "a.onnx")
     dims = {"batch": 2} if "batch" in str(made.graph.input) else {}
-    spec = ModelSpec("a", str(path), MODEL, dims, {}, constants or {}, inputs)
+    spec = Model("a", path, MODEL, dims, {}, constants or {}, ValidateSettings(inputs=inputs))
     to = target(provider, X_ELITE if provider == "qnn" else {}, embed=embed)
     request = compile_request(spec, to, tmp_path)
     reply = compile_worker.handle(request)
@@ -122,7 +122,7 @@ def test_outputs_that_differ_from_the_sources_are_an_error(tmp_path: Path) -> No
         "tool.epcontext.models[0].validate.tolerance = { outputs = { y = {"
     )
     needed = setting.value["outputs"]["y"]
-    tolerance = dataclasses.replace(HALF, outputs={"y": OutputLimits(**{"cosine": 0.99, **needed})})
+    tolerance = dataclasses.replace(HALF, outputs={"y": needed})
     handle(dataclasses.replace(request, tolerance=tolerance))
 
 
@@ -254,7 +254,7 @@ def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
     tmp_path: Path, embed: bool
 ) -> None:
     path = save(with_weights_left_over(), tmp_path / "models" / "a.onnx")
-    spec = ModelSpec("a", str(path), MODEL)
+    spec = Model("a", path, MODEL)
     to = target("qnn", X_ELITE, embed=embed, external_initializers=100)
     request = compile_request(spec, to, tmp_path)
     reply = compile_worker.handle(request)
@@ -271,7 +271,7 @@ def test_initializers_outside_the_contexts_are_in_a_file_of_their_own(
 def test_an_optimized_graph_can_have_external_initializers(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "models" / "a.onnx")
     to = target("cpu", external_initializers=1000)
-    request = compile_request(ModelSpec("a", str(path), MODEL), to, tmp_path)
+    request = compile_request(Model("a", path, MODEL), to, tmp_path)
     compile_worker.handle(request)
     data = Path(request.folder) / "a_optimized.data"
     # The matrix, but not the small tensors.
@@ -294,6 +294,6 @@ def test_other_outputs_than_the_source_has_are_an_error(tmp_path: Path) -> None:
     renamed = square_root()
     renamed.graph.node[0].output[0] = renamed.graph.output[0].name = "z"
     path = save(renamed, tmp_path / "other" / "a.onnx")
-    other = dataclasses.replace(request.model, path=str(path))
+    other = dataclasses.replace(request.model, path=path)
     with pytest.raises(ModelError, match="the source model has the output 'z', and the compiled"):
         handle(dataclasses.replace(request, model=other))

@@ -1,22 +1,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hatch_epcontext.config.settings import Model, ValidateSettings
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.arrays import Arrays
-from hatch_epcontext.providers import OutputLimits, Tolerance
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs
-from hatch_epcontext.worker.facts import ModelSpec
 from tests.worker.actions.test_compile import MODEL
 
-SPEC = ModelSpec("a", "a.onnx", MODEL)
+SPEC = Model("a", Path("a.onnx"), MODEL)
 WANTED: Arrays = {"y": np.linspace(1, 2, 10, dtype=np.float32)}
 
 
-def failed(outputs: Arrays, tolerance: Tolerance, spec: ModelSpec = SPEC) -> BuildError:
+def failed(outputs: Arrays, tolerance: Tolerance, spec: Model = SPEC) -> BuildError:
     with pytest.raises(BuildError) as caught:
         check_outputs(outputs, WANTED, tolerance, spec, "the CPU's")
     return caught.value
@@ -30,15 +31,17 @@ def test_the_limits_of_a_message_are_enough(difference: float) -> None:
     assert isinstance(setting.value, dict)
     allowed = setting.value["outputs"]["y"]
     assert 0 < allowed["atol"] < 1.1 * difference
-    limits = OutputLimits(-200, 0.0, **allowed)
-    check_outputs(outputs, WANTED, Tolerance(-200, 0.0, outputs={"y": limits}), SPEC, "the CPU's")
+    limits = Tolerance(-200, 0.0, outputs={"y": allowed})
+    check_outputs(outputs, WANTED, limits, SPEC, "the CPU's")
 
 
 def test_inputs_that_are_given_are_not_asked_for() -> None:
     outputs = {"y": np.float32(0.2) * WANTED["y"]}
     (setting,) = failed(outputs, Tolerance(20, 0.99)).problems[0].settings
     assert "inputs" in str(setting)
-    given = failed(outputs, Tolerance(20, 0.99), replace(SPEC, inputs="/tmp/a.npz"))
+    given = failed(
+        outputs, Tolerance(20, 0.99), replace(SPEC, validate=ValidateSettings(inputs="/tmp/a.npz"))
+    )
     assert not given.problems[0].settings
 
 

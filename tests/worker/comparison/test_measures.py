@@ -6,10 +6,10 @@ from numpy.typing import ArrayLike
 
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.providers import OutputLimits
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import Comparison, Nature, compare
 
-HALF = OutputLimits(20, 0.99, unit=0.1)
+HALF = Tolerance(20, 0.99, unit=0.1)
 RNG = np.random.default_rng(1)
 LOGITS = RNG.standard_normal((4, 50)) * 5
 SHARES = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
@@ -22,7 +22,7 @@ def noise(reference: Array, part: float) -> Array:
 
 
 def compared(
-    output: ArrayLike, reference: ArrayLike, limits: OutputLimits = HALF, nature: Nature = "any"
+    output: ArrayLike, reference: ArrayLike, limits: Tolerance = HALF, nature: Nature = "any"
 ) -> Comparison:
     return compare("y", np.asarray(output), np.asarray(reference), limits, nature=nature)
 
@@ -43,7 +43,7 @@ def test_the_largest_of_many_differences_alone_fails_nothing() -> None:
     output = reference.copy()
     output[3, 4] += 1.0
     assert agrees(output, reference)
-    strict = compared(output, reference, OutputLimits(20, 0.99, atol=0.5))
+    strict = compared(output, reference, Tolerance(20, 0.99, atol=0.5))
     assert strict.excesses == ("a largest difference of 1 (allowed: atol 0.5, rtol 0)",)
     assert strict.needed["atol"] == pytest.approx(1.0)
 
@@ -86,7 +86,7 @@ def test_small_differences_of_values_up_to_one_are_rounding() -> None:
     assert agrees([[0.0]], [[0.0026]], "unit")
     assert not agrees([[0.0]], [[0.0026]])
     assert not agrees([[0.2]], [[0.0026]], "unit")
-    exact = OutputLimits(20, 0.99)
+    exact = Tolerance(20, 0.99)
     assert compared([[0.0]], [[0.0026]], exact, "unit").excesses, "on a CPU it is not"
 
 
@@ -130,7 +130,7 @@ def test_needed_limits_are_those_that_let_it_pass() -> None:
     reference = RNG.standard_normal((20, 50))
     output = noise(reference, 0.1)
     found = compared(output, reference)
-    needed = OutputLimits(**{"snr": 20, "cosine": 0.99, "unit": 0.1, **found.needed})
+    needed = Tolerance(20, 0.99, unit=0.1, outputs={"y": found.needed}).of("y")
     assert found.excesses
     assert not compared(output, reference, needed).excesses
 

@@ -8,12 +8,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext.config.settings import Model, ValidateSettings
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
-from hatch_epcontext.worker.facts import AgreementStatus, ModelSpec
+from hatch_epcontext.worker.facts import AgreementStatus
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
 from tests.worker.actions.test_compile import MODEL
@@ -22,14 +23,14 @@ from tests.worker.comparison.test_states import lstm
 HALF = Tolerance(20, 0.99, unit=0.1)
 
 
-def referred(made: onnx.ModelProto, folder: Path, **settings: Any) -> tuple[ModelSpec, Reference]:
+def referred(made: onnx.ModelProto, folder: Path, **settings: Any) -> tuple[Model, Reference]:
     path = save(made, folder / "a.onnx")
-    spec = ModelSpec("a", str(path), MODEL, **settings)
+    spec = Model("a", path, MODEL, **settings)
     return spec, reference(spec, made)
 
 
 def check(
-    changed: onnx.ModelProto, spec: ModelSpec, expected: Reference, folder: Path
+    changed: onnx.ModelProto, spec: Model, expected: Reference, folder: Path
 ) -> ComparisonResult:
     """Compare ``changed``, run on the CPU, with the reference."""
     session = open_session(save(changed, folder / "changed.onnx"), cpu_options())
@@ -160,7 +161,9 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
             [numpy_helper.from_array(np.float32(rate), "rate")],
         )
 
-    spec, expected = referred(counter(2.0), tmp_path, states={"state": "next"})
+    spec, expected = referred(
+        counter(2.0), tmp_path, validate=ValidateSettings(states={"state": "next"})
+    )
     with pytest.raises(BuildError, match=r"in step [2-8] of 8, with its own states"):
         check(counter(2.1), spec, expected, tmp_path)
     spec, alone = referred(counter(2.0), tmp_path)

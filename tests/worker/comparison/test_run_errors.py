@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.worker.comparison.run_errors import source_failed
-from hatch_epcontext.worker.facts import ModelSpec
 from tests.conftest import newer_runtime
 from tests.models import model, value, weights
 
@@ -20,7 +22,7 @@ def problem(made: onnx.ModelProto, **feeds: object) -> Problem:
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     with pytest.raises(Exception, match="Non-zero status code") as raised:
         session.run(None, {name: np.array(each) for name, each in feeds.items()})
-    spec = ModelSpec("a", "a.onnx", Key(("models", 0)), dims={"n": 2})
+    spec = Model("a", Path("a.onnx"), Key(("models", 0)), dims={"n": 2})
     return source_failed(spec, made, raised.value)
 
 
@@ -67,7 +69,7 @@ def test_the_node_inside_a_branch_is_named() -> None:
 
 def test_a_message_without_a_known_node_is_shown_as_it_is() -> None:
     made = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [1])], [value("y", [1])])
-    spec = ModelSpec("a", "a.onnx", Key(("models", 0)))
+    spec = Model("a", Path("a.onnx"), Key(("models", 0)))
     found = source_failed(spec, made, RuntimeError("std::bad_alloc"))
     assert found.message == "the source model itself cannot be run on the CPU: std::bad_alloc"
 
@@ -99,7 +101,7 @@ def test_open_sizes_that_do_not_fit_are_to_be_given() -> None:
     made = model(
         _reshaping([-1, 4]), [value("x", ["b", "n"])], [value("y", [None, 3])], [weights("w", 4, 3)]
     )
-    spec = ModelSpec("a", "a.onnx", Key(("models", 0)))
+    spec = Model("a", Path("a.onnx"), Key(("models", 0)))
     error = RuntimeError("running Reshape node. Name:'reshape' Status Message: no")
     found = source_failed(spec, made, error)
     assert "the sizes that were chosen for open dimensions (x: b x n) do not fit" in str(found)
@@ -116,7 +118,7 @@ def test_a_node_in_another_memory_layout_is_named() -> None:
         [value("c", [1, 8, None, None])],
         [weights("w", 8, 1, 3, 3)],
     )
-    spec = ModelSpec("a", "a.onnx", Key(("models", 0)), shapes={"x": (1, 1, 2, 2)})
+    spec = Model("a", Path("a.onnx"), Key(("models", 0)), shapes={"x": (1, 1, 2, 2)})
     error = RuntimeError("running Conv node. Name:'c_nchwc' Status Message: Invalid shape")
     found = source_failed(spec, made, error)
     assert "its node 'conv' (Conv) fails: Invalid shape." in found.message
@@ -140,7 +142,7 @@ def test_where_values_decide_sizes_other_values_may_help(decides: str) -> None:
     ]
     inputs = [value("x", [2, "n"]), value("c", [], TensorProto.BOOL)]
     made = model(nodes, inputs, [value("y", [2, 3])], [weights("w", 4, 3)])
-    spec = ModelSpec("a", "a.onnx", Key(("models", 0)), dims={"n": 2})
+    spec = Model("a", Path("a.onnx"), Key(("models", 0)), dims={"n": 2})
     error = RuntimeError("running MatMul node. Name:'product' Status Message: no")
     settings = [str(each) for each in source_failed(spec, made, error).settings]
     assert "tool.epcontext.models[0].validate.inputs" in settings

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.samples import Sample
-from hatch_epcontext.worker.facts import ModelSpec
 
-SPEC = ModelSpec("a", "a.onnx", Key(("models", 0)))
+SPEC = Model("a", Path("a.onnx"), Key(("models", 0)))
 X = TensorFacts("x", "float32", (1, 7, 12))
 N = TensorFacts("n", "int64", (1,))
 RANGES = {

@@ -12,14 +12,16 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from hatch_epcontext.config.settings import Model, ValidateSettings
 from hatch_epcontext.errors import Key, Kind, ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
-from hatch_epcontext.worker.facts import ModelSpec
 
 
-def spec(inputs: object) -> ModelSpec:
-    return ModelSpec("a", "a.onnx", Key(("models", 0)), inputs=str(inputs))
+def spec(inputs: object) -> Model:
+    return Model(
+        "a", Path("a.onnx"), Key(("models", 0)), validate=ValidateSettings(inputs=str(inputs))
+    )
 
 
 X = TensorFacts("x", "float32", (2, "n"))
@@ -59,7 +61,7 @@ def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> No
     np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
     sizes = dataclasses.replace(spec(tmp_path / "inputs.npz"), dims={"n": 3}, static_shapes=False)
     assert dummy_inputs([X], sizes)["x"].shape == (2, 7)
-    generated = dataclasses.replace(sizes, inputs="ones")
+    generated = dataclasses.replace(sizes, validate=ValidateSettings(inputs="ones"))
     assert dummy_inputs([X], generated)["x"].shape == (2, 3)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hatch_epcontext.config.settings import Model, ValidateSettings
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.samples import samples
-from hatch_epcontext.worker.facts import ModelSpec
 
 X = TensorFacts("x", "float32", (2, 50))
 I = TensorFacts("i", "int64", (300,))  # noqa: E741
@@ -17,8 +17,10 @@ M = TensorFacts("m", "int64", (1, 6))
 OPEN = Range(-8, 8, known=False)
 
 
-def spec(inputs: object = "random") -> ModelSpec:
-    return ModelSpec("a", "a.onnx", Key(("models", 0)), inputs=str(inputs))
+def spec(inputs: object = "random") -> Model:
+    return Model(
+        "a", Path("a.onnx"), Key(("models", 0)), validate=ValidateSettings(inputs=str(inputs))
+    )
 
 
 def named(inputs: Sequence[TensorFacts], **ranges: Range) -> dict[str, dict[str, object]]:

@@ -7,11 +7,11 @@ import onnx
 import pytest
 from onnxruntime.quantization import quantize_dynamic
 
-from hatch_epcontext.config.settings import Quantize
+from hatch_epcontext.config.settings import Model, Quantize
 from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions.prepare import handle
-from hatch_epcontext.worker.facts import ModelSpec, Precision
+from hatch_epcontext.worker.facts import Precision
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from tests.models import network, save
 from tests.worker.actions.test_compile import MODEL
@@ -20,7 +20,7 @@ from tests.worker.actions.test_compile import MODEL
 def quantized(made: onnx.ModelProto, folder: Path, samples: np.ndarray) -> PrepareReply:
     folder.mkdir(exist_ok=True)
     np.savez(folder / "samples.npz", x=samples)
-    spec = ModelSpec("a", str(save(made, folder / "a.onnx")), MODEL)
+    spec = Model("a", save(made, folder / "a.onnx"), MODEL)
     how = Quantize("uint16", "uint8", False)
     precision = Precision(False, how, str(folder / "samples.npz"), Tolerance(15, 0.98))
     out = folder / "out"
@@ -46,7 +46,7 @@ def test_dynamic_quantization_is_undone_and_compared(tmp_path: Path) -> None:
     quantize_dynamic(tmp_path / "floats.onnx", path, op_types_to_quantize=["MatMul"])
     (tmp_path / "out").mkdir()
     precision = Precision(True, None, "", Tolerance(15, 0.98))
-    spec = ModelSpec("a", str(path), MODEL)
+    spec = Model("a", path, MODEL)
     request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "out"), True, precision=precision)
     reply = handle(request)
     assert reply.precision == "dequantized (2 operators)"
