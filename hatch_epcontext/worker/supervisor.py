@@ -1,9 +1,7 @@
 """Ends all that a worker started, also daemons (Linux).
 
-Who has started workers adopts what they leave behind, also processes with a session of their own, and kills
-its children, then theirs, until it has none. The server of forks does that itself. A worker that is a fresh
-interpreter has a supervisor of its own, which does so when the worker has ended in any way, when the build
-process closes its end of a connection, and when the process that has started the supervisor dies.
+The server that forks workers adopts what they leave behind, also processes with a session of their own, and
+kills its children, then theirs, until it has none. Its own parent does so when the server ends.
 """
 
 from __future__ import annotations
@@ -11,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import selectors
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
-from types import FrameType
+
+from hatch_epcontext.worker.__main__ import flush
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
@@ -105,59 +101,6 @@ def _parent(process: str) -> int | None:
         return None
 
 
-class Supervisor:
-    """Runs one worker; ``connection`` is a descriptor that becomes readable when the worker must end."""
-
-    def __init__(self, connection: int) -> None:
-        self._connection = connection
-        self._awake, self._wake = socket.socketpair()
-        for each in (self._awake, self._wake):
-            each.setblocking(False)
-        self._must_end = False
-
-    def run(self, work: Callable[[], int], started: Callable[[], None]) -> int:
-        """The exit code of a fork that runs ``work``, negative for a signal.
-
-        ``started`` is called when it was forked. Raises OSError when that is impossible.
-        """
-        adopt_orphans()
-        signal.signal(signal.SIGCHLD, do_nothing)
-        signal.signal(signal.SIGTERM, self._end)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        supervisor = os.getpid()
-        worker = os.fork()
-        if not worker:
-            leave(lambda: self._be_worker(supervisor, work))
-        started()
-        code = self._wait(worker)
-        kill_children()
-        return code
-
-    def _be_worker(self, supervisor: int, work: Callable[[], int]) -> int:
-        begin_worker(supervisor)
-        for each in (self._awake, self._wake):
-            each.close()
-        return work()
-
-    def _wait(self, worker: int) -> int:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._connection, selectors.EVENT_READ)
-            selector.register(self._awake, selectors.EVENT_READ)
-            while (code := exit_code(worker)) is None:
-                for key, _ in selector.select():
-                    if key.fileobj is self._awake:
-                        self._awake.recv(4096)
-                    else:
-                        self._must_end = True
-                        selector.unregister(self._connection)
-                if self._must_end:
-                    kill(worker)
-        return code
-
-    def _end(self, signal_number: int, frame: FrameType | None) -> None:
-        self._must_end = True
-
-
 def leave(work: Callable[[], int]) -> None:
     """Run ``work``, and end this fork without what Python and libraries do at their end: it belongs to
     the process that was forked.
@@ -172,10 +115,7 @@ def leave(work: Callable[[], int]) -> None:
             import traceback
 
             traceback.print_exc()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        ctypes.CDLL(None).fflush(None)
+        flush()
     finally:
         # In any case, also when the log cannot be written: ONNX Runtime hangs at the usual end of a fork.
         os._exit(code)
@@ -188,5 +128,9 @@ def kill(process_id: int) -> None:
             each(process_id, signal.SIGKILL)
 
 
-def do_nothing(signal_number: int, frame: FrameType | None) -> None:
-    """Let the signal wake a `select`."""
+def supervise(server: int) -> None:
+    """End the child ``server``, and what it leaves behind, when it ends, or at SIGTERM."""
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: kill(server))
+    os.waitpid(server, 0)
+    kill_children()

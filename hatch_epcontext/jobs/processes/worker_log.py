@@ -86,7 +86,7 @@ def file_size(path: Path) -> int:
 
 def hide_in_log(log_path: Path, secrets: Collection[str]) -> None:
     """Replace ``secrets`` in a log that nobody writes any more: it stays until the end of the build."""
-    if secrets and file_size(log_path) <= LOG_LIMIT:
+    if secrets and 0 < file_size(log_path) <= LOG_LIMIT:
         text = log_path.read_text(encoding="utf-8", errors="replace")
         log_path.write_text(hide_values(text, secrets), encoding="utf-8")
 

@@ -366,8 +366,9 @@ def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
     server = ForkServer()
     try:
         for _ in range(20):
-            forks = [server.start(order) for _ in range(12)]
+            forks = [server.start() for _ in range(12)]
             for fork in forks:
+                fork.send(order)
                 fork.wait(0.01)
                 fork.kill()
             for fork in forks:
