@@ -280,11 +280,6 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def make_ready(type_: type[Any]) -> None:
-    """Generate now what reads values of ``type_``, and not at the first use."""
-    _JSON.get_structure_hook(type_)
-
-
 def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
     """The ``type_`` of plain values, as JSON has them; raises InvalidJsonError if they are not one.
 

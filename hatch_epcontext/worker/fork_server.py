@@ -15,10 +15,9 @@ import socket
 import sys
 import warnings
 
-from hatch_epcontext.serialize import make_ready
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.worker.__main__ import serve
-from hatch_epcontext.worker.protocol import ANSWERED, PRELOAD, STARTED
-from hatch_epcontext.worker.requests import REQUESTS
+from hatch_epcontext.worker.protocol import ANSWERED, NO_TELEMETRY, PRELOAD, STARTED
 from hatch_epcontext.worker.supervisor import (
     adopt_orphans,
     begin_worker,
@@ -52,9 +51,21 @@ def _preload() -> None:
             importlib.import_module(name)
     if own:
         del os.environ[threads]
-    # Each fork would generate it again for its only request.
-    for request in REQUESTS.values():
-        make_ready(request)
+
+
+def _rehearse() -> None:
+    """Prepare, compile and validate a small model on the CPU.
+
+    Python and ONNX Runtime do much only the first time, which each fork would do again: half of the time
+    that a small model takes.
+    """
+    if os.environ.get(NO_TELEMETRY, "").lower() in ("0", "false"):
+        # A session would start what sends events, and forks would not have its threads.
+        return
+    with contextlib.suppress(Exception), temp_dir() as folder:
+        from hatch_epcontext.worker.rehearsal import rehearse
+
+        rehearse(folder)
     # The garbage collector of a fork must not copy what all share.
     gc.collect()
     gc.freeze()
@@ -67,8 +78,9 @@ class _Server:
     worker that has ended: they end too.
     """
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, *, rehearses: bool) -> None:
         self._control = control
+        self._must_rehearse = rehearses
         self._workers: dict[int, socket.socket] = {}
         self._awake, self._wake = socket.socketpair()
         for each in (self._awake, self._wake):
@@ -91,7 +103,8 @@ class _Server:
                     self._awake.recv(4096)
                     self._reap()
                 elif descriptor == self._control.fileno():
-                    self._must_end = not self._accept()
+                    # A signal may have come in the meantime.
+                    self._must_end |= not self._accept()
                 else:
                     self._kill(descriptor)
         for worker in self._workers:
@@ -111,6 +124,10 @@ class _Server:
             self._workers[worker] = connection
             # The worker reads it; here only the end of the build process's side counts.
             self._poll.register(connection, select.POLLRDHUP)
+        if self._must_rehearse and self._workers:
+            # Now, when the build waits for its first worker.
+            self._must_rehearse = False
+            _rehearse()
         return bool(message)
 
     def _fork(self, connection: socket.socket) -> int | None:
@@ -169,7 +186,7 @@ def _serve(descriptor: int, supervisor: int, *, preload: bool) -> int:
     with socket.socket(fileno=descriptor) as control:
         if preload:
             _preload()
-        _Server(control).serve()
+        _Server(control, rehearses=preload).serve()
     return 0
 
 
