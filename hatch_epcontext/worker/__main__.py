@@ -92,7 +92,7 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
             _print_traceback()
         reply, code = Refusal((_problem(error),)), FAILED
     try:
-        write_atomically(Path(reply_path), to_json(reply), durable=False)
+        write_atomically(Path(reply_path), to_json(reply, indent=None), durable=False)
     except OSError as error:
         # Often the disk is full, which the build finds out.
         with contextlib.suppress(OSError):

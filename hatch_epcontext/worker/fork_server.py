@@ -51,6 +51,7 @@ def _preload() -> None:
             importlib.import_module(name)
     if own:
         del os.environ[threads]
+    _freeze()
 
 
 def _rehearse() -> None:
@@ -66,6 +67,10 @@ def _rehearse() -> None:
         from hatch_epcontext.worker.rehearsal import rehearse
 
         rehearse(folder)
+    _freeze()
+
+
+def _freeze() -> None:
     # The garbage collector of a fork must not copy what all share.
     gc.collect()
     gc.freeze()
@@ -103,8 +108,8 @@ class _Server:
                     self._awake.recv(4096)
                     self._reap()
                 elif descriptor == self._control.fileno():
-                    # A signal may have come in the meantime.
-                    self._must_end |= not self._accept()
+                    if not self._accept():
+                        self._must_end = True
                 else:
                     self._kill(descriptor)
         for worker in self._workers:

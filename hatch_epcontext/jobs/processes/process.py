@@ -240,7 +240,7 @@ class Worker:
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 
-        text, memory_limit = to_json(request), self._workers.memory_limit
+        text, memory_limit = to_json(request, indent=None), self._workers.memory_limit
         secrets = _secrets(text)
         order = WorkerCommand(
             request.action,
