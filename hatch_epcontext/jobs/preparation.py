@@ -54,6 +54,7 @@ class Preparations:
         self._failed: dict[str, list[tuple[Job, BuildError]]] = {}
         self._numbers = itertools.count()
         self._wanted = Counter[tuple[str, str]]()
+        self._keys: dict[tuple[str, str], str] = {}
         for job in jobs:
             for each in (job, *job.alone):
                 self.want(each)
@@ -61,7 +62,7 @@ class Preparations:
     def want(self, job: Job) -> None:
         """Keep what is prepared for ``job``, which is not one of those known from the beginning."""
         with self._lock:
-            self._wanted.update((_key(job, model), job.folder) for model in job.models)
+            self._wanted.update((self._key(job, model), job.folder) for model in job.models)
 
     def get(self, job: Job, recipe: Recipe, worker: Worker | Workers) -> tuple[Prepared, ...]:
         """The models of ``job`` as ``recipe`` prepares and changes them.
@@ -80,7 +81,7 @@ class Preparations:
     def release(self, job: Job) -> None:
         """Remove what was prepared for ``job`` and no other job wants."""
         for model in job.models:
-            key, folder = _key(job, model), self._folder_of(job, model)
+            key, folder = self._key(job, model), self._folder_of(job, model)
             with self._lock:
                 self._wanted[key, job.folder] -= 1
                 if any(number > 0 for (other, _), number in self._wanted.items() if other == key):
@@ -92,15 +93,30 @@ class Preparations:
 
     def _is_shared(self, job: Job, model: Model) -> bool:
         """Whether several jobs want ``model`` as ``job`` does."""
-        key = _key(job, model)
+        key = self._key(job, model)
         with self._lock:
             return sum(n for (other, _), n in self._wanted.items() if other == key) > 1
 
     def _folder_of(self, job: Job, model: Model) -> Path:
-        return self._folder / _key(job, model)[:16]
+        return self._folder / self._key(job, model)[:16]
+
+    def _key(self, job: Job, model: Model) -> str:
+        """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
+        name = (job.folder, model.name)
+        if name not in self._keys:
+            spec = to_plain(model_spec_for(model, job.target))
+            self._keys[name] = value_sha256(
+                [spec, _compare(model), to_plain(_precision(job, model))]
+            )
+        return self._keys[name]
 
     def _get(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
-        key = _recipe_key(job, index, recipe)
+        changes: list[Any] = [
+            (each.kind, None if each.refused is None else each.refused[index])
+            for each in recipe.changes
+        ]
+        how = [recipe.simplifier, recipe.fuse, changes, job.target.settings.unroll_limit]
+        key = value_sha256([self._key(job, job.models[index]), how])
         with self._lock:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:
@@ -149,21 +165,6 @@ def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
             for each in error.problems
         )
     )
-
-
-def _key(job: Job, model: Model) -> str:
-    """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
-    spec = to_plain(model_spec_for(model, job.target))
-    return value_sha256([spec, _compare(model), to_plain(_precision(job, model))])
-
-
-def _recipe_key(job: Job, index: int, recipe: Recipe) -> str:
-    changes: list[Any] = [
-        (each.kind, None if each.refused is None else each.refused[index])
-        for each in recipe.changes
-    ]
-    how = [recipe.simplifier, recipe.fuse, changes, job.target.settings.unroll_limit]
-    return value_sha256([_key(job, job.models[index]), how])
 
 
 def _precision(job: Job, model: Model) -> Precision | None:

@@ -1,6 +1,7 @@
 """``python -m hatch_epcontext.worker``: answer the requests that lines of standard input name, one by one.
 
-Each line is an order, see `hatch_epcontext.jobs.processes.running`; its answer is a line of standard output.
+Each line is a list in JSON: the action, the folder of the request, and flags. Its answer is the code of the
+reply, as a line of standard output.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from hatch_epcontext.worker.progress import report_to
 from hatch_epcontext.worker.protocol import (
     DONE,
     FAILED,
+    LOG,
     MEMORY_LIMIT,
     NO_TELEMETRY,
     REFUSED,
+    REPLY,
+    REQUEST,
+    STEP,
     TEMPORARY,
     VERBOSE,
 )
@@ -65,19 +70,16 @@ def _limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
-def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
-    """Answer the request in the file ``request_path`` with the file ``reply_path``.
-
-    Returns the exit code.
-    """
+def main(action: str, folder: Path, *flags: str) -> int:
+    """Answer the request in ``folder`` with a reply there; returns the code of the answer."""
     if sys.version_info >= (3, 14):
         # The stack of C has more lines than an error shows of a log, and the reason is above it.
         faulthandler.enable(c_stack=False)
     for flag in flags:
         if flag.startswith(MEMORY_LIMIT):
             _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))
-    report_to(Path(reply_path).with_name("step"))
-    request = from_json(Path(request_path).read_bytes(), REQUESTS[action])
+    report_to(folder / STEP)
+    request = from_json((folder / REQUEST).read_bytes(), REQUESTS[action])
     try:
         reply, code = _answer(action, request, verbose=VERBOSE in flags), DONE
     except ModelError as error:
@@ -92,7 +94,7 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
             _print_traceback()
         reply, code = Refusal((_problem(error),)), FAILED
     try:
-        write_atomically(Path(reply_path), to_json(reply, indent=None), durable=False)
+        write_atomically(folder / REPLY, to_json(reply, indent=None), durable=False)
     except OSError as error:
         # Often the disk is full, which the build finds out.
         with contextlib.suppress(OSError):
@@ -135,21 +137,21 @@ def serve(orders: Iterable[bytes], answer: Callable[[int], object]) -> int:
     Returns the exit code of this process.
     """
     for text in orders:
-        order = json.loads(text)
-        _begin(Path(order["folder"]), Path(order["log_path"]))
-        code = main(*order["arguments"])
+        action, folder, *flags = json.loads(text)
+        _begin(Path(folder))
+        code = main(action, Path(folder), *flags)
         flush()
         answer(code)
     return 0
 
 
-def _begin(folder: Path, log_path: Path) -> None:
-    """Make ``folder`` the working directory, and print to the file ``log_path`` from now on."""
+def _begin(folder: Path) -> None:
+    """Make ``folder`` the working directory, and print to the log there from now on."""
     os.chdir(folder)
     os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / TEMPORARY)))
     # This process, or the one that was forked, may have looked for it already.
     tempfile.tempdir = None
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -13,21 +14,20 @@ import select
 import signal
 import socket
 import sys
+import time
 import warnings
+from collections.abc import Callable, Container
+from pathlib import Path
 
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.worker.__main__ import serve
+from hatch_epcontext.worker.__main__ import flush, serve
 from hatch_epcontext.worker.protocol import ANSWERED, NO_TELEMETRY, PRELOAD, STARTED
-from hatch_epcontext.worker.supervisor import (
-    adopt_orphans,
-    begin_worker,
-    end_with_parent,
-    exit_code,
-    kill,
-    kill_children,
-    leave,
-    supervise,
-)
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"""Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
+
+_GRACE = 5.0
+"""Seconds in which killed processes must end. One that waits for a broken disk may take longer."""
 
 _PRELOADED = (
     "numpy",
@@ -95,7 +95,7 @@ class _Server:
 
     def serve(self) -> None:
         """Work until the build process closes its end, or the supervisor has ended."""
-        adopt_orphans()
+        _adopt_orphans()
         # A handler, so that the signal wakes `poll`.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
@@ -111,10 +111,10 @@ class _Server:
                     if not self._accept():
                         self._must_end = True
                 else:
-                    self._kill(descriptor)
+                    self._kill_worker(descriptor)
         for worker in self._workers:
-            kill(worker)
-        kill_children()
+            _kill(worker)
+        _kill_children()
 
     def _accept(self) -> bool:
         """Fork a worker for the next connection; False when the build process has closed its end."""
@@ -150,33 +150,33 @@ class _Server:
                 # Too many processes, or too little memory: the build process sees that nobody answers.
                 return None
         if not worker:
-            leave(lambda: self._work(connection, server))
+            _leave(lambda: self._work(connection, server))
         return worker
 
     def _work(self, connection: socket.socket, server: int) -> int:
         """Be a worker."""
-        begin_worker(server)
-        adopt_orphans()
+        _begin_worker(server)
+        _adopt_orphans()
         for each in (self._control, self._awake, self._wake, *self._workers.values()):
             each.close()
         connection.sendall(STARTED)
         orders = iter(lambda: connection.recv(1 << 20), b"")
         return serve(orders, lambda code: connection.sendall(ANSWERED + str(code).encode()))
 
-    def _kill(self, descriptor: int) -> None:
+    def _kill_worker(self, descriptor: int) -> None:
         """Kill the worker that the build process does not want any more."""
         for worker, connection in self._workers.items():
             if connection.fileno() == descriptor:
                 self._poll.unregister(connection)
-                kill(worker)
+                _kill(worker)
 
     def _reap(self) -> None:
         """Send the exit codes of workers that have ended, after the end of all that they started."""
         for worker, connection in list(self._workers.items()):
-            if (code := exit_code(worker)) is None:
+            if (code := _exit_code(worker)) is None:
                 continue
             del self._workers[worker]
-            kill_children(keep=self._workers)
+            _kill_children(keep=self._workers)
             with contextlib.suppress(KeyError):
                 self._poll.unregister(connection)
             with connection, contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ class _Server:
 
 
 def _serve(descriptor: int, supervisor: int, *, preload: bool) -> int:
-    end_with_parent(supervisor, signal.SIGTERM)
+    _end_with_parent(supervisor, signal.SIGTERM)
     with socket.socket(fileno=descriptor) as control:
         if preload:
             _preload()
@@ -195,11 +195,124 @@ def _serve(descriptor: int, supervisor: int, *, preload: bool) -> int:
     return 0
 
 
+def _adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _end_with_parent(parent: int, by: signal.Signals) -> None:
+    """Let the death of the process ``parent``, which is that of this one, send this one the signal."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:
+        # It died before that.
+        os._exit(1)
+
+
+def _begin_worker(parent: int) -> None:
+    """Make this fork of the process ``parent`` a worker: with signals of its own, it ends with ``parent``."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    # A group of its own, so that what it starts can be ended with it at once.
+    os.setsid()
+    _end_with_parent(parent, signal.SIGKILL)
+
+
+def _exit_code(worker: int) -> int | None:
+    """The exit code of a child, negative for a signal, after the end of its group; None if it still runs."""
+    # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
+    if os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return None
+    _kill(worker)
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+
+def _kill_children(keep: Container[int] = ()) -> None:
+    """End all children of this process except those to ``keep``, with all that they started."""
+    end = time.monotonic() + _GRACE
+    while _has_children() and time.monotonic() < end:
+        # A list is only complete when nobody ends while it is read.
+        found = [child for child in {*_children(), *_children()} if child not in keep]
+        if not found:
+            return
+        for child in found:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        for child in found:
+            # Not -1: nobody else must wait for those to keep.
+            with contextlib.suppress(OSError):
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.002)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    with contextlib.suppress(OSError):
+        # One file for each thread, without a look at all processes of the system.
+        lists = [each.read_text("ascii") for each in Path("/proc/self/task").glob("*/children")]
+        if lists:
+            return [int(number) for number in " ".join(lists).split()]
+    names = (each.name for each in Path("/proc").iterdir())
+    return [int(name) for name in names if name.isdigit() and _parent(name) == own]
+
+
+def _parent(process: str) -> int | None:
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+        # The name before the last parenthesis can have any characters.
+        return int(status.rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _leave(work: Callable[[], int]) -> None:
+    """Run ``work``, and end this fork without what Python and libraries do at their end: it belongs to
+    the process that was forked.
+    """
+    code = 1
+    try:
+        try:
+            code = work()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        flush()
+    finally:
+        # In any case, also when the log cannot be written: ONNX Runtime hangs at the usual end of a fork.
+        os._exit(code)
+
+
+def _kill(process_id: int) -> None:
+    """Kill a process, and its group if it leads one."""
+    for each in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            each(process_id, signal.SIGKILL)
+
+
+def _supervise(server: int) -> None:
+    """End the child ``server``, and what it leaves behind, when it ends, or at SIGTERM."""
+    _adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: _kill(server))
+    os.waitpid(server, 0)
+    _kill_children()
+
+
 if __name__ == "__main__":
     _descriptor, _supervisor = int(sys.argv[1]), os.getpid()
     # Before this process has threads, and much memory.
     _process = os.fork()
     if not _process:
-        leave(lambda: _serve(_descriptor, _supervisor, preload=PRELOAD in sys.argv))
+        _leave(lambda: _serve(_descriptor, _supervisor, preload=PRELOAD in sys.argv))
     os.close(_descriptor)
-    supervise(_process)
+    _supervise(_process)

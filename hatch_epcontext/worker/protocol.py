@@ -20,7 +20,8 @@ ANSWERED = b"answered "
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 """The variable that ONNX Runtime reads when it is loaded: see "Disabling Telemetry" in its ``Privacy.md``."""
 
-TEMPORARY = "tmp"
-"""The temporary folder of a worker, in its own folder."""
+REQUEST, REPLY, LOG, STEP, TEMPORARY = "request.json", "reply.json", "worker.log", "step", "tmp"
+"""What the folder of a request has: it, its reply, what the worker prints, what it is doing, and a folder for
+temporary files."""
 PRELOAD = "--preload"
 """The argument of the server of forks when it imports first what workers need."""

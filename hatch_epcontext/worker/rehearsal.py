@@ -14,6 +14,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.worker.__main__ import main
 from hatch_epcontext.worker.facts import ModelSpec, TargetSpec
+from hatch_epcontext.worker.protocol import REPLY, REQUEST
 from hatch_epcontext.worker.requests import (
     CompileRequest,
     PrepareRequest,
@@ -49,10 +50,9 @@ def rehearse(folder: Path) -> None:
 
 
 def _answer(request: Request[ReplyT], folder: Path) -> ReplyT:
-    asked, replied = folder / "request.json", folder / "reply.json"
-    asked.write_text(to_json(request), encoding="utf-8")
-    main(request.action, str(asked), str(replied))
-    return cast("ReplyT", from_json(replied.read_bytes(), request.reply_type))
+    (folder / REQUEST).write_text(to_json(request), encoding="utf-8")
+    main(request.action, folder)
+    return cast("ReplyT", from_json((folder / REPLY).read_bytes(), request.reply_type))
 
 
 def _model() -> onnx.ModelProto:

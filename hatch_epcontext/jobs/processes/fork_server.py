@@ -62,6 +62,9 @@ class Fork:
                 message = self._connection.recv(64)
             except TimeoutError:
                 return None
+            except ConnectionResetError:
+                # It ended before it had read an order; what it has sent is still there.
+                continue
             except OSError:
                 message = b""
             if message == STARTED:
@@ -137,6 +140,7 @@ class ForkServer:
         """The exit code of a server that did not start its only worker; others raise ServerGoneError."""
         if not self._is_for_one:
             raise ServerGoneError
+        self.close()
         return self._process.wait()
 
     def left(self) -> None:

@@ -18,14 +18,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.jobs.processes.running import Interpreter, WorkerCommand, WorkerProcess
-from hatch_epcontext.jobs.processes.worker_log import (
-    LOG_LIMIT,
-    POLL_SECONDS,
-    file_size,
-    follow,
-    hide_in_log,
-    log_tail,
-)
+from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT
 from hatch_epcontext.providers import missing, variables_in
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
@@ -37,6 +30,9 @@ if TYPE_CHECKING:
 
 _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 """Seconds after which a running worker is reported first, and then again."""
+
+_POLL_SECONDS = 0.2
+"""Seconds between two looks at a worker and its log."""
 
 _NO_MEMORY = re.compile(
     r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
@@ -227,7 +223,7 @@ class Worker:
         self._end()
         for order in self._orders:
             # Nobody writes to it any more, and it stays until the end of the build.
-            hide_in_log(order.log_path, order.secrets)
+            order.log.hide_secrets()
         self._orders.clear()
 
     def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
@@ -242,37 +238,36 @@ class Worker:
 
         text, memory_limit = to_json(request, indent=None), self._workers.memory_limit
         secrets = _secrets(text)
-        order = WorkerCommand(
-            request.action,
-            folder,
-            folder / "request.json",
-            folder / "reply.json",
-            folder / "worker.log",
-            (
-                # ONNX Runtime's whole log has the values of all options.
-                *([VERBOSE] if self._workers.verbose and not secrets else []),
-                *([f"{MEMORY_LIMIT}{memory_limit}"] if memory_limit else []),
-            ),
-            secrets,
-        )
+        flags = [f"{MEMORY_LIMIT}{memory_limit}"] if memory_limit else []
+        # ONNX Runtime's whole log has the values of all options.
+        flags += [VERBOSE] if self._workers.verbose and not secrets else []
+        log, start = self._workers.log, time.monotonic()
+        listener = None if log is None else lambda line: log(f"{location} | {line}")
+        order = WorkerCommand(request.action, folder, flags, secrets, listener)
         with writing("a request to a worker", folder, location):
             (folder / TEMPORARY).mkdir(parents=True)
             order.request_path.write_text(text, encoding="utf-8")
-            order.log_path.touch()
+            order.log.path.touch()
         self._orders.append(order)
-        with self._followed(order, location):
+        if log is not None:
+            log(f"{location}: {order.action} ...")
+        code = None
+        try:
             code = self._run(order, location)
+        finally:
             if code != DONE:
-                self.close()
+                self._end()
+            order.log.forward(is_last=True)
+            if log is not None:
+                log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
         if self._processes.stopped:
             raise _interrupted(location)
-        if not order.log_path.is_file():
+        if not order.log.path.is_file():
             raise BuildError(removed_problem(folder, location))
         if code is None:
             raise BuildError(self._too_slow(order, location))
-        tail = log_tail(order.log_path, secrets)
         if code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
-            ended = _ended(code, location, tail, order.last_step)
+            ended = _ended(code, location, order.log.tail(), order.last_step)
             raise BuildError(self._explained(ended, folder))
         try:
             if code == DONE:
@@ -280,7 +275,7 @@ class Worker:
             refusal = read_refusal(order.reply_path)
         except InvalidReplyError as error:
             message = f"the worker's reply cannot be used: {error}."
-            problem = Problem(Kind.INVALID_REPLY, location, message, log=tail)
+            problem = Problem(Kind.INVALID_REPLY, location, message, log=order.log.tail())
             raise BuildError(self._explained(problem, folder)) from None
         problems = [_without(secrets, each, location) for each in refusal.problems]
         if code == REFUSED:
@@ -293,7 +288,7 @@ class Worker:
         while True:
             try:
                 if self._process is None:
-                    self._process = self._processes.start(order.log_path, location)
+                    self._process = self._processes.start(order.log.path, location)
                 self._process.send(order)
                 return self._wait(self._process, order, location)
             except ServerGoneError:
@@ -310,11 +305,12 @@ class Worker:
         beat = Heartbeat()
         self._report(beat, order, location)
         while (left := self._workers.timeout - beat.seconds) > 0:
-            code = process.wait(min(left, POLL_SECONDS))
+            code = process.wait(min(left, _POLL_SECONDS))
             if code is not None:
                 return code
-            if file_size(order.log_path) > LOG_LIMIT:
+            if order.log.size > LOG_LIMIT:
                 raise BuildError(_flooded(order, location))
+            order.log.forward()
             self._report(beat, order, location)
         return None
 
@@ -336,7 +332,7 @@ class Worker:
         message = (
             f"the worker was stopped after {self._workers.timeout:g} seconds{order.last_step}."
         )
-        tail = log_tail(order.log_path, order.secrets)
+        tail = order.log.tail()
         problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
         return _with_variable(problem, "TIMEOUT")
 
@@ -364,37 +360,14 @@ class Worker:
             "MEMORY_LIMIT",
         )
 
-    @contextlib.contextmanager
-    def _followed(self, order: WorkerCommand, location: str) -> Iterator[None]:
-        """While it is entered, a thread forwards the log."""
-        start, log = time.monotonic(), self._workers.log
-        if log is None:
-            yield
-            return
-        log(f"{location}: {order.action} ...")
-        ended = threading.Event()
-
-        def forward(line: str) -> None:
-            log(f"{location} | {line}")
-
-        arguments = (order.log_path, ended, forward, order.secrets)
-        thread = threading.Thread(target=follow, args=arguments)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-            log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
-
 
 def _with_log(problem: Problem, order: WorkerCommand) -> Problem:
     """``problem``, or that the EP does not find its libraries, with the lines of the log that explain it."""
-    errors = log_tail(order.log_path, order.secrets, only_errors=True)
+    errors = order.log.tail(only_errors=True)
     if problem.kind in _EP_FAILED and (found := missing(errors)):
         message = f"the EP cannot load its own libraries, because {found} is missing."
         return Problem(Kind.UNLOADABLE_LIBRARY, problem.location, message, found.advice, log=errors)
-    whole = log_tail(order.log_path, order.secrets)
+    whole = order.log.tail()
     return replace(problem, log=(errors if problem.kind in _FOUND_BY_WORKERS else whole) or None)
 
 
@@ -451,9 +424,7 @@ def _with_address_space(problem: Problem) -> Problem:
 
 def _flooded(order: WorkerCommand, location: str) -> Problem:
     message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
-    return Problem(
-        Kind.INVALID_REPLY, location, message, log=log_tail(order.log_path, order.secrets)
-    )
+    return Problem(Kind.INVALID_REPLY, location, message, log=order.log.tail())
 
 
 def _interrupted(location: str) -> BuildError:

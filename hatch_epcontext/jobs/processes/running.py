@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -11,13 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
 from hatch_epcontext.config.settings import SECRET_VARIABLES
-from hatch_epcontext.jobs.processes import job_object
-from hatch_epcontext.worker.protocol import NO_TELEMETRY
+from hatch_epcontext.jobs.processes.worker_log import WorkerLog
+from hatch_epcontext.worker.protocol import LOG, NO_TELEMETRY, REPLY, REQUEST, STEP
 
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",
@@ -46,43 +47,37 @@ def worker_environment() -> dict[str, str]:
     return {**inherited, **_ADDED, **telemetry}
 
 
-@dataclass(frozen=True)
 class WorkerCommand:
-    """A request to a worker: the action and its ``flags``, its working directory, and its files."""
+    """A request to a worker: the action, the ``folder`` with its files, where the worker works, and flags.
 
-    action: str
-    folder: Path
-    request_path: Path
-    reply_path: Path
-    log_path: Path
-    flags: tuple[str, ...] = ()
-    secrets: tuple[str, ...] = field(default=(), repr=False)
+    ``secrets`` and ``listener`` are those of its `WorkerLog`.
+    """
 
-    @property
-    def step_path(self) -> Path:
-        """The file in which the worker writes what it is doing."""
-        return self.reply_path.with_name("step")
+    def __init__(
+        self,
+        action: str,
+        folder: Path,
+        flags: Iterable[str] = (),
+        secrets: Collection[str] = (),
+        listener: Callable[[str], None] | None = None,
+    ) -> None:
+        self.action = action
+        self.folder = folder
+        self.request_path, self.reply_path = folder / REQUEST, folder / REPLY
+        self.log = WorkerLog(folder / LOG, secrets, listener)
+        # What a worker gets, as a line of JSON.
+        self.order = json.dumps([action, str(folder), *flags]).encode() + b"\n"
 
     @property
     def last_step(self) -> str:
         """What the worker did last, and for how many seconds, for the end of a sentence."""
+        step = self.folder / STEP
         try:
-            text = self.step_path.read_text(encoding="utf-8")
-            seconds = time.time() - self.step_path.stat().st_mtime
+            text = step.read_text(encoding="utf-8")
+            seconds = time.time() - step.stat().st_mtime
         except (OSError, ValueError):
             return ""
         return f" while {text} (for {max(seconds, 0):.0f} s)" if text else ""
-
-    @property
-    def order(self) -> bytes:
-        """The line with which a worker gets it, as JSON."""
-        arguments = (self.action, str(self.request_path), str(self.reply_path), *self.flags)
-        order = {
-            "arguments": arguments,
-            "folder": str(self.folder),
-            "log_path": str(self.log_path),
-        }
-        return json.dumps(order).encode() + b"\n"
 
 
 class WorkerProcess(Protocol):
@@ -127,7 +122,7 @@ class Interpreter:
                 # A group of its own, so that what it starts can be ended with it.
                 start_new_session=True,
             )
-        self._job = job_object.contain(self._process)
+        self._job = _contain(self._process)
         self._answers = queue.SimpleQueue[int]()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -172,3 +167,42 @@ class Interpreter:
         if sys.platform != "win32":
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+_KILL_ON_JOB_CLOSE = 0x2000
+_EXTENDED_LIMIT_INFORMATION = 9
+
+
+class _Limits(ctypes.Structure):
+    """``JOBOBJECT_EXTENDED_LIMIT_INFORMATION``, of which only ``flags`` is used."""
+
+    _fields_ = (
+        ("times", ctypes.c_int64 * 2),
+        ("flags", ctypes.c_uint32),
+        ("working_set", ctypes.c_size_t * 2),
+        ("active_processes", ctypes.c_uint32),
+        ("affinity", ctypes.c_size_t),
+        ("classes", ctypes.c_uint32 * 2),
+        ("io", ctypes.c_uint64 * 6),
+        ("memory", ctypes.c_size_t * 4),
+    )
+
+
+def _contain(process: subprocess.Popen[bytes]) -> contextlib.ExitStack:
+    """Put ``process`` into a job object of Windows; closing the result ends all that it started.
+
+    The job ends with the process that has it too. On other systems, and where Windows refuses, the result
+    does nothing.
+    """
+    stack = contextlib.ExitStack()
+    if sys.platform == "win32":
+        kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+        kernel.CreateJobObjectW.restype = ctypes.c_void_p
+        job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
+        limits = _Limits(flags=_KILL_ON_JOB_CLOSE)
+        kernel.SetInformationJobObject(
+            job, _EXTENDED_LIMIT_INFORMATION, ctypes.byref(limits), ctypes.sizeof(limits)
+        )
+        kernel.AssignProcessToJobObject(job, ctypes.c_void_p(int(process._handle)))  # noqa: SLF001
+        stack.callback(kernel.CloseHandle, job)
+    return stack
