@@ -451,13 +451,13 @@ class _Progress:
     """The lines of a build while it runs; ``info`` prints one where the front end may show it."""
 
     def __init__(self, info: Callable[[str], None]) -> None:
-        from hatch_epcontext.jobs.processes.process import Pulse
+        from hatch_epcontext.jobs.processes.process import Heartbeat
         from hatch_epcontext.terminal import find_terminal
 
         self._info = info
         self._start = time.monotonic()
         self._terminal = find_terminal(os.environ)
-        self.pulse = Pulse()
+        self.pulse = Heartbeat()
 
     def running(self, line: str) -> None:
         """Say what runs: on the terminal, where nobody can see whether the front end shows it."""
@@ -472,7 +472,7 @@ class _Progress:
         """Say what is finished, in the output of the build."""
         self._info(line)
         if self._terminal is None:
-            self.pulse.spoke()
+            self.pulse.mark_reported()
 
     def close(self) -> None:
         if self._terminal is not None:

@@ -275,11 +275,6 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def make_ready(type_: type[Any]) -> None:
-    """Make now what reads values of ``type_``, and not at the first use."""
-    _reader(type_, _JSON)
-
-
 def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
     """The ``type_`` of plain values, as JSON has them; raises InvalidJsonError if they are not one.
 
@@ -294,6 +289,9 @@ def from_plain(value: Any, type_: type[T], *, strict: bool = False) -> T:
 
 def to_plain(value: Any) -> Any:
     """A dataclass as plain values, as JSON has them."""
+    # First of all, because most values are.
+    if value is None or type(value) in _LEAVES:
+        return value
     if dataclasses.is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -305,8 +303,11 @@ def to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def to_json(value: Any) -> str:
-    """A dataclass as JSON that is the same for equal values: sorted keys, two spaces, a final newline."""
+def to_json(value: Any, *, indent: int | None = 2) -> str:
+    """A dataclass as JSON that is the same for equal values: sorted keys, two spaces, a final newline.
+
+    Without ``indent`` it is one line, which Python writes much faster.
+    """
     # The only control character that JSON leaves as it is.
-    text = json.dumps(to_plain(value), indent=2, sort_keys=True).replace("\x7f", "\\u007f")
+    text = json.dumps(to_plain(value), indent=indent, sort_keys=True).replace("\x7f", "\\u007f")
     return text + "\n"

@@ -7,6 +7,7 @@ variables which its workers inherit.
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.jobs.processes.fork_server import ForkServer
@@ -45,8 +46,13 @@ class KeptServers:
         self._lock = threading.Lock()
         self._servers: dict[Variables, _KeptServer] = {}
 
-    def get(self) -> _KeptServer:
-        """The server for the variables of this moment; it is started if there is none."""
+    def get(self, log: Path | None = None) -> ForkServer:
+        """The server for the variables of this moment, which is started if there is none.
+
+        With ``log`` it is a new one, for one worker.
+        """
+        if log is not None:
+            return ForkServer(log)
         key = inherited()
         with self._lock:
             server = self._servers.get(key)

@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.cache import NO_HOME, default_root
 from hatch_epcontext.jobs.cache.cleaning import Store
 from hatch_epcontext.jobs.plan import Plan
-from hatch_epcontext.jobs.processes.process import Pulse, Workers
+from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.report import make_report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.serialize import to_json
@@ -45,7 +45,7 @@ class Verbosity:
 
     quiet: bool
     verbose: int
-    _pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+    _pulse: Heartbeat = field(default_factory=Heartbeat, compare=False, repr=False)
 
     @classmethod
     def beside_json(cls, quiet: bool, verbose: int, *, as_json: bool) -> Verbosity:
@@ -83,7 +83,7 @@ class Verbosity:
         )
 
     def _print(self, line: str) -> None:
-        self._pulse.spoke()
+        self._pulse.mark_reported()
         if not self.quiet:
             # On a terminal rich replaces the stream, and keeps its bar below.
             echo(line, err=True)

@@ -204,8 +204,8 @@ class JobRunner:
             if not said:
                 said.append(line)
                 self.log(line)
-            elif (seconds := beat.due()) is not None:
-                self.log(f"{line}, for {seconds:.0f} s")
+            elif beat.due():
+                self.log(f"{line}, for {beat.seconds:.0f} s")
 
         return wait
 

@@ -17,7 +17,7 @@ from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.jobs.artifact import CRASHES, Preparation, Recipe
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.facts import Precision
@@ -54,6 +54,7 @@ class Preparations:
         self._failed: dict[str, list[tuple[Job, BuildError]]] = {}
         self._numbers = itertools.count()
         self._wanted = Counter[tuple[str, str]]()
+        self._keys: dict[tuple[str, str], str] = {}
         for job in jobs:
             for each in (job, *job.alone):
                 self.want(each)
@@ -61,14 +62,15 @@ class Preparations:
     def want(self, job: Job) -> None:
         """Keep what is prepared for ``job``, which is not one of those known from the beginning."""
         with self._lock:
-            self._wanted.update((_key(job, model), job.folder) for model in job.models)
+            self._wanted.update((self._key(job, model), job.folder) for model in job.models)
 
-    def get(self, job: Job, recipe: Recipe) -> tuple[Prepared, ...]:
+    def get(self, job: Job, recipe: Recipe, worker: Worker | Workers) -> tuple[Prepared, ...]:
         """The models of ``job`` as ``recipe`` prepares and changes them.
 
-        Raises BuildError when that fails. What has crashed is tried once more the next time.
+        By ``worker``, unless other jobs want the same: then in a process of its own. Raises BuildError
+        when that fails. What has crashed is tried once more the next time.
         """
-        return tuple(self._get(job, index, recipe) for index in range(len(job.models)))
+        return tuple(self._get(job, index, recipe, worker) for index in range(len(job.models)))
 
     def reference(self, job: Job, model: Model) -> str | None:
         """The file with the outputs of the source model, if ``model`` was prepared and it has one."""
@@ -79,7 +81,7 @@ class Preparations:
     def release(self, job: Job) -> None:
         """Remove what was prepared for ``job`` and no other job wants."""
         for model in job.models:
-            key, folder = _key(job, model), self._folder_of(job, model)
+            key, folder = self._key(job, model), self._folder_of(job, model)
             with self._lock:
                 self._wanted[key, job.folder] -= 1
                 if any(number > 0 for (other, _), number in self._wanted.items() if other == key):
@@ -89,11 +91,32 @@ class Preparations:
                         del self._prepared[name]
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _folder_of(self, job: Job, model: Model) -> Path:
-        return self._folder / _key(job, model)[:16]
+    def _is_shared(self, job: Job, model: Model) -> bool:
+        """Whether several jobs want ``model`` as ``job`` does."""
+        key = self._key(job, model)
+        with self._lock:
+            return sum(n for (other, _), n in self._wanted.items() if other == key) > 1
 
-    def _get(self, job: Job, index: int, recipe: Recipe) -> Prepared:
-        key = _recipe_key(job, index, recipe)
+    def _folder_of(self, job: Job, model: Model) -> Path:
+        return self._folder / self._key(job, model)[:16]
+
+    def _key(self, job: Job, model: Model) -> str:
+        """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
+        name = (job.folder, model.name)
+        if name not in self._keys:
+            spec = to_plain(model.on(job.target))
+            self._keys[name] = value_sha256(
+                [spec, _compare(model), to_plain(_precision(job, model))]
+            )
+        return self._keys[name]
+
+    def _get(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
+        changes: list[Any] = [
+            (each.kind, None if each.refused is None else each.refused[index])
+            for each in recipe.changes
+        ]
+        how = [recipe.simplifier, recipe.fuse, changes, job.target.settings.unroll_limit]
+        key = value_sha256([self._key(job, job.models[index]), how])
         with self._lock:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:
@@ -103,22 +126,25 @@ class Preparations:
             if key not in self._prepared:
                 scratch = self._folder_of(job, job.models[index]) / str(next(self._numbers))
                 try:
-                    self._prepared[key] = self._make(job, index, recipe, scratch)
+                    self._prepared[key] = self._make(job, index, recipe, scratch, worker)
                 except BuildError as error:
                     failed.append((job, error))
                     raise
             return self._prepared[key]
 
-    def _make(self, job: Job, index: int, recipe: Recipe, scratch: Path) -> Prepared:
+    def _make(
+        self, job: Job, index: int, recipe: Recipe, scratch: Path, worker: Worker | Workers
+    ) -> Prepared:
         model = job.models[index]
+        caller = self._workers if self._is_shared(job, model) else worker
         if recipe.changes:
-            before = self._get(job, index, replace(recipe, changes=recipe.changes[:-1]))
-            return change(job, index, before, recipe, scratch, self._workers)
+            before = self._get(job, index, replace(recipe, changes=recipe.changes[:-1]), worker)
+            return change(job, index, before, recipe, scratch, caller)
         if recipe.fuse:
             reference = self.reference(job, model)
-            return prepare(job, model, recipe, scratch, self._workers, reference)
-        fused = self._get(job, index, replace(recipe, fuse=True))
-        prepared = prepare(job, model, recipe, scratch, self._workers, fused.reference)
+            return prepare(job, model, recipe, scratch, caller, reference)
+        fused = self._get(job, index, replace(recipe, fuse=True), worker)
+        prepared = prepare(job, model, recipe, scratch, caller, fused.reference)
         rewrites = ("nothing folded into convolutions",)
         return replace(
             prepared,
@@ -141,21 +167,6 @@ def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
     )
 
 
-def _key(job: Job, model: Model) -> str:
-    """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
-    spec = to_plain(model.on(job.target))
-    return value_sha256([spec, _compare(model), to_plain(_precision(job, model))])
-
-
-def _recipe_key(job: Job, index: int, recipe: Recipe) -> str:
-    changes: list[Any] = [
-        (each.kind, None if each.refused is None else each.refused[index])
-        for each in recipe.changes
-    ]
-    how = [recipe.simplifier, recipe.fuse, changes, job.target.settings.unroll_limit]
-    return value_sha256([_key(job, job.models[index]), how])
-
-
 def _precision(job: Job, model: Model) -> Precision | None:
     """How ``job`` wants the numbers of ``model`` changed."""
     settings = job.target.settings
@@ -174,7 +185,7 @@ def prepare(
     model: Model,
     recipe: Recipe,
     scratch: Path,
-    workers: Workers,
+    worker: Workers | Worker,
     reference: str | None = None,
 ) -> Prepared:
     """Prepare ``model`` as ``recipe`` begins, below ``scratch``, which is made.
@@ -196,7 +207,7 @@ def prepare(
         precision=_precision(job, model),
         fuse=recipe.fuse,
     )
-    reply = workers.call(request, scratch / "call", location=f"{job.location}: preparation")
+    reply = worker.call(request, scratch / "call", location=f"{job.location}: preparation")
     preparation = Preparation(
         recipe.simplifier,
         reply.nodes_before,
@@ -208,7 +219,7 @@ def prepare(
 
 
 def change(
-    job: Job, index: int, before: Prepared, recipe: Recipe, scratch: Path, workers: Workers
+    job: Job, index: int, before: Prepared, recipe: Recipe, scratch: Path, worker: Workers | Worker
 ) -> Prepared:
     """``before``, the model of ``job`` with that index, after the last change of ``recipe``.
 
@@ -233,7 +244,7 @@ def change(
         reference=before.reference,
         tolerance=model.tolerance_for(job.target) if before.preparation.precision else None,
     )
-    reply = workers.call(
+    reply = worker.call(
         UnrollRequest(request, job.target.settings.unroll_limit)
         if last.kind == "unroll"
         else request,

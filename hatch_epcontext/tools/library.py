@@ -473,7 +473,9 @@ class _Tried:
     def trial(self) -> Trial:
         """Take all steps; one that fails is a result."""
         try:
-            (prepared,) = self.executor.preparations.get(self.job, Recipe("onnxruntime"))
+            (prepared,) = self.executor.preparations.get(
+                self.job, Recipe("onnxruntime"), self.executor.workers
+            )
         except BuildError as error:
             return Trial(self.graph, {}, {}, _failed(error), _SKIPPED, _SKIPPED)
         run, nodes = self._run(prepared)

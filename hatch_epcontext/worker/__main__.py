@@ -1,15 +1,24 @@
-"""``python -m hatch_epcontext.worker ACTION REQUEST REPLY [FLAGS]``: answer one request and exit."""
+"""``python -m hatch_epcontext.worker``: answer the requests that lines of standard input name, one by one.
+
+Each line is a list in JSON: the action, the folder of the request, and flags. Its answer is the code of the
+reply, as a line of standard output.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
+import json
 import os
+import queue
 import signal
 import sys
+import tempfile
 import threading
 import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +29,15 @@ from hatch_epcontext.system import is_refusal, system_problem
 from hatch_epcontext.worker.progress import report_to
 from hatch_epcontext.worker.protocol import (
     DONE,
-    END_WITH_INPUT,
     FAILED,
+    LOG,
     MEMORY_LIMIT,
     NO_TELEMETRY,
     REFUSED,
+    REPLY,
+    REQUEST,
+    STEP,
+    TEMPORARY,
     VERBOSE,
 )
 from hatch_epcontext.worker.requests import REQUESTS, Refusal
@@ -57,19 +70,16 @@ def _limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
-def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
-    """Answer the request in the file ``request_path`` with the file ``reply_path``.
-
-    Returns the exit code.
-    """
+def main(action: str, folder: Path, *flags: str) -> int:
+    """Answer the request in ``folder`` with a reply there; returns the code of the answer."""
     if sys.version_info >= (3, 14):
         # The stack of C has more lines than an error shows of a log, and the reason is above it.
         faulthandler.enable(c_stack=False)
     for flag in flags:
         if flag.startswith(MEMORY_LIMIT):
             _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))
-    report_to(Path(reply_path).with_name("step"))
-    request = from_json(Path(request_path).read_bytes(), REQUESTS[action])
+    report_to(folder / STEP)
+    request = from_json((folder / REQUEST).read_bytes(), REQUESTS[action])
     try:
         reply, code = _answer(action, request, verbose=VERBOSE in flags), DONE
     except ModelError as error:
@@ -84,7 +94,7 @@ def main(action: str, request_path: str, reply_path: str, *flags: str) -> int:
             _print_traceback()
         reply, code = Refusal((_problem(error),)), FAILED
     try:
-        write_atomically(Path(reply_path), to_json(reply), durable=False)
+        write_atomically(folder / REPLY, to_json(reply, indent=None), durable=False)
     except OSError as error:
         # Often the disk is full, which the build finds out.
         with contextlib.suppress(OSError):
@@ -121,46 +131,68 @@ def _problem(error: Exception) -> Problem:
     return Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}")
 
 
-def _keep(arguments: list[str]) -> int:
-    """Answer the request in a fork, which ends with standard input; returns its exit code."""
-    from hatch_epcontext.worker.supervisor import Supervisor
+def serve(orders: Iterable[bytes], answer: Callable[[int], object]) -> int:
+    """Answer the requests of ``orders``; ``answer`` gets for each what `main` returns.
 
-    def work() -> int:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        return main(*arguments)
+    Returns the exit code of this process.
+    """
+    for text in orders:
+        action, folder, *flags = json.loads(text)
+        _begin(Path(folder))
+        code = main(action, Path(folder), *flags)
+        flush()
+        answer(code)
+    return 0
 
-    return Supervisor(0).run(work, lambda: None)
+
+def _begin(folder: Path) -> None:
+    """Make ``folder`` the working directory, and print to the log there from now on."""
+    os.chdir(folder)
+    os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / TEMPORARY)))
+    # This process, or the one that was forked, may have looked for it already.
+    tempfile.tempdir = None
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
 
 
-def _end_with_input() -> None:
-    """End this process when nobody has the other end of its standard input any more."""
-    with contextlib.suppress(OSError):
-        os.read(0, 1)
-    if sys.platform != "win32":
+def flush() -> None:
+    """Write what Python and C have not yet written: this process may be killed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None).fflush(None)
+
+
+def _orders(descriptor: int) -> Iterator[bytes]:
+    """The lines of a pipe; at its end this process ends, with its group."""
+    lines = os.fdopen(descriptor, "rb")
+    if sys.platform == "win32":
+        # A job object ends this process with the build. There numpy's import would wait for a thread that
+        # reads: it asks for the type of standard input (numpy 24290, CPython 78961).
+        yield from lines
+        return
+    found = queue.SimpleQueue[bytes]()
+
+    def read() -> None:
+        for line in lines:
+            found.put(line)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield found.get()
 
-def _die_like(code: int) -> None:
-    """End as the process with the exit code ``code`` did: a negative one is that of a signal."""
-    if code < 0:
-        faulthandler.disable()
-        with contextlib.suppress(OSError, ValueError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    sys.exit(code)
+
+def _main() -> int:
+    # Not for what a vendor's library starts.
+    orders, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return serve(_orders(orders), lambda code: os.write(answers, f"{code}\n".encode()))
 
 
 if __name__ == "__main__":
-    _arguments = [each for each in sys.argv[1:] if each != END_WITH_INPUT]
-    if END_WITH_INPUT not in sys.argv:
-        sys.exit(main(*_arguments))
-    elif sys.platform == "linux":
-        _die_like(_keep(_arguments))
-    else:
-        # On Windows a job object ends it with the build. There numpy's import would wait for this
-        # thread: it asks for the type of standard input (numpy 24290, CPython 78961).
-        if sys.platform != "win32":
-            threading.Thread(target=_end_with_input, daemon=True).start()
-        sys.exit(main(*_arguments))
+    sys.exit(_main())

@@ -1,4 +1,4 @@
-"""``python -m hatch_epcontext.worker.fork_server FD``: fork a worker for each order that comes over a socket.
+"""``python -m hatch_epcontext.worker.fork_server FD [PRELOAD]``: fork a worker for each connection.
 
 `hatch_epcontext.jobs.processes.fork_server` describes both sides.
 """
@@ -6,34 +6,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
-import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
-import tempfile
+import time
 import warnings
+from collections.abc import Callable, Container
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from hatch_epcontext.serialize import make_ready
-from hatch_epcontext.worker.__main__ import main
-from hatch_epcontext.worker.protocol import STARTED, own_variables
-from hatch_epcontext.worker.requests import REQUESTS
-from hatch_epcontext.worker.supervisor import (
-    adopt_orphans,
-    begin_worker,
-    do_nothing,
-    end_with_parent,
-    exit_code,
-    kill,
-    kill_children,
-    leave,
-)
+from hatch_epcontext.files import temp_dir
+from hatch_epcontext.worker.__main__ import flush, serve
+from hatch_epcontext.worker.protocol import ANSWERED, NO_TELEMETRY, PRELOAD, STARTED
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"""Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
+
+_GRACE = 5.0
+"""Seconds in which killed processes must end. One that waits for a broken disk may take longer."""
 
 _PRELOADED = (
     "numpy",
@@ -57,88 +51,91 @@ def _preload() -> None:
             importlib.import_module(name)
     if own:
         del os.environ[threads]
-    # Each fork would generate it again for its only request.
-    for request in REQUESTS.values():
-        make_ready(request)
+    _freeze()
+
+
+def _rehearse() -> None:
+    """Prepare, compile and validate a small model on the CPU.
+
+    Python and ONNX Runtime do much only the first time, which each fork would do again: half of the time
+    that a small model takes.
+    """
+    if os.environ.get(NO_TELEMETRY, "").lower() in ("0", "false"):
+        # A session would start what sends events, and forks would not have its threads.
+        return
+    with contextlib.suppress(Exception), temp_dir() as folder:
+        from hatch_epcontext.worker.rehearsal import rehearse
+
+        rehearse(folder)
+    _freeze()
+
+
+def _freeze() -> None:
     # The garbage collector of a fork must not copy what all share.
     gc.collect()
     gc.freeze()
 
 
 class _Server:
-    """Forks a worker for each order, and sends its exit code to the build.
+    """Forks a worker for each connection, and sends its exit code when it has ended.
 
     Workers adopt what they leave behind while they live. So orphans that come to the server are those of a
     worker that has ended: they end too.
     """
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, *, rehearses: bool) -> None:
         self._control = control
-        self._selector = selectors.DefaultSelector()
-        self._orders: set[socket.socket] = set()
+        self._must_rehearse = rehearses
         self._workers: dict[int, socket.socket] = {}
         self._awake, self._wake = socket.socketpair()
         for each in (self._awake, self._wake):
             each.setblocking(False)
+        self._poll = select.poll()
         self._must_end = False
 
     def serve(self) -> None:
         """Work until the build process closes its end, or the supervisor has ended."""
-        adopt_orphans()
-        signal.signal(signal.SIGCHLD, do_nothing)
+        _adopt_orphans()
+        # A handler, so that the signal wakes `poll`.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for each in (self._control, self._awake):
-            self._selector.register(each, selectors.EVENT_READ)
+            self._poll.register(each, select.POLLIN)
         while not self._must_end:
-            for key, _ in self._selector.select():
-                found: Any = key.fileobj
-                if found is self._awake:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._awake.fileno():
                     self._awake.recv(4096)
                     self._reap()
-                elif found is self._control:
-                    self._must_end = not self._accept()
-                elif found in self._orders:
-                    self._receive(found)
-                elif worker := self._worker_of(found):
-                    # The build process does not want it any more.
-                    self._selector.unregister(found)
-                    kill(worker)
+                elif descriptor == self._control.fileno():
+                    if not self._accept():
+                        self._must_end = True
+                else:
+                    self._kill_worker(descriptor)
         for worker in self._workers:
-            kill(worker)
-        kill_children()
-
-    def _worker_of(self, connection: socket.socket) -> int | None:
-        """The worker that still runs for ``connection``."""
-        found = (pid for pid, each in self._workers.items() if each is connection)
-        return next(found, None)
+            _kill(worker)
+        _kill_children()
 
     def _accept(self) -> bool:
-        """Take the connection for the next order; False when the build process has closed its end."""
+        """Fork a worker for the next connection; False when the build process has closed its end."""
         message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
         # Without a descriptor this process has too many: the build process sees that nobody answers.
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
-            self._orders.add(connection)
-            self._selector.register(connection, selectors.EVENT_READ)
+            worker = self._fork(connection)
+            if worker is None:
+                connection.close()
+                continue
+            self._workers[worker] = connection
+            # The worker reads it; here only the end of the build process's side counts.
+            self._poll.register(connection, select.POLLRDHUP)
+        if self._must_rehearse and self._workers:
+            # Now, when the build waits for its first worker.
+            self._must_rehearse = False
+            _rehearse()
         return bool(message)
 
-    def _receive(self, connection: socket.socket) -> None:
-        try:
-            order = connection.recv(1 << 20)
-        except OSError:
-            order = b""
-        self._orders.remove(connection)
-        worker = self._fork(json.loads(order)) if order else None
-        if worker is None:
-            self._selector.unregister(connection)
-            connection.close()
-            return
-        self._workers[worker] = connection
-        with contextlib.suppress(OSError):
-            connection.sendall(STARTED)
-
-    def _fork(self, order: dict[str, Any]) -> int | None:
+    def _fork(self, connection: socket.socket) -> int | None:
         server = os.getpid()
         with warnings.catch_warnings():
             # Python 3.12 warns of threads, whose locks a fork inherits and nobody releases. There is one
@@ -153,61 +150,162 @@ class _Server:
                 # Too many processes, or too little memory: the build process sees that nobody answers.
                 return None
         if not worker:
-            leave(lambda: self._work(order, server))
+            _leave(lambda: self._work(connection, server))
         return worker
 
-    def _work(self, order: dict[str, Any], server: int) -> int:
+    def _work(self, connection: socket.socket, server: int) -> int:
         """Be a worker."""
-        begin_worker(server)
-        adopt_orphans()
-        self._selector.close()
-        own = (self._control, self._awake, self._wake, *self._orders, *self._workers.values())
-        for each in own:
+        _begin_worker(server)
+        _adopt_orphans()
+        for each in (self._control, self._awake, self._wake, *self._workers.values()):
             each.close()
-        _become_worker(order)
-        return main(*order["arguments"])
+        connection.sendall(STARTED)
+        orders = iter(lambda: connection.recv(1 << 20), b"")
+        return serve(orders, lambda code: connection.sendall(ANSWERED + str(code).encode()))
+
+    def _kill_worker(self, descriptor: int) -> None:
+        """Kill the worker that the build process does not want any more."""
+        for worker, connection in self._workers.items():
+            if connection.fileno() == descriptor:
+                self._poll.unregister(connection)
+                _kill(worker)
 
     def _reap(self) -> None:
         """Send the exit codes of workers that have ended, after the end of all that they started."""
         for worker, connection in list(self._workers.items()):
-            if (code := exit_code(worker)) is None:
+            if (code := _exit_code(worker)) is None:
                 continue
             del self._workers[worker]
-            kill_children(keep=self._workers)
+            _kill_children(keep=self._workers)
             with contextlib.suppress(KeyError):
-                self._selector.unregister(connection)
+                self._poll.unregister(connection)
             with connection, contextlib.suppress(OSError):
                 connection.sendall(str(code).encode())
 
-    def _end(self, signal_number: int, frame: FrameType | None) -> None:
+    def _end(self, *_: object) -> None:
         self._must_end = True
 
 
-def _supervise(server: int) -> None:
-    """End the server, and what it leaves behind, when it ends, or at SIGTERM."""
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: kill(server))
-    os.waitpid(server, 0)
-    kill_children()
-
-
-def _become_worker(order: dict[str, Any]) -> None:
-    os.chdir(order["folder"])
-    os.environ.update(own_variables(Path(order["folder"])))
-    # The server may have looked for it already.
-    tempfile.tempdir = None
-    log = os.open(order["log_path"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
-
-
-def _serve(descriptor: int, supervisor: int) -> int:
-    end_with_parent(supervisor, signal.SIGTERM)
+def _serve(descriptor: int, supervisor: int, *, preload: bool) -> int:
+    _end_with_parent(supervisor, signal.SIGTERM)
     with socket.socket(fileno=descriptor) as control:
-        _preload()
-        _Server(control).serve()
+        if preload:
+            _preload()
+        _Server(control, rehearses=preload).serve()
     return 0
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _end_with_parent(parent: int, by: signal.Signals) -> None:
+    """Let the death of the process ``parent``, which is that of this one, send this one the signal."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:
+        # It died before that.
+        os._exit(1)
+
+
+def _begin_worker(parent: int) -> None:
+    """Make this fork of the process ``parent`` a worker: with signals of its own, it ends with ``parent``."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    # A group of its own, so that what it starts can be ended with it at once.
+    os.setsid()
+    _end_with_parent(parent, signal.SIGKILL)
+
+
+def _exit_code(worker: int) -> int | None:
+    """The exit code of a child, negative for a signal, after the end of its group; None if it still runs."""
+    # Not reaped yet: until then its number belongs to it, and its group can be ended safely.
+    if os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return None
+    _kill(worker)
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+
+def _kill_children(keep: Container[int] = ()) -> None:
+    """End all children of this process except those to ``keep``, with all that they started."""
+    end = time.monotonic() + _GRACE
+    while _has_children() and time.monotonic() < end:
+        # A list is only complete when nobody ends while it is read.
+        found = [child for child in {*_children(), *_children()} if child not in keep]
+        if not found:
+            return
+        for child in found:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        for child in found:
+            # Not -1: nobody else must wait for those to keep.
+            with contextlib.suppress(OSError):
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.002)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    with contextlib.suppress(OSError):
+        # One file for each thread, without a look at all processes of the system.
+        lists = [each.read_text("ascii") for each in Path("/proc/self/task").glob("*/children")]
+        if lists:
+            return [int(number) for number in " ".join(lists).split()]
+    names = (each.name for each in Path("/proc").iterdir())
+    return [int(name) for name in names if name.isdigit() and _parent(name) == own]
+
+
+def _parent(process: str) -> int | None:
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+        # The name before the last parenthesis can have any characters.
+        return int(status.rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _leave(work: Callable[[], int]) -> None:
+    """Run ``work``, and end this fork without what Python and libraries do at their end: it belongs to
+    the process that was forked.
+    """
+    code = 1
+    try:
+        try:
+            code = work()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        flush()
+    finally:
+        # In any case, also when the log cannot be written: ONNX Runtime hangs at the usual end of a fork.
+        os._exit(code)
+
+
+def _kill(process_id: int) -> None:
+    """Kill a process, and its group if it leads one."""
+    for each in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            each(process_id, signal.SIGKILL)
+
+
+def _supervise(server: int) -> None:
+    """End the child ``server``, and what it leaves behind, when it ends, or at SIGTERM."""
+    _adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: _kill(server))
+    os.waitpid(server, 0)
+    _kill_children()
 
 
 if __name__ == "__main__":
@@ -215,6 +313,6 @@ if __name__ == "__main__":
     # Before this process has threads, and much memory.
     _process = os.fork()
     if not _process:
-        leave(lambda: _serve(_descriptor, _supervisor))
+        _leave(lambda: _serve(_descriptor, _supervisor, preload=PRELOAD in sys.argv))
     os.close(_descriptor)
     _supervise(_process)

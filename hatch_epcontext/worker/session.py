@@ -35,7 +35,7 @@ def options(
     """
     provider, settings = target.provider, target.settings
     provider_options = {name: _look_up(name, each) for name, each in provider_options.items()}
-    result = ort.SessionOptions()
+    result = _session_options()
     for key, value in {**settings.session_options, **(session_options or {})}.items():
         result.add_session_config_entry(key, value)
     if provider.plugin is None:
@@ -72,9 +72,16 @@ def _look_up(option: str, value: str) -> str:
     return secret
 
 
+def _session_options() -> ort.SessionOptions:
+    result = ort.SessionOptions()
+    # Threads that wait would take the cores from other jobs, and from the EP's own threads.
+    result.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return result
+
+
 def cpu_options() -> ort.SessionOptions:
     """Return session options for the CPU EP alone."""
-    result = ort.SessionOptions()
+    result = _session_options()
     result.add_provider("CPUExecutionProvider", {})
     return result
 

@@ -62,6 +62,8 @@ def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
         raise
     finally:
         timer.cancel()
+        # A process that is forked must have no thread in the middle of something.
+        timer.join()
 
 
 def _is_exotic(type_: str) -> bool:

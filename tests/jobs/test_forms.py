@@ -32,11 +32,11 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     with Workers(60) as started:
         preparations = Preparations(started, tmp_path / "prepared", [folded, other])
         plain, unfused = Recipe("onnxruntime"), Recipe("onnxruntime", fuse=False)
-        (before,) = preparations.get(folded, plain)
-        (after,) = preparations.get(folded, unfused)
+        (before,) = preparations.get(folded, plain, started)
+        (after,) = preparations.get(folded, unfused, started)
         assert after.preparation.nodes == before.preparation.nodes + 1
         assert after.preparation.rewrites == ("nothing folded into convolutions",)
-        assert [each.changed for each in preparations.get(folded, unfused)] == [True]
-        assert [each.changed for each in preparations.get(other, unfused)] == [False]
+        assert [each.changed for each in preparations.get(folded, unfused, started)] == [True]
+        assert [each.changed for each in preparations.get(other, unfused, started)] == [False]
         executor = LocalExecutor(started, tmp_path, 1, {}, preparations)
         assert executor.compile(other, unfused, tmp_path / "out") == Refused("change")

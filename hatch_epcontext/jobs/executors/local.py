@@ -27,7 +27,7 @@ from hatch_epcontext.jobs.artifact import (
 )
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
-from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
 from hatch_epcontext.jobs.validation import (
     reason_not_to_run,
@@ -126,9 +126,13 @@ class LocalExecutor:
         return reason_not_to_run(job)
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
-        """Prepare and compile ``job`` into ``folder``, which it makes."""
+        """Prepare and compile ``job`` in one process into ``folder``, which it makes."""
+        with self.workers.process() as worker:
+            return self._compiled(job, recipe, folder, worker)
+
+    def _compiled(self, job: Job, recipe: Recipe, folder: Path, worker: Worker) -> Record | Refused:
         start = time.monotonic()
-        prepared = self._prepared(job, recipe)
+        prepared = self._prepared(job, recipe, worker)
         if isinstance(prepared, Refused):
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
@@ -140,7 +144,7 @@ class LocalExecutor:
             replace(each.preparation, options=options, tried=dropped) for each in prepared
         )
         try:
-            reply = self._compile(job, recipe, prepared, folder)
+            reply = self._compile(job, recipe, prepared, folder, worker)
         except BuildError as error:
             if _has_accident(error) or (recipe.is_plain and not _is_only(error, REFUSALS)):
                 raise
@@ -152,17 +156,16 @@ class LocalExecutor:
             reply.product,
             preparations,
             reply.contexts,
-            # Hashed before any other process opens them.
             record_files(folder),
             self.versions(job),
             Times(prepare_seconds, reply.seconds),
         )
 
-    def _prepared(self, job: Job, recipe: Recipe) -> tuple[Prepared, ...] | Refused:
+    def _prepared(self, job: Job, recipe: Recipe, worker: Worker) -> tuple[Prepared, ...] | Refused:
         """The models of ``job``, prepared and changed; or why they are not."""
         plain = replace(recipe, changes=(), fuse=True)
         try:
-            prepared = self.preparations.get(job, plain)
+            prepared = self.preparations.get(job, plain, worker)
         except ModelError:
             raise
         except BuildError as error:
@@ -173,14 +176,19 @@ class LocalExecutor:
         if control_flow and not recipe.control_flow:
             return Refused("prepare", control_flow=tuple(control_flow))
         try:
-            return self.preparations.get(job, recipe)
+            return self.preparations.get(job, recipe, worker)
         except BuildError as error:
             if _has_accident(error):
                 raise
             return Refused("change", error.problems)
 
     def _compile(
-        self, job: Job, recipe: Recipe, prepared: Sequence[Prepared], folder: Path
+        self,
+        job: Job,
+        recipe: Recipe,
+        prepared: Sequence[Prepared],
+        folder: Path,
+        worker: Worker,
     ) -> CompileReply:
         """Compile the models of ``job`` as they are ``prepared`` into ``folder``, which it makes."""
         # Only now: a build that finds everything in the cache needs no requests.
@@ -198,8 +206,9 @@ class LocalExecutor:
             target=target,
             folder=str(folder),
         )
-        with self._device(job.target):
-            return self.workers.call(request, self._scratch("compile"), location=job.location)
+        # Hashed and validated when nobody writes to it any more, and the device is free.
+        with self._device(job.target), contextlib.closing(worker):
+            return worker.call(request, self._scratch("compile"), location=job.location)
 
     def validate(
         self, job: Job, model: Model, artifact: Artifact, context: Context

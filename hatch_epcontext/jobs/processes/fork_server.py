@@ -3,26 +3,28 @@
 A fresh interpreter needs about half a second for that, a fork some milliseconds. Only on Linux: the
 frameworks of macOS do not survive a fork, and Windows has none.
 
-The build process and the server (`hatch_epcontext.worker.fork_server`) share a socket. For each worker
-the build process sends one end of a new connection over it, and on that the order as JSON; the answer is
-the exit code, which comes when all has ended that the worker started. A connection that is closed before
-ends its worker, so no worker outlives the build, however that ends. The server's own parent, its supervisor,
-ends what the server leaves behind if it is killed.
+The build process and the server (`hatch_epcontext.worker.fork_server`) share a socket. For each worker the
+build process sends one end of a new connection over it. On that the worker gets orders and sends the code of
+each answer; the server sends the exit code when all has ended that the worker started. A connection that is
+closed before ends its worker, so no worker outlives the build, however that ends. The server's own parent,
+its supervisor, ends what the server leaves behind if it is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from hatch_epcontext.jobs.processes.running import WorkerCommand, worker_environment
-from hatch_epcontext.worker.protocol import STARTED
+from hatch_epcontext.worker.protocol import ANSWERED, PRELOAD, STARTED
+
+_MODULE = "hatch_epcontext.worker.fork_server"
 
 _GRACE = 10.0
 """Seconds in which the server must end a worker. Then it is killed itself, and its workers end with it."""
@@ -38,7 +40,7 @@ def is_supported() -> bool:
 
 
 class Fork:
-    """A worker that the server forked; one thread waits for it."""
+    """A worker that the server forks; one thread waits for it."""
 
     def __init__(self, connection: socket.socket, server: ForkServer) -> None:
         self._connection = connection
@@ -46,55 +48,72 @@ class Fork:
         self._started = self._ended = False
         self._code = -signal.SIGKILL
 
-    def wait(self, seconds: float) -> int | None:
-        """The exit code, negative for a signal; None if it still runs after ``seconds``.
+    def send(self, command: WorkerCommand) -> None:
+        # Whoever waits finds out that it has ended.
+        with contextlib.suppress(OSError):
+            self._connection.sendall(command.order)
 
-        Raises ServerGoneError if it was never started.
-        """
+    def wait(self, seconds: float) -> int | None:
+        """Raises ServerGoneError if it was never started."""
         end = time.monotonic() + seconds
         while not self._ended:
             self._connection.settimeout(max(end - time.monotonic(), 0.001))
             try:
-                answer = self._connection.recv(64)
+                message = self._connection.recv(64)
             except TimeoutError:
                 return None
+            except ConnectionResetError:
+                # It ended before it had read an order; what it has sent is still there.
+                continue
             except OSError:
-                answer = b""
-            if answer == STARTED:
+                message = b""
+            if message == STARTED:
                 self._started = True
                 continue
+            if message.startswith(ANSWERED):
+                return int(message.removeprefix(ANSWERED))
             self._ended = True
-            if answer:
-                self._code = int(answer)
+            if message:
+                self._code = int(message)
             elif not self._started:
-                raise ServerGoneError
+                self._code = self._server.failed()
         return self._code
 
     def kill(self) -> None:
-        """Begin to end it, with all processes that it started. It may have ended already."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Return when it has ended, after `kill` if it still runs."""
+        self.kill()
+        end = time.monotonic() + _GRACE
         with contextlib.suppress(ServerGoneError), contextlib.closing(self._connection):
-            self.kill()
-            if self.wait(_GRACE) is None:
-                self._server.kill()
+            # It may answer before it ends.
+            while not self._ended:
+                if self.wait(end - time.monotonic()) is None:
+                    self._server.kill()
+                    return
+        self._server.left()
 
 
 class ForkServer:
-    """The process that forks workers; closing it ends all of them."""
+    """The process that forks workers; closing it ends all of them.
 
-    def __init__(self) -> None:
+    With ``log`` it is for one worker: it imports nothing before, and what Python prints when it starts goes
+    to that file.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
         self._lock = threading.Lock()
+        self._is_for_one = log is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        flags = [PRELOAD] if log is None else []
+        with theirs, contextlib.ExitStack() as stack:
+            output = subprocess.DEVNULL if log is None else stack.enter_context(log.open("wb"))
             self._process = subprocess.Popen(
-                (sys.executable, "-m", "hatch_epcontext.worker.fork_server", str(theirs.fileno())),
+                [sys.executable, "-m", _MODULE, str(theirs.fileno()), *flags],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 env=worker_environment(),
                 pass_fds=(theirs.fileno(),),
                 # Ctrl-C is for the build process, which ends its workers itself.
@@ -104,18 +123,30 @@ class ForkServer:
             )
         self._control = ours
 
-    def start(self, order: WorkerCommand) -> Fork:
+    def start(self) -> Fork:
         """Start a worker; raises ServerGoneError when the server cannot."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 with self._lock:
                     socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-                ours.sendall(_plain(order).encode())
             except OSError as error:
-                ours.close()
-                raise ServerGoneError from error
+                if not self._is_for_one:
+                    ours.close()
+                    raise ServerGoneError from error
         return Fork(ours, self)
+
+    def failed(self) -> int:
+        """The exit code of a server that did not start its only worker; others raise ServerGoneError."""
+        if not self._is_for_one:
+            raise ServerGoneError
+        self.close()
+        return self._process.wait()
+
+    def left(self) -> None:
+        """End it if its only worker has ended."""
+        if self._is_for_one:
+            self.close()
 
     def kill(self) -> None:
         """End the server at once, and all its workers with it: it is stopped, or stuck."""
@@ -136,13 +167,3 @@ class ForkServer:
                 except subprocess.TimeoutExpired:
                     self._process.kill()
                     self._process.wait()
-
-
-def _plain(order: WorkerCommand) -> str:
-    return json.dumps(
-        {
-            "arguments": order.arguments,
-            "folder": str(order.folder),
-            "log_path": str(order.log_path),
-        }
-    )

@@ -18,14 +18,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.jobs.processes.running import Interpreter, WorkerCommand, WorkerProcess
-from hatch_epcontext.jobs.processes.worker_log import (
-    LOG_LIMIT,
-    POLL_SECONDS,
-    file_size,
-    follow,
-    hide_in_log,
-    log_tail,
-)
+from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT
 from hatch_epcontext.providers import missing, variables_in
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
@@ -37,6 +30,9 @@ if TYPE_CHECKING:
 
 _FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
 """Seconds after which a running worker is reported first, and then again."""
+
+_POLL_SECONDS = 0.2
+"""Seconds between two looks at a worker and its log."""
 
 _NO_MEMORY = re.compile(
     r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
@@ -74,35 +70,23 @@ _WINDOWS_CRASHES = {
 
 
 class Heartbeat:
-    """When to report that something still runs: after ten seconds, and then every thirty."""
+    """When to say that something still runs: after ten seconds, and then after thirty without a word.
 
-    def __init__(self) -> None:
-        self.start = time.monotonic()
-        self.next = self.start + _FIRST_BEAT
-
-    def due(self) -> float | None:
-        """Seconds since the start, if it is time for a report."""
-        return self.said() if time.monotonic() >= self.next else None
-
-    def said(self) -> float:
-        """Seconds since the start; the next report is thirty seconds from now."""
-        now = time.monotonic()
-        self.next = now + _NEXT_BEATS
-        return now - self.start
-
-
-class Pulse:
-    """When to say what runs because nothing else was printed: after ten seconds, and then every thirty.
-
-    So somebody sees that a build of many short steps is alive. Threads may use it at the same time.
+    Threads may use it at the same time.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._next = time.monotonic() + _FIRST_BEAT
+        self._start = time.monotonic()
+        self._next = self._start + _FIRST_BEAT
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
 
     def due(self) -> bool:
-        """Whether it is time for a line; then not again until the next one."""
+        """Whether it is time for a word; then not again until the next one."""
         with self._lock:
             now = time.monotonic()
             if now < self._next:
@@ -110,8 +94,8 @@ class Pulse:
             self._next = now + _NEXT_BEATS
             return True
 
-    def spoke(self) -> None:
-        """Count the time from now on, because a line was printed."""
+    def mark_reported(self) -> None:
+        """Count the time from now on, because there was a word."""
         with self._lock:
             self._next = time.monotonic() + _NEXT_BEATS
 
@@ -123,36 +107,35 @@ class _Processes:
         self._lock = threading.Lock()
         self._running: set[WorkerProcess] = set()
         self._server: ForkServer | None = None
-        self._forks = False
+        self._shares = False
         self.stopped = False
 
     def enter(self) -> None:
-        """From now on workers are forks, where the system has them."""
-        self._forks = is_supported()
+        """From now on workers share a server that has imported what they need, where the system has forks."""
+        self._shares = is_supported()
 
     def exit(self) -> None:
-        """From now on workers are fresh interpreters."""
+        """From now on each worker imports what it needs."""
         with self._lock:
-            self._forks = False
+            self._shares = False
             server, self._server = self._server, None
         if server is not None:
             server.close()
 
-    @contextlib.contextmanager
-    def run(self, order: WorkerCommand, location: str) -> Iterator[WorkerProcess]:
-        """A started process, which has ended when the context ends; raises BuildError after `stop`."""
+    def start(self, log_path: Path, location: str) -> WorkerProcess:
+        """A started process, which prints to ``log_path`` at first; raises BuildError after `stop`."""
         with self._lock:
             if self.stopped:
                 raise _interrupted(location)
-            process = self._start(order)
+            process = self._start(log_path)
             self._running.add(process)
-        try:
-            yield process
-        finally:
-            # After any error, such as an interruption, nobody waits for it.
-            process.close()
-            with self._lock:
-                self._running.discard(process)
+            return process
+
+    def end(self, process: WorkerProcess) -> None:
+        """Return when ``process`` has ended, which is killed if it still runs."""
+        process.close()
+        with self._lock:
+            self._running.discard(process)
 
     def stop(self) -> None:
         with self._lock:
@@ -160,12 +143,14 @@ class _Processes:
             for process in self._running:
                 process.kill()
 
-    def _start(self, order: WorkerCommand) -> WorkerProcess:
-        if self._forks:
-            if self._server is None:
-                self._server = ForkServer()
-            return self._server.start(order)
-        return Interpreter(order)
+    def _start(self, log_path: Path) -> WorkerProcess:
+        if not is_supported():
+            return Interpreter(log_path)
+        if not self._shares:
+            return ForkServer(log_path).start()
+        if self._server is None:
+            self._server = ForkServer()
+        return self._server.start()
 
 
 @dataclass(frozen=True)
@@ -186,7 +171,7 @@ class Workers:
     verbose: bool = False
     memory_limit: int | None = None
     progress: Callable[[str], None] | None = None
-    pulse: Pulse | None = None
+    pulse: Heartbeat | None = None
     _processes: _Processes = field(default_factory=_Processes)
 
     def __enter__(self) -> Workers:
@@ -195,6 +180,51 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self._processes.exit()
+
+    def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
+        """The reply of a worker of its own to ``request``; see `Worker.call`."""
+        with self.process() as worker:
+            return worker.call(request, folder, location=location)
+
+    @contextlib.contextmanager
+    def process(self) -> Iterator[Worker]:
+        """A worker for several requests, which ends with the context."""
+        worker = Worker(self, self._processes)
+        try:
+            yield worker
+        finally:
+            # After any error, such as an interruption, nobody waits for it.
+            worker.close()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._processes.stopped
+
+    def stop(self) -> None:
+        """Kill all running workers, and start no more: each call then raises BuildError."""
+        self._processes.stop()
+
+
+class Worker:
+    """A process that answers requests one after the other; it starts with the first one.
+
+    One thread uses it.
+    """
+
+    def __init__(self, workers: Workers, processes: _Processes) -> None:
+        self._workers = workers
+        self._processes = processes
+        self._process: WorkerProcess | None = None
+        self._orders: list[WorkerCommand] = []
+
+    def close(self) -> None:
+        """Return when it has ended, with all that it started."""
+        self._end()
+        for order in self._orders:
+            # Nobody writes to it any more, and it stays until the end of the build.
+            order.log.hide_secrets()
+        self._orders.clear()
 
     def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
         """The worker's reply to ``request``.
@@ -206,106 +236,103 @@ class Workers:
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 
-        text = to_json(request)
+        text, memory_limit = to_json(request, indent=None), self._workers.memory_limit
         secrets = _secrets(text)
-        order = WorkerCommand(
-            request.action,
-            folder,
-            folder / "request.json",
-            folder / "reply.json",
-            folder / "worker.log",
-            (
-                # ONNX Runtime's whole log has the values of all options.
-                *([VERBOSE] if self.verbose and not secrets else []),
-                *([f"{MEMORY_LIMIT}{self.memory_limit}"] if self.memory_limit else []),
-            ),
-            secrets,
-        )
+        flags = [f"{MEMORY_LIMIT}{memory_limit}"] if memory_limit else []
+        # ONNX Runtime's whole log has the values of all options.
+        flags += [VERBOSE] if self._workers.verbose and not secrets else []
+        log, start = self._workers.log, time.monotonic()
+        listener = None if log is None else lambda line: log(f"{location} | {line}")
+        order = WorkerCommand(request.action, folder, flags, secrets, listener)
         with writing("a request to a worker", folder, location):
             (folder / TEMPORARY).mkdir(parents=True)
             order.request_path.write_text(text, encoding="utf-8")
-            order.log_path.touch()
-        with self._followed(order, location):
-            exit_code = self._run(order, location)
+            order.log.path.touch()
+        self._orders.append(order)
+        if log is not None:
+            log(f"{location}: {order.action} ...")
+        code = None
+        try:
+            code = self._run(order, location)
+        finally:
+            if code != DONE:
+                self._end()
+            order.log.forward(is_last=True)
+            if log is not None:
+                log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
         if self._processes.stopped:
             raise _interrupted(location)
-        if not order.log_path.is_file():
+        if not order.log.path.is_file():
             raise BuildError(removed_problem(folder, location))
-        hide_in_log(order.log_path, secrets)
-        if exit_code is None:
+        if code is None:
             raise BuildError(self._too_slow(order, location))
-        tail = log_tail(order.log_path, secrets)
-        if exit_code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
-            ended = _ended(exit_code, location, tail, order.last_step)
+        if code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
+            ended = _ended(code, location, order.log.tail(), order.last_step)
             raise BuildError(self._explained(ended, folder))
         try:
-            if exit_code == DONE:
+            if code == DONE:
                 return read_reply(order.reply_path, request)
             refusal = read_refusal(order.reply_path)
         except InvalidReplyError as error:
             message = f"the worker's reply cannot be used: {error}."
-            problem = Problem(Kind.INVALID_REPLY, location, message, log=tail)
+            problem = Problem(Kind.INVALID_REPLY, location, message, log=order.log.tail())
             raise BuildError(self._explained(problem, folder)) from None
         problems = [_without(secrets, each, location) for each in refusal.problems]
-        if exit_code == REFUSED:
+        if code == REFUSED:
             raise ModelError(*(self._explained(each, folder) for each in problems))
         with_logs = (_with_log(each, order) for each in problems)
         raise BuildError(*(self._explained(each, folder) for each in with_logs))
 
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._processes.stopped
-
-    def stop(self) -> None:
-        """Kill all running workers, and start no more: each call then raises BuildError."""
-        self._processes.stop()
-
     def _run(self, order: WorkerCommand, location: str) -> int | None:
-        """The exit code of the worker, or None after the timeout."""
+        """The code of the answer or of the process's end, or None after the timeout."""
         while True:
             try:
-                with self._processes.run(order, location) as process:
-                    return self._wait(process, order, location)
+                if self._process is None:
+                    self._process = self._processes.start(order.log.path, location)
+                self._process.send(order)
+                return self._wait(self._process, order, location)
             except ServerGoneError:
                 # What every worker imports crashes, for example: the worker's own log then has more.
+                self._end()
                 self._processes.exit()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._processes.end(self._process)
+            self._process = None
 
     def _wait(self, process: WorkerProcess, order: WorkerCommand, location: str) -> int | None:
         beat = Heartbeat()
-        end = beat.start + self.timeout
         self._report(beat, order, location)
-        while (now := time.monotonic()) < end:
-            code = process.wait(min(end - now, POLL_SECONDS))
+        while (left := self._workers.timeout - beat.seconds) > 0:
+            code = process.wait(min(left, _POLL_SECONDS))
             if code is not None:
                 return code
-            if file_size(order.log_path) > LOG_LIMIT:
+            if order.log.size > LOG_LIMIT:
                 raise BuildError(_flooded(order, location))
+            order.log.forward()
             self._report(beat, order, location)
         return None
 
     def _report(self, beat: Heartbeat, order: WorkerCommand, location: str) -> None:
         """Say what runs, if it is time for that."""
-        seconds = beat.due()
-        if self.progress is None:
+        progress, pulse = self._workers.progress, self._workers.pulse
+        is_long = beat.due()
+        if progress is None or not (is_long or (pulse is not None and pulse.due())):
             return
+        for each in filter(None, (beat, pulse)):
+            each.mark_reported()
         # Of many short steps the one that is named has often only begun.
-        short = seconds is None and self.pulse is not None and self.pulse.due()
-        if short:
-            seconds = beat.said()
-        if seconds is None:
-            return
-        if self.pulse is not None:
-            self.pulse.spoke()
-        state = f"has run for {seconds:.0f} s{order.last_step}"
-        self.progress(
-            f"{location}: {order.action} {state if seconds >= 1 or not short else 'begins'}"
-        )
+        begins = beat.seconds < 1 and not is_long
+        state = "begins" if begins else f"has run for {beat.seconds:.0f} s{order.last_step}"
+        progress(f"{location}: {order.action} {state}")
 
     def _too_slow(self, order: WorkerCommand, location: str) -> Problem:
-        limit = Setting(Key() / "build" / "timeout", round(2 * self.timeout, 3))
-        message = f"the worker was stopped after {self.timeout:g} seconds{order.last_step}."
-        tail = log_tail(order.log_path, order.secrets)
+        limit = Setting(Key() / "build" / "timeout", round(2 * self._workers.timeout, 3))
+        message = (
+            f"the worker was stopped after {self._workers.timeout:g} seconds{order.last_step}."
+        )
+        tail = order.log.tail()
         problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
         return _with_variable(problem, "TIMEOUT")
 
@@ -315,9 +342,9 @@ class Workers:
         if full := full_disk_problem(folder, problem.location, output):
             # What the worker says itself has the path.
             return problem if problem.kind is Kind.SYSTEM_ERROR else replace(full, log=problem.log)
-        if self.memory_limit is None:
+        if (limit := self._workers.memory_limit) is None:
             return _with_address_space(_without_limit(problem))
-        key, size = Key() / "build" / "memory-limit", show_size(self.memory_limit)
+        key, size = Key() / "build" / "memory-limit", show_size(limit)
         if not _NO_MEMORY.search(output):
             # Some EPs only say that they cannot do what they could do with more memory.
             hint = f"Or the worker had too little memory: {key} is {size}."
@@ -328,42 +355,19 @@ class Workers:
                 kind=Kind.OUT_OF_MEMORY,
                 message=f"the worker needs more memory than {key} allows ({size}): {problem.message}",
                 hint="Raise the limit, or remove it.",
-                settings=(Setting(key, f"{-(-2 * self.memory_limit // 10**6)} MB"),),
+                settings=(Setting(key, f"{-(-2 * limit // 10**6)} MB"),),
             ),
             "MEMORY_LIMIT",
         )
 
-    @contextlib.contextmanager
-    def _followed(self, order: WorkerCommand, location: str) -> Iterator[None]:
-        """While it is entered, a thread forwards the log."""
-        if self.log is None:
-            yield
-            return
-        start, log = time.monotonic(), self.log
-        log(f"{location}: {order.action} ...")
-        ended = threading.Event()
-
-        def forward(line: str) -> None:
-            log(f"{location} | {line}")
-
-        arguments = (order.log_path, ended, forward, order.secrets)
-        thread = threading.Thread(target=follow, args=arguments)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-            log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
-
 
 def _with_log(problem: Problem, order: WorkerCommand) -> Problem:
     """``problem``, or that the EP does not find its libraries, with the lines of the log that explain it."""
-    errors = log_tail(order.log_path, order.secrets, only_errors=True)
+    errors = order.log.tail(only_errors=True)
     if problem.kind in _EP_FAILED and (found := missing(errors)):
         message = f"the EP cannot load its own libraries, because {found} is missing."
         return Problem(Kind.UNLOADABLE_LIBRARY, problem.location, message, found.advice, log=errors)
-    whole = log_tail(order.log_path, order.secrets)
+    whole = order.log.tail()
     return replace(problem, log=(errors if problem.kind in _FOUND_BY_WORKERS else whole) or None)
 
 
@@ -420,9 +424,7 @@ def _with_address_space(problem: Problem) -> Problem:
 
 def _flooded(order: WorkerCommand, location: str) -> Problem:
     message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
-    return Problem(
-        Kind.INVALID_REPLY, location, message, log=log_tail(order.log_path, order.secrets)
-    )
+    return Problem(Kind.INVALID_REPLY, location, message, log=order.log.tail())
 
 
 def _interrupted(location: str) -> BuildError:

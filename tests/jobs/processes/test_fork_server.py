@@ -358,21 +358,35 @@ def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
 ) -> None:
     check.write_text("", encoding="utf-8")
     save(network(), tmp_path / "a.onnx")
-    request_path = tmp_path / "request.json"
-    request_path.write_text(to_json(request_for(tmp_path / "a.onnx")), encoding="utf-8")
-    order = WorkerCommand(
-        "check", tmp_path, request_path, tmp_path / "reply.json", tmp_path / "log"
-    )
+    order = WorkerCommand("check", tmp_path)
+    order.request_path.write_text(to_json(request_for(tmp_path / "a.onnx")), encoding="utf-8")
     server = ForkServer()
     try:
         for _ in range(20):
-            forks = [server.start(order) for _ in range(12)]
+            forks = [server.start() for _ in range(12)]
             for fork in forks:
+                fork.send(order)
                 fork.wait(0.01)
                 fork.kill()
             for fork in forks:
                 fork.close()
         assert server._process.poll() is None
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("is_for_one", [True, False])
+def test_a_worker_that_may_end_before_it_reads_its_order_was_started(
+    tmp_path: Path, is_for_one: bool
+) -> None:
+    server = ForkServer(tmp_path / "log" if is_for_one else None)
+    try:
+        fork = server.start()
+        fork.send(WorkerCommand("check", tmp_path))
+        fork.kill()
+        # It has perhaps read the order: there is no request.
+        assert fork.wait(60) in (-signal.SIGKILL, 1)
+        fork.close()
     finally:
         server.close()
 

@@ -16,9 +16,11 @@ from packaging.version import Version
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
+from hatch_epcontext.jobs.processes import process
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.worker_log import TAIL
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest, PrepareRequest
+from tests.altered_workers import write_start_code
 from tests.models import network, save
 
 KEY = Key() / "models" / 0
@@ -222,12 +224,61 @@ def test_a_shell_that_limits_the_address_space_is_named(
     assert "ulimit -v allows 2.0 GB" in str(problem(tmp_path, tmp_path / "a.onnx").hint)
 
 
-@pytest.fixture(params=["forks", "interpreters"])
-def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    """Workers of both kinds; where the system has no forks, they are of one."""
+@pytest.fixture(params=["forks", "single forks", "interpreters"])
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+    """Workers of all kinds; where the system has no forks, they are of one."""
+    if request.param == "interpreters":
+        monkeypatch.setattr(process, "is_supported", lambda: False)
     workers = Workers(60)
-    with workers if request.param == "forks" else contextlib.nullcontext():
+    with contextlib.nullcontext() if request.param == "single forks" else workers:
         yield workers
+
+
+ANSWERING = """
+import os, sys
+from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.worker.actions import check
+from hatch_epcontext.worker.facts import ModelFacts
+from hatch_epcontext.worker.requests import CheckReply
+def handle(request):
+    name = request.models[0].name
+    print(name, "prints", flush=True)
+    if name == "crash":
+        os.abort()
+    if name == "fail":
+        raise BuildError(Problem(Kind.COMPILE_FAILED, "", f"it fails in {os.getcwd()}"))
+    open("pid", "w").write(f"{os.getpid()} {os.environ['TMPDIR']}")
+    return CheckReply((ModelFacts((), (), ()),))
+check.handle = handle
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.parametrize("last", ["crash", "fail"])
+def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers, last: str
+) -> None:
+    write_start_code(tmp_path, ANSWERING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def request(name: str) -> CheckRequest:
+        return CheckRequest((Model(name, Path("a.onnx"), KEY),))
+
+    with workers.process() as worker:
+        for name in ("one", "two"):
+            worker.call(request(name), tmp_path / name, location=name)
+        with pytest.raises(BuildError) as raised:
+            worker.call(request(last), tmp_path / last, location="the last one")
+    found = [
+        (tmp_path / name / "pid").read_text(encoding="utf-8").split() for name in ("one", "two")
+    ]
+    assert found[0][0] == found[1][0]
+    assert [Path(each[1]).parent.name for each in found] == ["one", "two"]
+    logs = [(tmp_path / n / "worker.log").read_text(encoding="utf-8") for n in ("one", "two", last)]
+    assert [each.splitlines()[0] for each in logs] == ["one prints", "two prints", f"{last} prints"]
+    (failed,) = raised.value.problems
+    assert failed.location == "the last one"
+    assert failed.kind is (Kind.WORKER_CRASHED if last == "crash" else Kind.COMPILE_FAILED)
 
 
 LEAVING_FILES = """

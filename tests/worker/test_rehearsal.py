@@ -1,0 +1,31 @@
+"""What the server of forks does before it forks, in a process of its own as there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hatch_epcontext.serialize import from_json
+from hatch_epcontext.worker.facts import AgreementStatus
+from hatch_epcontext.worker.requests import ValidateReply
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
+def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
+    script = textwrap.dedent(f"""
+        import os
+        from pathlib import Path
+        from hatch_epcontext.worker.fork_server import _preload
+        from hatch_epcontext.worker.rehearsal import rehearse
+        _preload()
+        before = os.listdir("/proc/self/task")
+        rehearse(Path({str(tmp_path)!r}))
+        assert os.listdir("/proc/self/task") == before
+        """)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    reply = from_json((tmp_path / "reply.json").read_bytes(), ValidateReply)
+    assert [each.status for each in reply.agreements] == [AgreementStatus.AGREES]
