@@ -44,38 +44,27 @@ def _key(
     check: Check | None = None,
     empty_switches_off: bool = False,
     is_url: bool = False,
+    required: bool = False,
 ) -> Any:
-    """A key with its documentation.
+    """A key with its documentation; the default of a table is a function that makes it.
 
     ``otherwise`` is the value that holds where neither the model nor the target has the key;
     ``when_missing`` describes that where it depends on other things. With ``empty_switches_off`` an
     empty environment variable is the value None. With ``is_url`` no message has an invalid value: it can
-    contain a password.
+    contain a password. `checks` enforces ``required`` keys, whose default is the value of a missing one.
     """
     metadata = {
         "doc": doc,
         "otherwise": otherwise,
         "when_missing": when_missing,
         "check": check,
-        "required": False,
+        "required": required,
         "empty_switches_off": empty_switches_off,
         "is_url": is_url,
     }
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def _required(doc: str, empty: Any) -> Any:
-    """A required key, which `checks` enforces: ``empty`` is the value of a missing one."""
-    metadata = {"doc": doc, "otherwise": None, "when_missing": "", "check": None, "required": True}
-    return field(default=empty, metadata=metadata)
-
-
-def _group(doc: str, factory: Any) -> Any:
-    """A table inside a table."""
-    metadata = {"doc": doc, "otherwise": None, "when_missing": "", "check": None, "required": False}
-    return field(default_factory=factory, metadata=metadata)
 
 
 def _positive_count(value: Any) -> str | None:
@@ -159,19 +148,20 @@ def _wheel_tag(value: str) -> str | None:
 class ProfileTable:
     """The shapes of one input in one optimization profile."""
 
-    min: tuple[int, ...] = _required("The smallest shape.", ())
-    opt: tuple[int, ...] = _required("The shape to optimize for.", ())
-    max: tuple[int, ...] = _required("The largest shape.", ())
+    min: tuple[int, ...] = _key("The smallest shape.", (), required=True)
+    opt: tuple[int, ...] = _key("The shape to optimize for.", (), required=True)
+    max: tuple[int, ...] = _key("The largest shape.", (), required=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeTable:
     """``quantize`` of a target or a model."""
 
-    inputs: str = _required(
+    inputs: str = _key(
         "Typical inputs: a folder with an `.npz` or a folder of `input_*.pb` for each sample, or one `.npz` "
         "with all samples along the first axis.",
         "",
+        required=True,
     )
     activation: QuantizedType | None = _key(
         "The integers of activations.", when_missing="`uint16`, and `uint8` for OpenVINO"
@@ -188,15 +178,15 @@ class NarrowableTable:
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
         "value. `true`, numbers and lists become the strings that it wants. A secret is the name of an "
         'environment variable: `"{env:NAME}"`.',
-        {},
+        dict,
     )
     session_options: Options = _key(
-        "ONNX Runtime's session options, for compiling and loading.", {}
+        "ONNX Runtime's session options, for compiling and loading.", dict
     )
     load_options: Options = _key(
         "Provider options for the loader only; `{user-cache}` in one is a folder that the loader "
         "makes.",
-        {},
+        dict,
     )
     device: Device | None = _key(
         "The device to compile for, which the loader must find.",
@@ -205,7 +195,7 @@ class NarrowableTable:
     device_filter: Mapping[str, str | int] = _key(
         "More properties of the device: `type`, `vendor`, `vendor-id`, `device-id`, or any of the "
         'EP\'s metadata, such as `{ npu_platform = "4000" }`.',
-        {},
+        dict,
     )
     policy: Policy | None = _key("Let ONNX Runtime choose among the EP's devices.")
     profiles: tuple[Mapping[str, ProfileTable], ...] = _key(
@@ -279,7 +269,7 @@ class _WholeTarget(NarrowableTable):
     resources: Mapping[str, float] = _key(
         "Resources of the dask workers that may compile for this target, such as `{ NPU = 1 }`: see "
         "`docs/farm.md`.",
-        {},
+        dict,
         check=_resources,
     )
     allow_unknown_options: bool = _key(
@@ -306,8 +296,10 @@ class _WholeTarget(NarrowableTable):
 class TargetTable(_WholeTarget):
     """``[tool.epcontext.targets.<name>]``."""
 
-    provider: str = _required(
-        "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.", ""
+    provider: str = _key(
+        "The execution provider: its name in `docs/providers.md`, or ONNX Runtime's name.",
+        "",
+        required=True,
     )
 
 
@@ -338,7 +330,7 @@ class LimitsTable:
 class TargetToleranceTable(LimitsTable):
     """The limits for one target."""
 
-    outputs: Mapping[str, LimitsTable] = _key("Limits of their own for outputs, by name.", {})
+    outputs: Mapping[str, LimitsTable] = _key("Limits of their own for outputs, by name.", dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +338,7 @@ class ToleranceTable(TargetToleranceTable):
     """How far outputs may differ from the CPU's."""
 
     targets: Mapping[str, TargetToleranceTable] = _key(
-        "Limits of their own for targets, by name: such as `{ npu = { snr = 15 } }`.", {}
+        "Limits of their own for targets, by name: such as `{ npu = { snr = 15 } }`.", dict
     )
 
 
@@ -371,7 +363,7 @@ class ValidateTable:
     states: Mapping[str, str] = _key(
         "The states of a recurrent model: inputs, each with the output that the app feeds to it in the next "
         "step. The model is then run for several steps.",
-        {},
+        dict,
         when_missing="the states of LSTM, GRU and RNN layers",
     )
     timeout: float = _key(
@@ -400,7 +392,7 @@ class CutTable:
 class ModelTable(NarrowableTable):
     """``[[tool.epcontext.models]]``."""
 
-    path: str = _required("The ONNX file, relative to `pyproject.toml`.", "")
+    path: str = _key("The ONNX file, relative to `pyproject.toml`.", "", required=True)
     name: str | None = _key("The name by which the app loads it.", when_missing="the file's stem")
     targets: tuple[str, ...] | None = _key("Targets by name.", when_missing="`default-targets`")
     fallback: Fallback | None = _key(
@@ -413,13 +405,13 @@ class ModelTable(NarrowableTable):
     dims: Dims | tuple[Dims, ...] = _key(
         "Sizes of symbolic dimensions, by name; or a list of such tables, to compile the model for "
         "each: see `docs/shapes.md`.",
-        {},
+        dict,
     )
     shapes: Shapes | tuple[Shapes, ...] = _key(
-        "Whole shapes, by input; or a list of such tables, to compile the model for each.", {}
+        "Whole shapes, by input; or a list of such tables, to compile the model for each.", dict
     )
     constants: Mapping[str, Any] = _key(
-        "Inputs frozen to a value, by input; the dtype is the model's.", {}
+        "Inputs frozen to a value, by input; the dtype is the model's.", dict
     )
     cut: CutTable | None = _key(
         "Keep only the part of the graph between these tensors, for all targets and for the source that is "
@@ -524,8 +516,8 @@ class RootTable(_WholeTarget):
     """``[tool.epcontext]``: with ``provider`` the short form, which has one target named after it."""
 
     provider: str | None = _key("The short form: the provider of the only target.")
-    models: tuple[str | ModelTable, ...] = _required("Paths, globs or tables.", ())
-    targets: Mapping[str, TargetTable] = _key("The long form: targets by name.", {})
+    models: tuple[str | ModelTable, ...] = _key("Paths, globs or tables.", (), required=True)
+    targets: Mapping[str, TargetTable] = _key("The long form: targets by name.", dict)
     default_targets: tuple[str, ...] | None = _key(
         "Targets of models that name none.", when_missing="all"
     )
@@ -538,5 +530,5 @@ class RootTable(_WholeTarget):
         "auto",
     )
     editable: Editable = _key("What `pip install -e` installs.", "source")
-    build: BuildTable = _group("How the build runs.", BuildTable)
-    wheel: WheelTable = _group("The wheel.", WheelTable)
+    build: BuildTable = _key("How the build runs.", BuildTable)
+    wheel: WheelTable = _key("The wheel.", WheelTable)

@@ -19,8 +19,7 @@ def check_values(key: Key, table: Any) -> Iterator[Problem]:
     for field in dataclasses.fields(table):
         value, check = getattr(table, field.name), field.metadata["check"]
         if value is not None and check is not None and (allowed := check(value)):
-            # Only keys of some tables can be URLs.
-            found = "" if field.metadata.get("is_url") else f", not {show(value)}"
+            found = "" if field.metadata["is_url"] else f", not {show(value)}"
             message = f"must be {allowed}{found}."
             yield Problem.at(key / toml_key(field.name), Kind.INVALID_VALUE, message)
 
