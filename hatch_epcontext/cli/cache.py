@@ -58,16 +58,14 @@ def info(store: Store) -> None:
     echo(f"{store.root}: {_summarize(entries)}")
     if not entries:
         return
-    made = table("models", "files", "size", "last used", "fingerprint")
+    made = table("models", "files", "size", "last used", "artifact")
     for entry in entries:
         used = entry.used.astimezone().strftime("%Y-%m-%d %H:%M")
         files = str(len(entry.record.files)) if entry.record else ""
         models = (
             ", ".join(context.model for context in entry.record.contexts) if entry.record else ""
         )
-        add_row(
-            made, models or "damaged", files, show_size(entry.size), used, entry.fingerprint[:12]
-        )
+        add_row(made, models or "damaged", files, show_size(entry.size), used, entry.key[:12])
     show(made)
 
 

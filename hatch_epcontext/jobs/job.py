@@ -114,7 +114,7 @@ class JobRunner:
 
         def known() -> tuple[str, Artifact, bool, None] | None:
             key = cache.latest(choice, own_first=True)
-            artifact = None if key is None else cache.take(key, folder)
+            artifact = None if key is None else cache.take(key, folder, self.fits(job))
             return None if key is None or artifact is None else (key, artifact, True, None)
 
         if found := known():
@@ -194,7 +194,7 @@ class JobRunner:
 
     def _waiting(self, job: Job) -> Callable[[], None]:
         beat = Heartbeat()
-        line = f"{job.location}: waiting for another build, which compiles the same"
+        line = f"{job.location}: waiting for another job or build, which compiles the same"
         said: list[str] = []
 
         def wait() -> None:
@@ -221,7 +221,7 @@ class JobRunner:
                 )
             )
         key = self.cache.latest(settings_key)
-        artifact = None if key is None else self.cache.take(key, folder)
+        artifact = None if key is None else self.cache.take(key, folder, self.fits(job))
         if key is None or artifact is None:
             raise BuildError(
                 Problem(
@@ -233,6 +233,15 @@ class JobRunner:
                 )
             )
         return key, artifact
+
+    @staticmethod
+    def fits(job: Job) -> Callable[[Record], bool]:
+        """Whether a record from elsewhere is that of the job's models and of its target's product."""
+        names = [model.name for model in job.models]
+        return lambda record: (
+            [context.model for context in record.contexts] == names
+            and record.product == job.target.provider.product
+        )
 
     def _cache(self, job: Job) -> Cache:
         """The cache for ``job``; for one with a secret none, because nothing may say whether that changed:
@@ -327,7 +336,9 @@ class _Search:
         """The best of an earlier build in which nothing was whole, if it is good enough now."""
         key = self._cache.latest(self._partial, own_first=True)
         folder = self._folder / "partial"
-        artifact = None if key is None else self._cache.take(key, folder)
+        artifact = (
+            None if key is None else self._cache.take(key, folder, self._runner.fits(self._job))
+        )
         if key is None or artifact is None:
             return None
         attempt = Attempt(artifact.record.recipe, key, artifact, cached=True)
@@ -340,7 +351,7 @@ class _Search:
         """Compile the job as ``recipe`` says, unless the cache has the result."""
         key = value_sha256([self._fingerprint, to_plain(recipe)])
         folder = self._folder / f"attempt-{number}"
-        if artifact := self._cache.take(key, folder):
+        if artifact := self._cache.take(key, folder, self._runner.fits(self._job)):
             return Attempt(recipe, key, artifact, cached=True)
         result = self._runner.compile(self._job, recipe, folder)
         if isinstance(result, Refused):

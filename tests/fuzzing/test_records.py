@@ -15,10 +15,10 @@ from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.folder import entry_folder, validation_file
 from hatch_epcontext.jobs.cache.statement import (
+    Signed,
     Statement,
     read_signed,
     read_statement,
-    write_statement,
 )
 from hatch_epcontext.serialize import to_json, to_plain
 from hatch_epcontext.worker.facts import Agreement
@@ -74,7 +74,7 @@ def test_any_statement_is_that_of_its_name_or_damaged(statement: Any) -> None:
     except DamagedError:
         return
     assert (read.kind, read.name, read.archive) == ("latest", KEY, None)
-    assert read_statement(read_signed(to_json(write_statement(read))), "latest", KEY) == read
+    assert read_statement(read_signed(to_json(Signed(to_json(read)))), "latest", KEY) == read
 
 
 @given(VALUES)

@@ -1,6 +1,6 @@
 """Artifacts as archives: an uncompressed tar file with the record first, and then its files in its order.
 
-The same artifact gives the same bytes, so that an archive is named by its sha256. An archive can come from a
+The same record gives the same bytes, and an archive is named by their sha256. An archive can come from a
 machine that is not trusted: nothing is unpacked but what its record names, inside one folder.
 """
 
@@ -46,22 +46,28 @@ def unpack(file: Path, artifact: Path) -> Record:
     stays in the folder.
     """
     try:
-        # Not compressed: what it contains cannot be larger than itself.
-        with tarfile.open(file, "r:") as archive:
-            with _next(archive, _RECORD) as content:
-                record = read_record(content.read(_MAX_RECORD))
-            artifact.mkdir(parents=True)
-            for name, recorded in record.files.items():
-                target = artifact / PurePosixPath(name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with _next(archive, f"files/{name}") as content, target.open("xb") as written:
-                    if _copy(content, written) != recorded:
-                        raise DamagedError(f"its file {name} has other content")
-            if archive.next() is not None:
-                raise DamagedError("its archive has more than its record names")
+        return _unpack(file, artifact)
+    except DamagedError:
+        raise
     # Of headers with impossible numbers too.
-    except (tarfile.TarError, EOFError, OverflowError, UnicodeError) as error:
+    except (tarfile.TarError, EOFError, OverflowError, ValueError) as error:
         raise DamagedError(f"its archive cannot be read: {error}") from None
+
+
+def _unpack(file: Path, artifact: Path) -> Record:
+    # Not compressed: what it contains cannot be larger than itself.
+    with tarfile.open(file, "r:") as archive:
+        with _next(archive, _RECORD) as content:
+            record = read_record(content.read(_MAX_RECORD))
+        artifact.mkdir(parents=True)
+        for name, recorded in record.files.items():
+            target = artifact / PurePosixPath(name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _next(archive, f"files/{name}") as content, target.open("xb") as written:
+                if _copy(content, written) != recorded:
+                    raise DamagedError(f"its file {name} has other content")
+        if archive.next() is not None:
+            raise DamagedError("its archive has more than its record names")
     return record
 
 
@@ -74,10 +80,12 @@ def read_record(text: str | bytes) -> Record:
     if not all(map(is_portable, record.files)):
         raise DamagedError("its record has a file outside of the artifact")
     # File systems may take names for one that differ in case or in how accents are written.
-    if len({unicodedata.normalize("NFC", name).casefold() for name in record.files}) != len(
-        record.files
-    ):
+    names = {unicodedata.normalize("NFC", name).casefold() for name in record.files}
+    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    if len(names) != len(record.files) or not names.isdisjoint(folders):
         raise DamagedError("its record has two files of one name")
+    if len(record.preparations) != len(record.contexts):
+        raise DamagedError("its record has models without a preparation")
     if any(context.model_file not in record.files for context in record.contexts):
         raise DamagedError("its record has a model without a file")
     return record

@@ -74,6 +74,7 @@ class Cache:
             )
         self._read_all = read_all
         self._index = self.index()
+        self._damaged: set[Path] = set()
 
     def index(self) -> Index:
         """An index of files in the cache, if there is one, for one build."""
@@ -95,10 +96,13 @@ class Cache:
         """Whether the cache has the artifact of that key."""
         return self._find(key) is not None or (self.shared is not None and self.shared.has(key))
 
-    def take(self, key: str, folder: Path) -> Artifact | None:
+    def take(
+        self, key: str, folder: Path, fits: Callable[[Record], bool] = lambda record: True
+    ) -> Artifact | None:
         """The artifact of that key with its files in ``folder``, which is made; None for a miss.
 
-        Hard links where they are possible: what happens to the cache later does not matter.
+        Hard links where they are possible: what happens to the cache later does not matter. From the shared
+        cache only an artifact is taken whose record ``fits``.
         """
         artifact = self._take(key, folder)
         if self.shared is None:
@@ -107,7 +111,7 @@ class Cache:
             # Another build may have made it, which could not write there.
             self.shared.send(key, folder, artifact.record)
             return artifact
-        record = self.shared.fetch(key, folder)
+        record = self.shared.fetch(key, folder, fits)
         if record is None:
             return None
         self._keep(key, folder, record)
@@ -283,7 +287,8 @@ class Cache:
             return None
         except DamagedError as error:
             # Without an entry somebody cleaned the cache at this moment.
-            if entry.exists():
+            if entry.exists() and entry not in self._damaged:
+                self._damaged.add(entry)
                 self._warn(f"the cached artifact in {entry} is damaged ({error}); compiling again")
         except OSError as error:
             reason = error.strerror or error

@@ -40,7 +40,7 @@ class Entry:
     used: datetime.datetime
 
     @property
-    def fingerprint(self) -> str:
+    def key(self) -> str:
         return self.folder.name
 
 

@@ -55,6 +55,9 @@ def untrusted(root: Path) -> str | None:
             return f"{folder} belongs to another user"
         if stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
             return f"other users can write to {folder} (chmod go-w {folder})"
+    # What is below has the modes that the user's processes give to new files.
+    with contextlib.suppress(OSError):
+        (root / LAYOUT).chmod(0o700)
     return None
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+import hatch_epcontext
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import temp_dir
+from hatch_epcontext.files import FileRecord, temp_dir
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache.archive import DamagedError, pack, unpack
 from hatch_epcontext.jobs.cache.statement import (
@@ -28,7 +30,6 @@ from hatch_epcontext.jobs.cache.statement import (
     read_signed,
     read_statement,
     statement_path,
-    write_statement,
 )
 from hatch_epcontext.jobs.cache.transport import MAX_DOCUMENT, Failure, Transport, TransportError
 from hatch_epcontext.serialize import to_json
@@ -83,16 +84,16 @@ class SharedCache:
         return self._writable
 
     def has(self, key: str) -> bool:
-        """Whether it has the artifact of that key; the archive is not downloaded."""
-        return self._reading(lambda: self._statement("artifact", key), key) is not None
+        """Whether it has a statement about the artifact of that key; nothing else is read."""
+        return self._reading(lambda: self._archive(key), key) is not None
 
-    def fetch(self, key: str, folder: Path) -> Record | None:
+    def fetch(self, key: str, folder: Path, fits: Callable[[Record], bool]) -> Record | None:
         """Download the artifact of that key into ``folder``, which is made.
 
-        None, and nothing is left in the folder's place, if there is none, if the cache cannot be read, or if
-        anything is not as it was signed.
+        None, and nothing is left in the folder's place, if there is none, if the cache cannot be read, if
+        anything is not as it was signed, or if the record does not fit.
         """
-        record = self._reading(lambda: self._fetch(key, folder), key)
+        record = self._reading(lambda: self._fetch(key, folder, fits), key)
         if record is None:
             shutil.rmtree(folder, ignore_errors=True)
         return record
@@ -178,24 +179,27 @@ class SharedCache:
         elif key not in self._damaged:
             self._damaged.add(key)
             what = f"the artifact {key[:12]} in the shared cache {self.transport.url}"
-            self._warn(f"{what} is damaged ({error}); it is not used")
+            self._warn(f"{what} is not used, because {error}")
 
-    def _fetch(self, key: str, folder: Path) -> Record:
+    def _archive(self, key: str) -> FileRecord:
         archive = self._statement("artifact", key).archive
         assert archive is not None, "that of an artifact has one"
+        return archive
+
+    def _fetch(self, key: str, folder: Path, fits: Callable[[Record], bool]) -> Record:
+        archive = self._archive(key)
         with temp_dir() as made:
             self.transport.fetch_blob(archive, made / "archive")
-            return unpack(made / "archive", folder)
+            record = unpack(made / "archive", folder)
+        if not fits(record):
+            raise DamagedError("its record is that of something else")
+        return record
 
     def _send(self, key: str, folder: Path, record: Record) -> None:
+        self._check_key()
         try:
-            archive = self._statement("artifact", key).archive
             # A store that removes files by age can remove the archive of a statement that it keeps.
-            if (
-                archive is not None
-                and key not in self._damaged
-                and self.transport.has_blob(archive)
-            ):
+            if key not in self._damaged and self.transport.has_blob(self._archive(key)):
                 return
         except (DamagedError, _UntrustedError):
             pass
@@ -204,10 +208,8 @@ class SharedCache:
                 raise
         with temp_dir() as made:
             archive = pack(folder, record, made / "archive")
-            self._check_key()
             self.transport.send_blob(made / "archive", archive)
-        versions = {**Statement("artifact", key).versions, **record.versions}
-        self._state(Statement("artifact", key, archive, versions=versions))
+        self._state(Statement("artifact", key, archive, versions=record.versions))
         self._damaged.discard(key)
 
     def _statement(self, kind: Kind, name: str) -> Statement:
@@ -221,7 +223,9 @@ class SharedCache:
 
     def _state(self, statement: Statement) -> None:
         self._check_key()
-        signed = write_statement(statement)
+        own = {"hatch-epcontext": hatch_epcontext.__version__}
+        statement = replace(statement, versions={**own, **statement.versions})
+        signed = Signed(to_json(statement))
         if self._key is not None:
             signature = self._signing().sign(signed.signed_bytes, self._key)
             signed = Signed(signed.statement, signature)
@@ -229,7 +233,7 @@ class SharedCache:
         if len(content) > MAX_DOCUMENT:
             self._report("large", f"does not get a statement of {show_size(len(content))}")
             return
-        self.transport.write(statement.path, content)
+        self.transport.write(statement_path(statement.kind, statement.name), content)
 
     def _check_key(self) -> None:
         """Raises TransportError if nobody would use what the build's own key signs."""

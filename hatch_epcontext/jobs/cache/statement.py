@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import hatch_epcontext
 from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.jobs.cache.archive import DamagedError
-from hatch_epcontext.serialize import from_json, to_json
+from hatch_epcontext.serialize import from_json
 
 FORMAT = 1
 """The format of statements; others are refused."""
@@ -39,16 +38,9 @@ class Statement:
     name: str
     archive: FileRecord | None = None
     text: str = ""
-    versions: Mapping[str, str] = field(
-        default_factory=lambda: {"hatch-epcontext": hatch_epcontext.__version__}
-    )
+    versions: Mapping[str, str] = field(default_factory=dict)
     time: str = field(default_factory=_now)
     format: int = FORMAT
-
-    @property
-    def path(self) -> str:
-        """Where it is in a shared cache."""
-        return statement_path(self.kind, self.name)
 
 
 @dataclass(frozen=True)
@@ -72,9 +64,12 @@ def statement_path(kind: Kind, name: str) -> str:
 def read_signed(data: str | bytes) -> Signed:
     """The statement in ``data`` with its signature, which nobody has verified; raises DamagedError."""
     try:
-        return from_json(data, Signed)
+        signed = from_json(data, Signed)
+        # JSON can have characters that are no Unicode.
+        signed.statement.encode()
     except ValueError:
         raise DamagedError("it is not a statement") from None
+    return signed
 
 
 def read_statement(signed: Signed, kind: Kind, name: str) -> Statement:
@@ -93,8 +88,3 @@ def read_statement(signed: Signed, kind: Kind, name: str) -> Statement:
     if (archive is not None) != (kind == "artifact"):
         raise DamagedError("it is not complete")
     return statement
-
-
-def write_statement(statement: Statement) -> Signed:
-    """``statement`` as it is written, without a signature."""
-    return Signed(to_json(statement))

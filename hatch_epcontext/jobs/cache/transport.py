@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import logging
 import netrc
 import os
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
-from hatch_epcontext.files import FileRecord, record_file
+from hatch_epcontext.files import FileRecord, is_regular, record_file
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.requirements import pip_install
@@ -216,6 +217,14 @@ class _Stopwatch:
         self._since = now
 
 
+class _FullError(Exception):
+    """There is no room on this machine for what is downloaded."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Transport:
     """The files below ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
@@ -240,8 +249,10 @@ class Transport:
         self._damaged: set[FileRecord] = set()
 
     def read(self, name: str) -> bytes:
-        """The document ``name``, or one byte more than it may have."""
-        return self._ask(self._read_stream if self._backend.streams else _read, name)
+        """The document ``name``; at most as much of it as it may have."""
+        if self._backend.streams:
+            return self._ask(self._read_stream, name)
+        return self._ask(_read_regular if self._backend.local else _read, name)
 
     def write(self, name: str, data: bytes) -> None:
         """Write the document ``name``."""
@@ -281,13 +292,18 @@ class Transport:
     def fetch_blob(self, blob: FileRecord, target: Path) -> None:
         """Download the file with this content to ``target``, which must not exist.
 
-        Raises DamagedError if it is missing or has other content: at most ``blob.size`` bytes are downloaded.
+        Raises DamagedError if it is missing or has other content, of which at most ``blob.size`` bytes are
+        downloaded, and OSError if this machine has no room for it.
         """
         try:
             self._download(blob, target)
         except DamagedError:
             self._damaged.add(blob)
             raise
+
+    def distrust(self, blob: FileRecord) -> None:
+        """Send the file with this content again the next time, because somebody has found it damaged."""
+        self._damaged.add(blob)
 
     def stop(self) -> None:
         """End all requests of an interrupted build, and begin no others."""
@@ -303,19 +319,29 @@ class Transport:
         progress, options = self._progress(blob.size), self._backend.download
 
         def get(files: Any, path: str) -> None:
-            if self._backend.local:
-                _copy(Path(path), target, progress)
-            else:
-                files.get_file(path, str(target), callback=progress, **options)
+            try:
+                if self._backend.local:
+                    _copy(_regular(path), target, progress)
+                else:
+                    files.get_file(path, str(target), callback=progress, **options)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise _FullError(error) from None
+                raise
 
         try:
             self._ask(get, _path(blob))
+        except _FullError as full:
+            raise full.error from None
         except TransportError as error:
             if error.failure is Failure.MISSING:
-                raise DamagedError(f"its file {blob.sha256[:12]} is missing") from None
+                raise DamagedError(f"{self._place(blob)} is missing") from None
             raise
         if record_file(target) != blob:
-            raise DamagedError(f"its file {blob.sha256[:12]} has other content")
+            raise DamagedError(f"{self._place(blob)} has other content")
+
+    def _place(self, blob: FileRecord) -> str:
+        return f"{self.url}/{LAYOUT}/{_path(blob)}"
 
     def _progress(self, size: int) -> Any:
         """A callback of fsspec that counts the bytes of a file, and ends a transfer of more than ``size``."""
@@ -333,11 +359,11 @@ class Transport:
         return Progress()
 
     def _read_stream(self, files: Any, path: str) -> bytes:
-        """A document of a server that need not know ranges, and at most one byte more than it may have."""
+        """A document of a server that need not know ranges."""
         # With a size it does not ask for one first.
         with contextlib.closing(files.open(path, block_size=0, size=MAX_DOCUMENT)) as stream:
             data = bytearray()
-            while chunk := stream.read(MAX_DOCUMENT + 1 - len(data)):
+            while chunk := stream.read(MAX_DOCUMENT - len(data)):
                 self._stopwatch.arrived(len(chunk))
                 data += chunk
             return bytes(data)
@@ -383,7 +409,7 @@ class Transport:
         threading.Thread(target=run, daemon=True, name="shared cache").start()
         try:
             return self._wait_for(outcome)
-        except DamagedError:
+        except (DamagedError, _FullError):
             raise
         except Exception as error:
             raise self.classified(error) from None
@@ -445,6 +471,17 @@ def _path(blob: FileRecord) -> str:
 def _size_of(files: Any, path: str) -> int | None:
     size: int | None = files.info(path).get("size")
     return size
+
+
+def _regular(path: str) -> Path:
+    """A file of a folder; raises FileNotFoundError for anything else, such as a pipe, which would wait."""
+    if not is_regular(Path(path)):
+        raise FileNotFoundError(path)
+    return Path(path)
+
+
+def _read_regular(files: Any, path: str) -> bytes:
+    return _read(files, str(_regular(path)))
 
 
 def _read(files: Any, path: str) -> bytes:

@@ -33,6 +33,7 @@ from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
     BuildInfo,
+    Damaged,
     Description,
     Files,
     Outcome,
@@ -131,9 +132,8 @@ class DaskExecutor:
         self._sent: set[FileRecord] = set()
         # The archives of the artifacts that were fetched, by their folders.
         self._archives: dict[Path, FileRecord] = {}
-        # By the token of a job: its last task, the one that compiled it, and the workers that have it.
+        # By the token of a job: its last task, and the workers that worked for it.
         self._running: dict[str, _Running] = {}
-        self._compiled: dict[str, Any] = {}
         self._places: dict[str, set[str]] = {}
         # Since when no worker has these resources.
         self._missing: dict[frozenset[tuple[str, float]], float] = {}
@@ -199,12 +199,10 @@ class DaskExecutor:
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` on a worker, and fetch its artifact into ``folder``."""
-        task = self._task(job, self.versions(job), recipe)
-        # If possible where an earlier recipe has left what this one starts from.
-        running = self._submit(task, self._compiled.get(task.token))
-        compiled = cast("FileRecord | Refused", self._result(running))
-        with self._lock:
-            self._compiled[task.token] = running.future
+        versions = self.versions(job)
+        compiled = cast(
+            "FileRecord | Refused", self._run(job, lambda: self._task(job, versions, recipe))
+        )
         if isinstance(compiled, Refused):
             return compiled
         with (
@@ -222,17 +220,18 @@ class DaskExecutor:
     ) -> ValidationRun:
         """Validate on a worker, if possible on the one that compiled the artifact."""
         fitting = self._find(job)
-        archive, number = self._archive(job, artifact), job.models.index(model)
-        work = ToValidate(number, artifact.record, archive, context)
-        task = self._task(job, fitting.versions, work)
-        running = self._submit(task, self._compiled.get(task.token), fitting.able)
-        return cast("ValidationRun", self._result(running))
+
+        def task() -> RemoteTask:
+            archive, number = self._archive(job, artifact), job.models.index(model)
+            work = ToValidate(number, artifact.record, archive, context)
+            return self._task(job, fitting.versions, work)
+
+        return cast("ValidationRun", self._run(job, task, fitting.able))
 
     def finished(self, job: Job) -> None:
         """Free what workers keep for ``job``."""
         token = _token(job)
         with self._lock:
-            self._compiled.pop(token, None)
             self._running.pop(token, None)
             places = self._places.pop(token, set())
         for address in places if not self._closing else ():
@@ -257,7 +256,6 @@ class DaskExecutor:
         _limited(self._end_everywhere)
         with self._lock:
             self._running.clear()
-            self._compiled.clear()
         _limited(lambda: self._client.close(_END_SECONDS))
         self._events.put(None)
         for thread in self._threads:
@@ -357,17 +355,35 @@ class DaskExecutor:
 
     # The tasks.
 
-    def _submit(
-        self, task: RemoteTask, after: Any = None, able: tuple[str, ...] | None = None
-    ) -> _Running:
+    def _run(
+        self, job: Job, task: Callable[[], RemoteTask], able: tuple[str, ...] | None = None
+    ) -> Outcome:
+        """What comes out of a task, which is made again if a file of it is damaged in the shared cache."""
+        found = self._result(self._submit(task(), able))
+        if isinstance(found, Damaged):
+            self._transport.distrust(found.blob)
+            self._sent.discard(found.blob)
+            for folder, archive in list(self._archives.items()):
+                if archive == found.blob:
+                    del self._archives[folder]
+            found = self._result(self._submit(task(), able))
+        if isinstance(found, Damaged):
+            message = f"a worker cannot use a file of the shared cache: {found.reason}."
+            raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message))
+        return found
+
+    def _submit(self, task: RemoteTask, able: tuple[str, ...] | None) -> _Running:
         kind = "compile" if isinstance(task.work, Recipe) else "validate"
+        with self._lock:
+            # They have what an earlier task of the job has left.
+            places = tuple(self._places.get(task.token, ()))
         future = self._client.submit(
             dask_worker.run_task,
             dump(task),
-            after,
             key=f"epcontext-{kind}-{self._info.id}-{next(self._numbers)}",
             resources=dict(task.job.target.resources) or None,
-            workers=able,
+            workers=able or places or None,
+            allow_other_workers=not able and bool(places),
             priority=0 if kind == "compile" else _FIRST,
             pure=False,
         )
@@ -376,7 +392,7 @@ class DaskExecutor:
             self._running[task.token] = running
         return running
 
-    def _result(self, running: _Running) -> Outcome:
+    def _result(self, running: _Running) -> Outcome | Damaged:
         from distributed import CancelledError, KilledWorker
 
         job, future = running.job, running.future
@@ -384,7 +400,7 @@ class DaskExecutor:
             # Too late for `stop`.
             future.cancel(force=True)
         try:
-            outcome: Outcome | EpcontextError = future.result()
+            outcome: Outcome | Damaged | EpcontextError = future.result()
         except CancelledError as error:
             self._check_running(job)
             raise running.reason or _lost_scheduler(job.location, error) from None
@@ -480,8 +496,9 @@ class DaskExecutor:
             yield
         except (TransportError, DamagedError) as error:
             self._check_running(job)
-            message = f"the shared cache {self._transport.url} cannot be used: {error}."
-            raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message)) from None
+            message = f"the shared cache cannot be used: {error}."
+            hint = f"Let this machine and the workers read and write {self._transport.url}."
+            raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message, hint)) from None
 
     # Messages from the workers, and signs of life to them.
 

@@ -157,16 +157,21 @@ def _check_library(job: Job) -> None:
         raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, job.location, message, hint))
 
 
+@dataclass(frozen=True)
+class Damaged:
+    """A file of the shared cache that a worker needs, and ``reason`` why it cannot use it."""
+
+    blob: FileRecord
+    reason: str
+
+
 Outcome = FileRecord | Refused | ValidationRun
 """What comes out of a task: the archive of what was compiled, which is in the shared cache, or why there is
 none; or a validation."""
 
 
-def run_task(data: bytes, after: object = None) -> Outcome | EpcontextError:
-    """Run a pickled `RemoteTask`; foreseen errors are returned, because dask logs those that are raised.
-
-    ``after`` is the result of an earlier task of the job: dask prefers the worker that has it.
-    """
+def run_task(data: bytes) -> Outcome | Damaged | EpcontextError:
+    """Run a pickled `RemoteTask`; foreseen errors are returned, because dask logs those that are raised."""
     from distributed import get_worker
 
     worker = get_worker()
@@ -192,6 +197,14 @@ def keep_alive(build: str) -> None:
 async def end(build: str) -> None:
     """End all tasks of a build, and free what is kept for it."""
     await asyncio.to_thread(_Machine.end, build)
+
+
+class _DamagedFileError(Exception):
+    """A file cannot be used; see `Damaged`."""
+
+    def __init__(self, found: Damaged) -> None:
+        super().__init__(found.reason)
+        self.found = found
 
 
 class _Machine:
@@ -240,7 +253,8 @@ class _Machine:
                 raise BuildError(Problem(Kind.INTERRUPTED, "", "the build has ended."))
             if info.id not in self.builds:
                 folder = self._folder / info.id
-                folder.mkdir(parents=True)
+                with writing("the files of a build", folder):
+                    folder.mkdir(parents=True, exist_ok=True)
                 self.builds[info.id] = _Build(info, worker, folder, self._device_locks)
             return self.builds[info.id]
 
@@ -276,14 +290,14 @@ class _Build:
         )
         self._executor = LocalExecutor.make(self._workers, folder, 1, {}, (), locks)
         self._lock = threading.Lock()
-        self._fetching: dict[str, threading.Lock] = {}
+        self._making: dict[Path, threading.Lock] = {}
         self._installed: dict[tuple[str, bool], Mapping[str, str]] = {}
         # By the tokens of the jobs: as they are here, and how many tasks of them run.
         self._jobs: dict[str, Job] = {}
         self._running: Counter[str] = Counter()
         self._forgotten: set[str] = set()
 
-    def run(self, task: RemoteTask) -> Outcome:
+    def run(self, task: RemoteTask) -> Outcome | Damaged:
         """Run ``task``; raises BuildError, with paths of the machine of the build."""
         self._send("started", task.token)
         with self._lock:
@@ -292,10 +306,13 @@ class _Build:
         try:
             with writing("the files of a job", self._folder, task.job.location):
                 return self._run(task)
-        except (TransportError, DamagedError) as error:
+        except _DamagedFileError as error:
+            return error.found
+        except TransportError as error:
             self._check_running()
             message = f"the worker {self._address} cannot use the shared cache: {error}."
-            problem = Problem(Kind.UNUSABLE_CACHE, task.job.location, message)
+            hint = f"Let it read and write {self._info.cache}."
+            problem = Problem(Kind.UNUSABLE_CACHE, task.job.location, message, hint)
             raise BuildError(problem) from None
         except BuildError as error:
             raise type(error)(*(self._as_sent(each, task) for each in error.problems)) from None
@@ -343,25 +360,20 @@ class _Build:
                 return replace(result, problems=problems)
             archive = pack(made / "artifact", result, made / "archive")
             self._transport.send_blob(made / "archive", archive)
-            with self._one_at_a_time(archive.sha256):
-                if not (folder := artifacts / archive.sha256).exists():
-                    (made / "artifact").rename(folder)
+            with self._once(artifacts / archive.sha256) as staged:
+                if staged:
+                    (made / "artifact").rename(staged)
             return archive
 
     def _placed(self, task: RemoteTask) -> Job:
         """The task's job with the paths that its files have here."""
         for each in filter(None, (*task.models, *task.inputs, task.calibration)):
-            folder = self._place(each)
-            with self._one_at_a_time(each.digest):
-                if folder.exists():
-                    continue
-                with temp_dir(self._folder) as made:
+            with self._once(self._place(each)) as staged:
+                if staged:
                     for name, record in each.records.items():
-                        target = made / "files" / PurePosixPath(name)
+                        target = staged / PurePosixPath(name)
                         target.parent.mkdir(parents=True, exist_ok=True)
-                        self._transport.fetch_blob(record, target)
-                    folder.parent.mkdir(exist_ok=True)
-                    (made / "files").rename(folder)
+                        self._download(record, target)
         with self._lock:
             if task.token not in self._jobs:
                 self._jobs[task.token] = self._moved(task)
@@ -383,25 +395,40 @@ class _Build:
 
     def _fetch(self, archive: FileRecord, folder: Path) -> None:
         """Unpack an archive into ``folder``, unless it is there."""
-        with self._one_at_a_time(archive.sha256):
-            if not folder.exists():
-                with temp_dir(self._folder) as made:
-                    self._transport.fetch_blob(archive, made / "archive")
-                    unpack(made / "archive", made / "artifact")
-                    (made / "artifact").rename(folder)
+        with self._once(folder) as staged:
+            if staged:
+                file = staged.with_name("archive")
+                self._download(archive, file)
+                try:
+                    unpack(file, staged)
+                except DamagedError as error:
+                    raise _DamagedFileError(Damaged(archive, str(error))) from None
+
+    def _download(self, blob: FileRecord, target: Path) -> None:
+        try:
+            self._transport.fetch_blob(blob, target)
+        except DamagedError as error:
+            raise _DamagedFileError(Damaged(blob, str(error))) from None
+
+    @contextlib.contextmanager
+    def _once(self, folder: Path) -> Iterator[Path | None]:
+        """What to make in place of ``folder``, which others see when it is finished; None if it is there."""
+        with self._lock:
+            busy = self._making.setdefault(folder, threading.Lock())
+        with busy:
+            if folder.exists():
+                yield None
+                return
+            with temp_dir(self._folder) as made:
+                yield made / "made"
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                (made / "made").rename(folder)
 
     def _place(self, files: Files) -> Path:
         return self._folder / "files" / files.digest
 
     def _artifacts(self, token: str) -> Path:
         return self._folder / "jobs" / token
-
-    @contextlib.contextmanager
-    def _one_at_a_time(self, digest: str) -> Iterator[None]:
-        with self._lock:
-            busy = self._fetching.setdefault(digest, threading.Lock())
-        with busy:
-            yield
 
     def _free(self, token: str) -> None:
         with self._lock:

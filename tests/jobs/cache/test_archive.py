@@ -149,12 +149,30 @@ def test_a_record_that_names_files_elsewhere_is_damaged(name: str) -> None:
     [
         {"a_ctx.onnx": FILE, "A_CTX.onnx": FILE},
         {"a_ctx.onnx": FILE, "\u00e9.bin": FILE, "e\u0301.bin": FILE},
+        {"a_ctx.onnx": FILE, "a_ctx.onnx/blob.bin": FILE},
         {"other.onnx": FILE},
     ],
 )
 def test_a_record_that_no_build_writes_is_damaged(files: dict[str, FileRecord]) -> None:
     with pytest.raises(DamagedError, match="its record has"):
         read_record(to_json(make_record(files)))
+
+
+def test_a_record_without_a_preparation_is_damaged() -> None:
+    record = dataclasses.replace(make_record({"a_ctx.onnx": FILE}), preparations=())
+    with pytest.raises(DamagedError, match="models without a preparation"):
+        read_record(to_json(record))
+
+
+def test_a_header_with_a_number_that_is_none_is_damaged(artifact: Artifact, tmp_path: Path) -> None:
+    pack(artifact.folder, artifact.record, tmp_path / "archive")
+    found = members(tmp_path / "archive")
+    found[0][0].pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    with tarfile.open(tmp_path / "archive", "w") as archive:
+        for member, content in found:
+            archive.addfile(member, io.BytesIO(content))
+    with pytest.raises(DamagedError):
+        unpack(tmp_path / "archive", tmp_path / "unpacked")
 
 
 def test_a_record_of_a_model_elsewhere_is_damaged() -> None:

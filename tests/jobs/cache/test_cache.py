@@ -224,6 +224,8 @@ def test_a_folder_to_which_others_can_write_is_not_used(
     third = Cache(root, warnings.append)
     assert third.has(KEY)
     assert not third.has("cd" * 32)
+    # Whatever modes the folders inside have.
+    assert (root / "v5").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_of_another_user_is_used_by_the_superuser_only(

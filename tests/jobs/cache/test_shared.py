@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import importlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -21,7 +23,8 @@ import pytest
 
 from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact, Record
-from hatch_epcontext.jobs.cache import signing
+from hatch_epcontext.jobs.cache import signing, transport
+from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.shared import SharedCache
 from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.jobs.cache.statement import Signed
@@ -39,6 +42,11 @@ from tests.remotes import (
 
 KEY = "ab" * 32
 OTHER = "cd" * 32
+
+
+def anything(record: Record) -> bool:
+    """Whether an artifact fits, where it always does."""
+    return True
 
 
 @pytest.fixture
@@ -98,11 +106,11 @@ def test_an_artifact_that_one_build_sends_is_fetched_by_another(
     record = make_record(record_files(artifact.folder))
     first, second = (SharedCache(url, warnings.append, can_write=can) for can in (True, False))
     assert not second.has(KEY)
-    assert second.fetch(KEY, tmp_path / "missing") is None
+    assert second.fetch(KEY, tmp_path / "missing", anything) is None
     first.send(KEY, artifact.folder, record)
     assert second.has(KEY)
     assert not second.has(OTHER)
-    assert second.fetch(KEY, tmp_path / "fetched") == record
+    assert second.fetch(KEY, tmp_path / "fetched", anything) == record
     assert record_files(tmp_path / "fetched") == record.files
     assert not (tmp_path / "missing").exists()
     assert not warnings
@@ -188,13 +196,13 @@ def test_a_damaged_file_is_a_miss_and_is_sent_again(
     else:
         damaged.write_bytes(content[:-4] if harm == "shorter" else content[:-4] + b"BLOB")
     build = make()
-    assert build.fetch(KEY, tmp_path / "fetched") is None
+    assert build.fetch(KEY, tmp_path / "fetched", anything) is None
     assert not (tmp_path / "fetched").exists()
     (warning,) = warnings
     assert f"the artifact {KEY[:12]} in the shared cache" in warning
-    assert "is damaged (its file " in warning
+    assert "is not used, because " in warning
     build.send(KEY, artifact.folder, artifact.record)
-    assert make().fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert make().fetch(KEY, tmp_path / "fetched", anything) == artifact.record
     assert len(warnings) == 1
 
 
@@ -209,7 +217,7 @@ def test_a_file_that_was_not_sent_to_its_end_is_sent_again_by_a_build_that_has_i
     cut = blob(folder)
     cut.write_bytes(cut.read_bytes()[:10])
     make().send(KEY, artifact.folder, artifact.record)
-    assert make().fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert make().fetch(KEY, tmp_path / "fetched", anything) == artifact.record
     assert not warnings
 
 
@@ -236,11 +244,11 @@ def test_an_incomplete_artifact_is_replaced_by_one_with_other_files(
     (artifact.folder / "a_ctx_qnn.bin").write_bytes(b"compiled on another machine")
     other = make_record(record_files(artifact.folder))
     make().send(KEY, artifact.folder, other)
-    assert make().fetch(KEY, tmp_path / "first") == artifact.record
+    assert make().fetch(KEY, tmp_path / "first", anything) == artifact.record
     # As a store does that removes files by their age.
     first.unlink()
     make().send(KEY, artifact.folder, other)
-    assert make().fetch(KEY, tmp_path / "second") == other
+    assert make().fetch(KEY, tmp_path / "second", anything) == other
     assert not warnings
 
 
@@ -252,7 +260,7 @@ def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
     sent = blob(server.folder / "cache")
     with sent.open("r+b") as file:
         file.truncate(1 << 30)
-    assert remote.fetch(KEY, tmp_path / "fetched") is None
+    assert remote.fetch(KEY, tmp_path / "fetched", anything) is None
     assert "is larger than it should be" in warnings[0]
 
 
@@ -275,7 +283,7 @@ def lie(folder: Path, private: str, place: Path, **changes: object) -> None:
         ({"name": OTHER}, "it belongs to something else"),
         ({"archive": None}, "it is not complete"),
         ({"format": 2}, "it has the format of another version"),
-        ({"archive": {"size": 20, "sha256": OTHER}}, f"its file {OTHER[:12]} is missing"),
+        ({"archive": {"size": 20, "sha256": OTHER}}, f"{OTHER} is missing"),
         ({"archive": {"size": 20}}, "it is not a statement"),
         ({"archive": {"size": 20, "sha256": "../../../../secret"}}, "it is not a statement"),
         ({"archive": {"size": -1, "sha256": OTHER}}, "it is not a statement"),
@@ -296,12 +304,12 @@ def test_a_valid_signature_of_something_else_is_a_miss(
     cache.send(KEY, artifact.folder, artifact.record)
     lie(folder, private, statement(folder), **changes)
     before = sorted(tmp_path.rglob("*"))
-    assert cache.fetch(KEY, tmp_path / "fetched") is None
+    assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
     assert reason in warnings[0]
     assert sorted(tmp_path.rglob("*")) == before
     # It is replaced by who has the right one.
     cache.send(KEY, artifact.folder, artifact.record)
-    assert cache.fetch(KEY, tmp_path / "again") == artifact.record
+    assert cache.fetch(KEY, tmp_path / "again", anything) == artifact.record
 
 
 def test_a_valid_signature_of_another_artifact_or_recipe_is_a_miss(
@@ -313,8 +321,8 @@ def test_a_valid_signature_of_another_artifact_or_recipe_is_a_miss(
     )
     cache.send(KEY, artifact.folder, artifact.record)
     shutil.copyfile(statement(folder), statement(folder, OTHER))
-    assert cache.fetch(OTHER, tmp_path / "fetched") is None
-    assert "is damaged (it belongs to something else)" in warnings[0]
+    assert cache.fetch(OTHER, tmp_path / "fetched", anything) is None
+    assert "is not used, because it belongs to something else" in warnings[0]
     # Of another kind with the same name.
     cache.write("latest", KEY, "text")
     shutil.copyfile(folder / "v5" / "latest" / f"{KEY}.json", statement(folder))
@@ -334,10 +342,76 @@ def test_a_signed_archive_with_a_member_that_its_record_does_not_name_is_a_miss(
     record = record_file(blob(folder))
     blob(folder).rename(folder / "v5" / "blobs" / record.sha256)
     lie(folder, private, statement(folder), archive=dataclasses.asdict(record))
-    assert cache.fetch(KEY, tmp_path / "fetched") is None
-    assert "is damaged (its archive has more than its record names)" in warnings[0]
+    assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
+    assert "is not used, because its archive has more than its record names" in warnings[0]
     assert not (tmp_path / "fetched").exists()
     assert not list(tmp_path.rglob("evil.onnx"))
+
+
+def test_a_signed_artifact_that_does_not_fit_is_a_miss(
+    folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
+) -> None:
+    private, public = new_keys()
+    cache = SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
+    )
+    cache.send(KEY, artifact.folder, artifact.record)
+    own = Cache(tmp_path / "own", warnings.append, cache)
+    assert own.take(KEY, tmp_path / "taken", lambda record: record.product == "optimized") is None
+    (warning,) = warnings
+    assert warning.endswith("is not used, because its record is that of something else")
+    # Nor is it kept.
+    assert not Cache(tmp_path / "own", warnings.append).has(KEY)
+    assert not (tmp_path / "taken").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such files")
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop"])
+def test_what_is_no_file_in_a_folder_is_missing_and_holds_nobody_up(
+    make: Callable[[], SharedCache],
+    folder: Path,
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+    kind: str,
+) -> None:
+    make().send(KEY, artifact.folder, artifact.record)
+    place = blob(folder)
+    for path in (place, statement(folder, OTHER)):
+        path.unlink(missing_ok=True)
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(path)
+    cache = make()
+    assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
+    assert not cache.has(OTHER)
+    (warning,) = warnings
+    assert f"is not used, because {folder_url(folder)}/v5/blobs/{place.name} is missing" in warning
+    # It is still asked for others.
+    cache.write("latest", "x", "text")
+    assert cache.read("latest", "x") == "text"
+
+
+def test_a_full_disk_of_this_machine_is_not_blamed_on_the_cache(
+    make: Callable[[], SharedCache],
+    artifact: Artifact,
+    tmp_path: Path,
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(source: Path, target: Path, progress: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    make().send(KEY, artifact.folder, artifact.record)
+    monkeypatch.setattr(transport, "_copy", full)
+    cache = make()
+    assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
+    assert cache.has(KEY)
+    (warning,) = warnings
+    assert "cannot be stored here (No space left on device)" in warning
 
 
 def test_an_older_statement_of_the_same_name_is_accepted(folder: Path, warnings: list[str]) -> None:
@@ -364,6 +438,7 @@ def test_an_older_statement_of_the_same_name_is_accepted(folder: Path, warnings:
         '{"statement": ' + "9" * 100_000 + "}",
         '{"statement": 3}',
         '{"statement": "\\ud800"}',
+        '{"statement": "\\ud800", "signature": "eA=="}',
         '{"statement": "[]"}',
         '{"statement": "' + "[" * 100_000 + '"}',
     ],
@@ -385,7 +460,7 @@ def test_many_threads_and_builds_send_and_fetch_at_once(
     def work(index: int) -> Record | None:
         remote = remotes[index % 2]
         remote.send(KEY, artifact.folder, artifact.record)
-        return remote.fetch(KEY, tmp_path / f"fetched-{index}")
+        return remote.fetch(KEY, tmp_path / f"fetched-{index}", anything)
 
     with ThreadPoolExecutor(4) as pool:
         assert set(map(to_json, pool.map(work, range(8)))) == {to_json(artifact.record)}
@@ -412,7 +487,7 @@ def test_an_unreachable_remote_is_one_warning(
     remote = SharedCache(url, warnings.append, can_write=True)
     with ThreadPoolExecutor(4) as pool:
         assert not any(pool.map(remote.has, [KEY, OTHER] * 2))
-    assert remote.fetch(KEY, tmp_path / "fetched") is None
+    assert remote.fetch(KEY, tmp_path / "fetched", anything) is None
     remote.send(KEY, artifact.folder, artifact.record)
     remote.write("latest", "x", "text")
     (warning,) = warnings
@@ -529,7 +604,7 @@ def test_a_server_that_takes_no_files_is_one_warning_and_still_read(
     (warning,) = warnings
     assert "cannot be written (" in warning
     assert not remote.can_write
-    assert remote.fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert remote.fetch(KEY, tmp_path / "fetched", anything) == artifact.record
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(
@@ -566,7 +641,7 @@ def test_passwords_come_from_the_users_files_and_are_never_printed(
     )
     allowed = SharedCache(server.url, warnings.append, can_write=True)
     allowed.send(KEY, artifact.folder, artifact.record)
-    assert allowed.fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert allowed.fetch(KEY, tmp_path / "fetched", anything) == artifact.record
     assert len(warnings) == 2
     assert server.password not in "".join(warnings)
 
@@ -588,7 +663,7 @@ def test_passwords_go_to_the_host_of_the_url_and_to_no_other(
         other.authorizations.clear()
         server.elsewhere = other.url.replace("127.0.0.1", "localhost")
         redirected = SharedCache(server.url, warnings.append)
-        assert redirected.fetch(KEY, tmp_path / "fetched") == artifact.record
+        assert redirected.fetch(KEY, tmp_path / "fetched", anything) == artifact.record
         assert set(server.authorizations) == {"Basic YnVpbGRlcjpzZWNyZXQ="}
         assert set(other.authorizations) == {None}
     assert warnings == []
@@ -685,8 +760,8 @@ def test_what_a_trusted_key_signed_is_used(
         )
         writer.send(name, artifact.folder, artifact.record)
     reader = SharedCache(url, warnings.append, trust=(old_public, public))
-    assert reader.fetch(KEY, tmp_path / "first") == artifact.record
-    assert reader.fetch(OTHER, tmp_path / "second") == artifact.record
+    assert reader.fetch(KEY, tmp_path / "first", anything) == artifact.record
+    assert reader.fetch(OTHER, tmp_path / "second", anything) == artifact.record
     # A key that is not trusted any more.
     assert not SharedCache(url, warnings.append, trust=(public,)).has(KEY)
     assert "not signed by any of build.cache-keys" in warnings[0]
@@ -705,7 +780,7 @@ def test_what_no_trusted_key_signed_is_not_used_and_is_written_again(
     assert SharedCache(folder_url(folder), warnings.append).read("latest", "x") == "forged"
     reader = SharedCache(folder_url(folder), warnings.append, trust=(public,))
     assert not reader.has(KEY)
-    assert reader.fetch(KEY, tmp_path / "fetched") is None
+    assert reader.fetch(KEY, tmp_path / "fetched", anything) is None
     assert reader.read("latest", "x") is None
     (warning,) = warnings
     reason = "a statement is not signed" + (" by any of build.cache-keys" if signed else "")
@@ -714,7 +789,7 @@ def test_what_no_trusted_key_signed_is_not_used_and_is_written_again(
     owner.send(KEY, artifact.folder, artifact.record)
     owner.share("latest", "x", "right")
     again = SharedCache(folder_url(folder), warnings.append, trust=(public,))
-    assert again.fetch(KEY, tmp_path / "fetched") == artifact.record
+    assert again.fetch(KEY, tmp_path / "fetched", anything) == artifact.record
     assert again.read("latest", "x") == "right"
     assert len(warnings) == 1
 

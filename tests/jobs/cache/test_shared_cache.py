@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -270,7 +269,7 @@ def test_a_damaged_artifact_is_compiled_again_and_replaced(
     (again,) = second.build(ONE, CACHE=server.url, CACHE_WRITE="1")
     assert not again.cached
     (warning,) = second.warnings
-    assert re.search(r"is damaged \(its file [0-9a-f]{12} has other content\)", warning)
+    assert "is not used, because " in warning
     (taken,) = third.build(ONE, compiles=False, CACHE=server.url)
     assert taken.artifact.record.files == again.artifact.record.files
     assert not third.warnings

@@ -29,6 +29,8 @@ from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.jobs.cache.transport import Transport
 from hatch_epcontext.jobs.executors import dask as dask_module
+from hatch_epcontext.jobs.executors.dask import DaskExecutor
+from hatch_epcontext.jobs.executors.dask_worker import ToValidate
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
@@ -324,19 +326,38 @@ def test_workers_that_cannot_use_the_shared_cache_say_so(run: Builder) -> None:
         run(CPU)
     (problem,) = raised.value.problems
     assert (problem.kind, problem.location) == (Kind.UNUSABLE_CACHE, "a -> x")
-    assert str(run.shared) in problem.message
+    assert str(run.shared) in f"{problem.message}{problem.hint}"
 
 
-def test_a_damaged_file_in_the_shared_cache_is_an_error_that_names_the_worker(run: Builder) -> None:
+def test_a_damaged_file_in_the_shared_cache_is_sent_again(run: Builder) -> None:
     model = run.root / "models" / "a.onnx"
     blob = run.shared / "v5" / "blobs" / file_sha256(model)
     blob.parent.mkdir(parents=True)
     blob.write_bytes(bytes(reversed(model.read_bytes())))
-    with pytest.raises(BuildError) as raised:
-        run(CPU)
-    (problem,) = raised.value.problems
-    assert problem.kind is Kind.UNUSABLE_CACHE
-    assert f"its file {blob.name[:12]} has other content" in problem.message
+    (built,) = run(CPU).built
+    assert built.validations["a"].status is ValidationStatus.RAN
+    assert blob.read_bytes() == model.read_bytes()
+
+
+def test_a_damaged_archive_in_the_shared_cache_is_sent_again(
+    run: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged: list[Path] = []
+    task = DaskExecutor._task
+
+    def damage(self: Any, job: Any, versions: Any, work: Any) -> Any:
+        if isinstance(work, ToValidate) and not damaged:
+            damaged.append(run.shared / "v5" / "blobs" / work.archive.sha256)
+            damaged[0].write_bytes(bytes(damaged[0].stat().st_size))
+            # As if another worker had compiled it.
+            made = task(self, job, versions, work)
+            return dataclasses.replace(made, token="of another job")  # noqa: S106
+        return task(self, job, versions, work)
+
+    monkeypatch.setattr(DaskExecutor, "_task", damage)
+    (built,) = run(CPU).built
+    assert built.validations["a"].status is ValidationStatus.RAN
+    assert file_sha256(damaged[0]) == damaged[0].name
 
 
 def test_folders_of_inputs_travel(run: Builder) -> None:
