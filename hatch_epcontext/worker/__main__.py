@@ -1,7 +1,7 @@
 """``python -m hatch_epcontext.worker``: answer the requests that lines of standard input name, one by one.
 
-Each line is a list in JSON: the action, the folder of the request, and flags. Its answer is the code of the
-reply, as a line of standard output.
+Each line is a list in JSON: the action, the folder of the request, and flags. The code of the reply
+follows as a line of standard output.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import is_refusal, system_problem
 from hatch_epcontext.worker.progress import report_to
 from hatch_epcontext.worker.protocol import (
+    ANSWERED,
     DONE,
     FAILED,
     LOG,
@@ -131,8 +132,8 @@ def _problem(error: Exception) -> Problem:
     return Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}")
 
 
-def serve(orders: Iterable[bytes], answer: Callable[[int], object]) -> int:
-    """Answer the requests of ``orders``; ``answer`` gets for each what `main` returns.
+def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:
+    """Answer the requests of ``orders``; ``send`` gets for each what `main` returns, after `ANSWERED`.
 
     Returns the exit code of this process.
     """
@@ -141,7 +142,7 @@ def serve(orders: Iterable[bytes], answer: Callable[[int], object]) -> int:
         _begin(Path(folder))
         code = main(action, Path(folder), *flags)
         flush()
-        answer(code)
+        send(ANSWERED + str(code).encode())
     return 0
 
 
@@ -191,7 +192,7 @@ def _main() -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    return serve(_orders(orders), lambda code: os.write(answers, f"{code}\n".encode()))
+    return serve(_orders(orders), lambda answer: os.write(answers, answer + b"\n"))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.worker.__main__ import flush, serve
-from hatch_epcontext.worker.protocol import ANSWERED, NO_TELEMETRY, PRELOAD, STARTED
+from hatch_epcontext.worker.protocol import NO_TELEMETRY, PRELOAD, STARTED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
@@ -161,7 +161,7 @@ class _Server:
             each.close()
         connection.sendall(STARTED)
         orders = iter(lambda: connection.recv(1 << 20), b"")
-        return serve(orders, lambda code: connection.sendall(ANSWERED + str(code).encode()))
+        return serve(orders, connection.sendall)
 
     def _kill_worker(self, descriptor: int) -> None:
         """Kill the worker that the build process does not want any more."""

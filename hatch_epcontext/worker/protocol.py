@@ -15,7 +15,7 @@ MEMORY_LIMIT = "--memory-limit="
 STARTED = b"started"
 """What a fork sends first."""
 ANSWERED = b"answered "
-"""The beginning of what a fork sends when it has answered a request; the code follows."""
+"""The beginning of what a worker sends when it has answered a request; the code follows."""
 
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 """The variable that ONNX Runtime reads when it is loaded: see "Disabling Telemetry" in its ``Privacy.md``."""

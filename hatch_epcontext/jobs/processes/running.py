@@ -18,7 +18,7 @@ from typing import Protocol
 
 from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.jobs.processes.worker_log import WorkerLog
-from hatch_epcontext.worker.protocol import LOG, NO_TELEMETRY, REPLY, REQUEST, STEP
+from hatch_epcontext.worker.protocol import ANSWERED, LOG, NO_TELEMETRY, REPLY, REQUEST, STEP
 
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",
@@ -150,8 +150,9 @@ class Interpreter:
     def _read(self) -> None:
         assert self._process.stdout is not None, "it is a pipe"
         with self._process.stdout as answers:
-            for line in answers:
-                self._answers.put(int(line))
+            # Python may print when it starts.
+            for line in filter(lambda each: each.startswith(ANSWERED), answers):
+                self._answers.put(int(line.removeprefix(ANSWERED)))
 
     def _kill_group(self) -> None:
         if sys.platform != "win32":

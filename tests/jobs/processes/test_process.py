@@ -236,6 +236,7 @@ def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 ANSWERING = """
 import os, sys
+print("Python starts", flush=True)
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.facts import ModelFacts
