@@ -200,6 +200,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._clean_up()
 
     def _build(self, config: Config, staging: Path) -> Result:
+        """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each."""
         from hatch_epcontext.config.lines import PyprojectNames
         from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan

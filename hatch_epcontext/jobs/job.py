@@ -1,4 +1,16 @@
-"""One job from its fingerprint to its validation, with the cache before each step that takes long."""
+"""One job from its fingerprint to its validation, with the cache before each step that takes long.
+
+`recipes` decides what is tried. What the cache has of a job, and by which key:
+
+- ``fingerprint`` (models, settings, versions; no paths): the lock of builds that want the same.
+- An attempt's key (fingerprint, recipe): its artifact, stored before it is validated. What the EP has refused
+  is not stored.
+- That and a validation's key (files, inputs, tolerance): a validation in which it agreed.
+- The choice (fingerprint, coverage and validation that are required): the key of the attempt that was chosen.
+- ``partial`` (fingerprint): the key of the attempt that covered most where none was whole, so that a build
+  that requires less finds it without a search.
+- The settings' key (fingerprint without versions): the key of the latest artifact, for builds from the cache.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +40,7 @@ from hatch_epcontext.jobs.coverage import check_coverage
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.jobs.recipes import Attempt, acceptable, best, refusal, try_recipes
+from hatch_epcontext.jobs.recipes import Attempt, acceptable, most_covered, refusal, try_recipes
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
     input_files,
@@ -60,7 +72,7 @@ class JobRunner:
     executor: Executor
     staging: Path
     log: Callable[[str], None]
-    _built_alone: dict[str, Sequence[Built]] = field(default_factory=dict)
+    _built_alone: dict[str, Sequence[Built] | BuildError] = field(default_factory=dict)
 
     def run(self, job: Job) -> Built:
         """Take the job's artifact from the cache or compile it, and validate it.
@@ -85,48 +97,56 @@ class JobRunner:
 
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
-        runs: Runs | None = None
         if job.target.from_cache:
             folder = self.staging / "artifacts" / job.folder
             key, artifact = self._latest(job, settings_key, folder)
             _check_coverage(job, artifact.record)
-            cached = True
+            cached, runs = True, self.validations(job, key, artifact)
         else:
-            key, artifact, cached, runs = self._best(job)
+            key, artifact, cached, runs = self._chosen(job)
             self._cache(job).set_latest(settings_key, key)
-        if runs is None:
-            runs = self.validations(job, key, artifact)
         alone = self._alone(job)
         saved = sum(built.artifact.size for built in alone) - artifact.size if alone else 0
         validations = {name: run.validation for name, run in runs.items()}
         loads = {name: run.load for name, run in runs.items() if run.load is not None}
         return Built(job, artifact, validations, cached, saved, loads)
 
-    def _best(self, job: Job) -> tuple[str, Artifact, bool, Runs | None]:
-        """The job's artifact, its key, whether the cache had it, and its validations if they are new.
+    def _chosen(self, job: Job) -> tuple[str, Artifact, bool, Runs]:
+        """The key of the job's artifact, the artifact, whether the cache had it, and its validations.
 
-        It covers enough, and agrees with the CPU.
+        It covers enough, and agrees with the CPU as far as it can be run here: that of an earlier build, or
+        what a search finds.
         """
         cache = self._cache(job)
         fingerprint = self._fingerprint(job, self.executor.versions(job))
         choice = self._choice(job, fingerprint)
-        folder = self.staging / "artifacts" / job.folder
-
-        def known() -> tuple[str, Artifact, bool, None] | None:
-            key = cache.latest(choice, own_first=True)
-            artifact = None if key is None else cache.take(key, folder, self.fits(job))
-            return None if key is None or artifact is None else (key, artifact, True, None)
-
-        if found := known():
+        if found := self._known(job, choice):
             return found
         self._check_embeddable(job)
         with cache.lock(fingerprint, self._waiting(job)):
             # Another build may have compiled it in the meantime.
-            if found := known():
+            if found := self._known(job, choice):
                 return found
             attempt, artifact, runs = _Search(self, job, fingerprint, cache).run()
             cache.set_latest(choice, attempt.key)
             return attempt.key, artifact, attempt.cached, runs
+
+    def _known(self, job: Job, choice: str) -> tuple[str, Artifact, bool, Runs] | None:
+        """What an earlier build has chosen, if the cache has it, and if it agrees with the CPU here too."""
+        cache, folder = self._cache(job), self.staging / "artifacts" / job.folder
+        # What others have chosen since then is as good: a build that has its own asks nobody.
+        key = cache.latest(choice, own_first=True)
+        artifact = None if key is None else cache.take(key, folder, self.fits(job))
+        if key is None or artifact is None:
+            return None
+        try:
+            return key, artifact, True, self.validations(job, key, artifact)
+        except BuildError as error:
+            if not _is_disagreement(error):
+                raise
+            # That build could not run it.
+            shutil.rmtree(folder)
+            return None
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` as ``recipe`` says into ``folder``; raises as `Executor.compile` does."""
@@ -134,11 +154,17 @@ class JobRunner:
             return self.executor.compile(job, recipe, folder)
 
     def _alone(self, job: Job) -> Sequence[Built]:
-        """The results of the job's jobs of that name, which are built once."""
+        """The results of `Job.alone`, built once: they are run in place of the job's own artifact."""
         key = job.folder
         if key not in self._built_alone:
-            self._built_alone[key] = [self.run(each) for each in job.alone]
-        return self._built_alone[key]
+            try:
+                self._built_alone[key] = [self.run(each) for each in job.alone]
+            except BuildError as error:
+                self._built_alone[key] = error
+        built = self._built_alone[key]
+        if isinstance(built, BuildError):
+            raise built
+        return built
 
     def validations(self, job: Job, key: str, artifact: Artifact) -> Runs:
         """The validations of the job's models: those in the cache, or new ones."""
@@ -304,7 +330,7 @@ class JobRunner:
 
 
 class _Search:
-    """Tries recipes for a job until one is good enough; each is tried once, and validated at most once."""
+    """Tries recipes for a job until one is whole and agrees with the CPU; each is validated at most once."""
 
     def __init__(self, runner: JobRunner, job: Job, fingerprint: str, cache: Cache) -> None:
         self._runner = runner
@@ -312,7 +338,6 @@ class _Search:
         self._fingerprint = fingerprint
         self._cache = cache
         self._folder = runner.staging / "attempts" / job.folder
-        # Where the cache has the best attempt of a build in which each left nodes to the CPU.
         self._partial = value_sha256([fingerprint, "partial"])
         self._attempts: list[Attempt] = []
         self._validated: dict[str, Runs | BuildError] = {}
@@ -323,7 +348,7 @@ class _Search:
         chosen = (
             self._known_partial()
             or try_recipes(self._job, self._attempts, self._attempt, self._agrees)
-            or self._best()
+            or self._choose()
         )
         runs = self._validated[chosen.key]
         assert not isinstance(runs, BuildError), "only what agrees is chosen"
@@ -359,9 +384,12 @@ class _Search:
             return Attempt(recipe, key, result)
         return Attempt(recipe, key, Artifact(folder, result))
 
-    def _best(self) -> Attempt:
-        """The attempt that covers most of those that cover enough and agree with the CPU."""
-        found = best(self._attempts)
+    def _choose(self) -> Attempt:
+        """The attempt that covers most of those that cover enough and agree with the CPU.
+
+        Raises BuildError if there is none: with a disagreement, or what the EP has refused, in that order.
+        """
+        found = most_covered(self._attempts)
         if found.counts and not found.is_whole:
             self._store(found)
             self._cache.set_latest(self._partial, found.key)
@@ -388,7 +416,7 @@ class _Search:
                     self._job, attempt.key, attempt.artifact
                 )
             except BuildError as error:
-                if not all(problem.kind in _DISAGREEMENTS for problem in error.problems):
+                if not _is_disagreement(error):
                     raise
                 self._validated[attempt.key] = error
         return self._disagreement(attempt) is None
@@ -433,6 +461,10 @@ def _check_coverage(job: Job, record: Record) -> None:
     """Raise BuildError if less was compiled of a model than the job's target requires."""
     for model, context in zip(job.models, record.contexts, strict=True):
         check_coverage(context.coverage, job.target, model, job.location)
+
+
+def _is_disagreement(error: BuildError) -> bool:
+    return all(problem.kind in _DISAGREEMENTS for problem in error.problems)
 
 
 def _after(error: BuildError, tried: tuple[str, ...]) -> BuildError:

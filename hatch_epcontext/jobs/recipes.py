@@ -13,7 +13,7 @@ from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import SIMPLIFIERS, Coverage, Simplifier
 
 _MAX_ROUNDS = 3
-"""How often a model is rewritten: what one rewrite leaves, an EP can refuse too."""
+"""How often a model is rewritten, with and without unrolling: an EP can refuse what a rewrite leaves, too."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,16 @@ class Attempt:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether its simplifier works."""
+        """Whether its simplifier works, also where its result was not compiled because of control flow."""
         return self.stopped_in != "prepare" or bool(self.control_flow)
 
     @property
     def stopped_in(self) -> str | None:
-        """The step that has refused it, see `Refused`; None if it has an artifact."""
+        """The step that has refused it, see `Refused`; None if it has an artifact.
+
+        After ``"prepare"`` nothing was compiled, after ``"change"`` there was nothing to change, and after
+        ``"compile"`` the EP has refused everything.
+        """
         return self.result.step if isinstance(self.result, Refused) else None
 
     @property
@@ -74,8 +78,11 @@ class Attempt:
         return self.counts, share, -sum(each.partitions for each in self._coverages)
 
     @property
-    def refused(self) -> tuple[Operators, ...] | None:
-        """The operators that the EP refuses in each of the models; None if it does not say which."""
+    def uncovered_operators(self) -> tuple[Operators, ...] | None:
+        """The operators that are left to the CPU in each of the models.
+
+        None if nothing was compiled: then all may be to blame, and a change applies to all that it knows.
+        """
         if isinstance(self.result, Refused):
             return None
         return tuple(tuple(sorted({n.op for n in each.uncovered})) for each in self._coverages)
@@ -118,8 +125,11 @@ def _first_line(message: str) -> str:
     return message.split("\n", 1)[0].rstrip(".")
 
 
-def best(attempts: Sequence[Attempt]) -> Attempt:
-    """The one that covers most, in the fewest parts; of equals the first, which is the least invasive."""
+def most_covered(attempts: Sequence[Attempt]) -> Attempt:
+    """The one that covers most, in the fewest parts; of equals the first, which is the least invasive.
+
+    It need not agree with the CPU, and where nothing was compiled it is one that the EP has refused.
+    """
     return max(attempts, key=lambda each: (each.stopped_in in (None, "compile"), each.quality))
 
 
@@ -128,12 +138,14 @@ def recipes(
 ) -> Iterator[Recipe]:
     """Yield the recipes for ``job``, the least invasive first.
 
-    ``attempts`` are those so far: each recipe is chosen by what they have shown, and may start from the
-    graph of one of them. Whoever tries the recipes stops when one is whole and ``agrees`` with the CPU.
+    ``attempts`` are those so far: `try_recipes` adds the attempt of each recipe before it asks for the next
+    one, which is chosen by what they have shown.
     """
     yield from _simplifiers(job, attempts)
-    if job.target.provider.product != "context" or attempts[-1].stopped_in == "prepare":
-        # An optimized graph is the same in every other form.
+    if attempts[-1].stopped_in == "prepare":
+        return
+    if job.target.provider.product != "context":
+        # ONNX Runtime's own optimized graph refuses nothing that could be written in another way.
         return
     yield from _options(job, attempts)
     yield from _rewrites(attempts)
@@ -156,7 +168,7 @@ def try_recipes(
     for number, recipe in enumerate(recipes(job, attempts, agrees)):
         attempt = make(recipe, number)
         if attempts and attempts[-1].recipe == recipe:
-            # What has crashed may have done so by chance: only the second time counts.
+            # A recipe that is yielded twice in turn has crashed, perhaps by chance: the second time counts.
             attempts.pop()
         attempts.append(attempt)
         if attempt.is_whole and agrees(attempt):
@@ -174,7 +186,7 @@ def refusal(attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
 
 def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     """The libraries that simplify the graph: the next one where one fails, or leaves control flow."""
-    # EPs for fixed shapes compile none.
+    # EPs for fixed shapes compile no control flow, so the next simplifier may do better.
     control_flow = not job.target.provider.static_shapes
     for simplifier in _simplifiers_of(job):
         if simplifier == "none" and any(each.is_prepared for each in attempts):
@@ -201,33 +213,33 @@ def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     more, last = job.target.provider.more_coverage, attempts[-1]
     if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
         return
-    if any(more.operators.intersection(each) for each in last.refused or ()):
+    if any(more.operators.intersection(each) for each in last.uncovered_operators or ()):
         yield replace(last.recipe, options=tuple(sorted(more.options.items())))
 
 
 def _rewrites(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     """Rewrites of what the EP refuses, and then of what it still refuses."""
-    last = best(attempts)
+    last = most_covered(attempts)
     for _ in range(_MAX_ROUNDS):
         if not last.can_be_helped:
             return
-        yield last.recipe.changed("rewrite", last.refused)
+        yield last.recipe.changed("rewrite", last.uncovered_operators)
         last = attempts[-1]
 
 
 def _unrolled(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     """Loops and recurrent layers of known length, step by step; what was inside an EP can refuse too."""
-    last = best(attempts)
+    last = most_covered(attempts)
     if not last.can_be_helped:
         return
-    yield last.recipe.changed("unroll", last.refused)
+    yield last.recipe.changed("unroll", last.uncovered_operators)
     for _ in range(_MAX_ROUNDS - 1):
         last = attempts[-1]
         if not last.can_be_helped:
             return
-        yield last.recipe.changed("rewrite", last.refused)
+        yield last.recipe.changed("rewrite", last.uncovered_operators)
         if attempts[-1].stopped_in == "change":
-            yield last.recipe.changed("unroll", last.refused)
+            yield last.recipe.changed("unroll", last.uncovered_operators)
 
 
 def _other_numbers(
@@ -236,9 +248,9 @@ def _other_numbers(
     """Forms in which an EP may compute rightly what it computes wrong.
 
     Scales that are folded into the weights of convolutions cost accuracy in float16, and some EPs compute
-    loops and recurrent layers wrong.
+    loops and recurrent layers wrong. They start from the simplified model: its changes may be to blame too.
     """
-    found = best(attempts)
+    found = most_covered(attempts)
     if not _is_enough(job, found) or agrees(found):
         return
     plain = Recipe(found.recipe.simplifier)

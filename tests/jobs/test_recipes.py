@@ -67,6 +67,7 @@ class Compiler:
     validated: list[str] = field(default_factory=list)
     at_once: int = 1
     stopped: bool = False
+    no_device: str | None = None
 
     @property
     def tried(self) -> list[str]:
@@ -76,7 +77,7 @@ class Compiler:
         return {}
 
     def reason_not_to_run(self, job: Job) -> str | None:
-        return None
+        return self.no_device
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         self.recipes.append(recipe)
@@ -196,6 +197,24 @@ def test_each_recipe_follows_from_what_the_ones_before_it_have_shown(
     assert builder.name(builder.build(compiler)) == taken
     assert compiler.tried == tried
     assert compiler.validated == [taken]
+
+
+def test_what_was_chosen_where_it_could_not_be_run_is_searched_again_where_it_differs(
+    builder: Builder, tmp_path: Path
+) -> None:
+    outcomes: dict[str, Outcome] = {"plain": (), "unfused": ()}
+    cache = tmp_path / "cache"
+    first = builder.build(Compiler(outcomes, no_device="no device"), cache=cache)
+    assert (builder.name(first), first.cached) == ("plain", False)
+    compiler = Compiler(outcomes, wrong=["plain"])
+    second = Builder(builder.project, tmp_path / "second")
+    assert second.name(second.build(compiler, cache=cache)) == "unfused"
+    assert compiler.tried == ["unfused"]
+    # And that is the choice from then on.
+    third = Builder(builder.project, tmp_path / "third")
+    again = Compiler(outcomes, wrong=["plain"])
+    assert third.name(third.build(again, cache=cache)) == "unfused"
+    assert again.tried == again.validated == []
 
 
 def test_a_change_gets_the_operators_that_were_refused(builder: Builder) -> None:
