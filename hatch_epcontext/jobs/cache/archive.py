@@ -31,7 +31,7 @@ class DamagedError(ValueError):
 def pack(artifact: Path, record: Record, file: Path) -> FileRecord:
     """Write the artifact in the folder ``artifact`` to the archive ``file``; returns what identifies that."""
     with tarfile.open(file, "w") as archive:
-        text = to_json(record).encode()
+        text = to_json(record, indent=None).encode()
         archive.addfile(_member(_RECORD, len(text)), io.BytesIO(text))
         for name, recorded in record.files.items():
             with (artifact / PurePosixPath(name)).open("rb") as content:

@@ -199,7 +199,7 @@ class Cache:
 
     def store_validation(self, key: str, validation: str, run: ValidationRun) -> None:
         """Store ``run`` beside the artifact, where the cache has it and can be written."""
-        text = to_json(run)
+        text = to_json(run, indent=None)
         self._keep_validation(key, validation, text)
         if self.shared is not None:
             self.shared.write("validation", f"{key}/{validation}", text)

@@ -71,7 +71,7 @@ def write_entry(root: Path, key: str, folder: Path, record: Record, index: Index
         for file in (staged / "files").rglob("*"):
             if file.is_file():
                 sync(file)
-        write_atomically(staged / "record.json", to_json(record))
+        write_atomically(staged / "record.json", to_json(record, indent=None))
         for name, recorded in record.files.items():
             index.remember(staged / "files" / PurePosixPath(name), recorded)
         _publish(staged, entry, index)

@@ -217,7 +217,7 @@ class Index:
 
     def store_facts(self, key: str, facts: object) -> None:
         """Store ``facts`` under ``key``, a hex sha256, where that can be written and has others or none."""
-        self._keep_facts(key, to_json(facts), self._read(key))
+        self._keep_facts(key, to_json(facts, indent=None), self._read(key))
 
     def _keep_facts(self, key: str, text: str, known: str | None) -> None:
         if text != known:

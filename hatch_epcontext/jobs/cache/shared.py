@@ -225,11 +225,11 @@ class SharedCache:
         self._check_key()
         own = {"hatch-epcontext": hatch_epcontext.__version__}
         statement = replace(statement, versions={**own, **statement.versions})
-        signed = Signed(to_json(statement))
+        signed = Signed(to_json(statement, indent=None))
         if self._key is not None:
             signature = self._signing().sign(signed.signed_bytes, self._key)
             signed = Signed(signed.statement, signature)
-        content = to_json(signed).encode()
+        content = to_json(signed, indent=None).encode()
         if len(content) > MAX_DOCUMENT:
             self._report("large", f"does not get a statement of {show_size(len(content))}")
             return
