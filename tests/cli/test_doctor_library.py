@@ -161,7 +161,8 @@ def test_another_registration_is_not_advised_where_it_was_tried(cli: Cli) -> Non
 @needs_qnn
 def test_a_timeout_names_the_flag(cli: Cli) -> None:
     printed = cli("doctor", *QNN, "--set", "build.timeout=0.01", code=1)
-    assert "Add --set build.timeout=0.02" in printed.stdout, printed.stderr
+    # Whichever step is the first that takes longer.
+    assert "Add --set build.timeout=0.02" in printed.output
 
 
 def test_a_package_without_the_function_names_its_library(

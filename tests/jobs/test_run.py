@@ -416,7 +416,7 @@ def test_two_builds_at_once_compile_a_job_once(run: Run, log: list[str]) -> None
             assert waits.wait(60)
 
     def waiting(line: str) -> None:
-        if line == "a -> cpu: waiting for another build, which compiles the same":
+        if line == "a -> cpu: waiting for another job or build, which compiles the same":
             waits.set()
 
     workers = [Workers(120, compiles, progress=waiting) for _ in range(2)]
