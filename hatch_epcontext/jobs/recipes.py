@@ -258,8 +258,9 @@ def _other_numbers(
         yield replace(plain, fuse=False)
         if _is_enough(job, attempts[-1]) and agrees(attempts[-1]):
             return
-    if job.target.settings.unroll_limit:
-        yield plain.changed("unroll", None)
+    unrolled = plain.changed("unroll", None)
+    if job.target.settings.unroll_limit and all(each.recipe != unrolled for each in attempts):
+        yield unrolled
 
 
 def _is_enough(job: Job, attempt: Attempt) -> bool:
