@@ -290,6 +290,14 @@ def read_regular(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def known_text(path: Path) -> str | None:
+    """The text of the file ``path``; None if there is no such file, or if it is no text."""
+    try:
+        return read_regular(path).decode()
+    except (OSError, UnicodeError):
+        return None
+
+
 @dataclass(frozen=True)
 class Rejection:
     """Why a file cannot be used: the end of a sentence, and what to do."""

@@ -155,30 +155,36 @@ def _union_reader(type_: Any, members: list[_Read]) -> _Read:
     return read
 
 
+def _only(shape: type, allowed: str, inner: _Read) -> _Read:
+    """``inner`` for values of this ``shape``; others are wrong."""
+
+    def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        if isinstance(value, shape):
+            return inner(value, place, wrong)
+        wrong.append(_Wrong(place, allowed, value))
+        return _NOTHING
+
+    return read
+
+
 def _list_reader(item: _Read) -> _Read:
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        # A string is iterable too, and would become a list of characters.
-        if not isinstance(value, list):
-            wrong.append(_Wrong(place, _LIST, value))
-            return _NOTHING
         items = [item(each, (*place, index), wrong) for index, each in enumerate(value)]
         if _NOTHING in items and any(isinstance(each, dict) for each in value):
             # The other tables keep their indices.
             items = [item({}, place, []) if each is _NOTHING else each for each in items]
         return _NOTHING if _NOTHING in items else tuple(items)
 
-    return read
+    # A string is iterable too, and would become a list of characters.
+    return _only(list, _LIST, read)
 
 
 def _mapping_reader(item: _Read) -> _Read:
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        if not isinstance(value, dict):
-            wrong.append(_Wrong(place, _TABLE, value))
-            return _NOTHING
         found = {name: item(each, (*place, name), wrong) for name, each in value.items()}
         return {name: each for name, each in found.items() if each is not _NOTHING}
 
-    return read
+    return _only(dict, _TABLE, read)
 
 
 @functools.cache
@@ -194,9 +200,6 @@ def _dataclass_reader(type_: type[Any], style: _Style) -> _Read:
     }
 
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-        if not isinstance(value, dict):
-            wrong.append(_Wrong(place, _TABLE, value))
-            return _NOTHING
         given, is_whole = {}, True
         for key, (name, item, is_required) in fields.items():
             if key in value:
@@ -212,7 +215,7 @@ def _dataclass_reader(type_: type[Any], style: _Style) -> _Read:
             wrong += (_Wrong((*place, key), "", value[key], tuple(fields)) for key in unknown)
         return type_(**given) if is_whole else _NOTHING
 
-    return read
+    return _only(dict, _TABLE, read)
 
 
 class InvalidJsonError(ValueError):

@@ -133,10 +133,10 @@ class JobRunner:
 
     def _known(self, job: Job, choice: str) -> tuple[str, Artifact, bool, Runs] | None:
         """What an earlier build has chosen, if the cache has it, and if it agrees with the CPU here too."""
-        cache, folder = self._cache(job), self.staging / "artifacts" / job.folder
+        folder = self.staging / "artifacts" / job.folder
         # What others have chosen since then is as good: a build that has its own asks nobody.
-        key = cache.latest(choice, own_first=True)
-        artifact = None if key is None else cache.take(key, folder, self.fits(job))
+        key = self._cache(job).latest(choice, own_first=True)
+        artifact = self.take(job, key, folder)
         if key is None or artifact is None:
             return None
         try:
@@ -247,7 +247,7 @@ class JobRunner:
                 )
             )
         key = self.cache.latest(settings_key)
-        artifact = None if key is None else self.cache.take(key, folder, self.fits(job))
+        artifact = self.take(job, key, folder)
         if key is None or artifact is None:
             raise BuildError(
                 Problem(
@@ -260,14 +260,15 @@ class JobRunner:
             )
         return key, artifact
 
-    @staticmethod
-    def fits(job: Job) -> Callable[[Record], bool]:
-        """Whether a record from elsewhere is that of the job's models and of its target's product."""
+    def take(self, job: Job, key: str | None, folder: Path) -> Artifact | None:
+        """The artifact of ``key`` with its files in ``folder``, if the cache has one that fits the job."""
         names = [model.name for model in job.models]
-        return lambda record: (
-            [context.model for context in record.contexts] == names
-            and record.product == job.target.provider.product
-        )
+
+        def fits(record: Record) -> bool:
+            same_models = [context.model for context in record.contexts] == names
+            return same_models and record.product == job.target.provider.product
+
+        return None if key is None else self._cache(job).take(key, folder, fits)
 
     def _cache(self, job: Job) -> Cache:
         """The cache for ``job``; for one with a secret none, because nothing may say whether that changed:
@@ -360,10 +361,7 @@ class _Search:
     def _known_partial(self) -> Attempt | None:
         """The best of an earlier build in which nothing was whole, if it is good enough now."""
         key = self._cache.latest(self._partial, own_first=True)
-        folder = self._folder / "partial"
-        artifact = (
-            None if key is None else self._cache.take(key, folder, self._runner.fits(self._job))
-        )
+        artifact = self._runner.take(self._job, key, self._folder / "partial")
         if key is None or artifact is None:
             return None
         attempt = Attempt(artifact.record.recipe, key, artifact, cached=True)
@@ -376,7 +374,7 @@ class _Search:
         """Compile the job as ``recipe`` says, unless the cache has the result."""
         key = value_sha256([self._fingerprint, to_plain(recipe)])
         folder = self._folder / f"attempt-{number}"
-        if artifact := self._cache.take(key, folder, self._runner.fits(self._job)):
+        if artifact := self._runner.take(self._job, key, folder):
             return Attempt(recipe, key, artifact, cached=True)
         result = self._runner.compile(self._job, recipe, folder)
         if isinstance(result, Refused):

@@ -140,7 +140,7 @@ class _Server:
         with warnings.catch_warnings():
             # Python 3.12 warns of threads, whose locks a fork inherits and nobody releases. There is one
             # here, which ONNX Runtime starts when it is imported: it sleeps until there is work for it,
-            # and this process never gives it any.
+            # and this process gives it none. The rehearsal's sessions have ended, with their threads.
             warnings.filterwarnings(
                 "ignore", "This process .* is multi-threaded", DeprecationWarning
             )

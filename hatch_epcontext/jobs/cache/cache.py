@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.files import Output, is_sha256, link_or_copy, read_regular, write_atomically
+from hatch_epcontext.files import Output, is_sha256, known_text, link_or_copy, write_atomically
 from hatch_epcontext.jobs.artifact import Artifact, Record, ValidationRun
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
@@ -219,7 +219,9 @@ class Cache:
         return None
 
     def _local_latest(self, what: str) -> str | None:
-        text = self._read(None if self._root is None else self._root / LAYOUT / "latest" / what)
+        if self._root is None:
+            return None
+        text = known_text(self._root / LAYOUT / "latest" / what)
         return text if text is not None and is_sha256(text) else None
 
     def _keep_latest(self, what: str, key: str) -> None:
@@ -228,22 +230,14 @@ class Cache:
                 write_atomically(self._root / LAYOUT / "latest" / what, key, durable=False)
 
     def _local_validation(self, key: str, validation: str) -> str | None:
-        return self._read(
-            None if self._root is None else validation_file(self._root, key, validation)
-        )
+        if self._root is None:
+            return None
+        return known_text(validation_file(self._root, key, validation))
 
     def _keep_validation(self, key: str, validation: str, text: str) -> None:
         if self._root is not None and entry_folder(self._root, key).is_dir():
             with contextlib.suppress(OSError):
                 write_atomically(validation_file(self._root, key, validation), text)
-
-    def _read(self, file: Path | None) -> str | None:
-        if file is None:
-            return None
-        try:
-            return read_regular(file).decode()
-        except (OSError, UnicodeError):
-            return None
 
     def _take(self, key: str, folder: Path) -> Artifact | None:
         """As `take`, from the folder only."""

@@ -28,7 +28,7 @@ from hatch_epcontext.files import (
     FileRecord,
     file_sha256,
     is_sha256,
-    read_regular,
+    known_text,
     record_file,
     write_atomically,
 )
@@ -230,12 +230,7 @@ class Index:
         return found if found is not None and is_sha256(found) else None
 
     def _read(self, key: str) -> str | None:
-        if self.folder is None:
-            return None
-        try:
-            return read_regular(self.folder / key).decode()
-        except (OSError, UnicodeError):
-            return None
+        return None if self.folder is None else known_text(self.folder / key)
 
     def _write(self, key: str, text: str) -> None:
         if self.folder is not None:

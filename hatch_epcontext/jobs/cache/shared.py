@@ -146,6 +146,7 @@ class SharedCache:
         if not self._writable:
             return
         try:
+            self._check_key()
             operation()
         except TransportError as error:
             self._writable = False
@@ -196,7 +197,6 @@ class SharedCache:
         return record
 
     def _send(self, key: str, folder: Path, record: Record) -> None:
-        self._check_key()
         try:
             # A store that removes files by age can remove the archive of a statement that it keeps.
             if key not in self._damaged and self.transport.has_blob(self._archive(key)):
@@ -222,7 +222,6 @@ class SharedCache:
         return read_statement(signed, kind, name)
 
     def _state(self, statement: Statement) -> None:
-        self._check_key()
         own = {"hatch-epcontext": hatch_epcontext.__version__}
         statement = replace(statement, versions={**own, **statement.versions})
         signed = Signed(to_json(statement, indent=None))

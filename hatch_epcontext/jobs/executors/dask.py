@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import pickle
 import queue
 import shutil
 import threading
@@ -33,13 +34,12 @@ from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
     BuildInfo,
-    Damaged,
+    DamagedFileError,
     Description,
     Files,
     Outcome,
     RemoteTask,
     ToValidate,
-    dump,
 )
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Workers
@@ -286,7 +286,10 @@ class DaskExecutor:
             names = self._wait_for_workers(job)
             _check_installation(self._client.get_versions(packages=[_PACKAGE]), names, job)
             answers = self._client.run(
-                dask_worker.describe, dump(_portable(job)), workers=list(names), on_error="return"
+                dask_worker.describe,
+                pickle.dumps(_portable(job)),
+                workers=list(names),
+                on_error="return",
             )
             # One that was lost meanwhile says nothing about the others.
             cluster = self._cluster(job.location)
@@ -360,14 +363,14 @@ class DaskExecutor:
     ) -> Outcome:
         """What comes out of a task, which is made again if a file of it is damaged in the shared cache."""
         found = self._result(self._submit(task(), able))
-        if isinstance(found, Damaged):
+        if isinstance(found, DamagedFileError):
             self._transport.distrust(found.blob)
             self._sent.discard(found.blob)
             for folder, archive in list(self._archives.items()):
                 if archive == found.blob:
                     del self._archives[folder]
             found = self._result(self._submit(task(), able))
-        if isinstance(found, Damaged):
+        if isinstance(found, DamagedFileError):
             message = f"a worker cannot use a file of the shared cache: {found.reason}."
             raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message))
         return found
@@ -379,7 +382,7 @@ class DaskExecutor:
             places = tuple(self._places.get(task.token, ()))
         future = self._client.submit(
             dask_worker.run_task,
-            dump(task),
+            pickle.dumps(task),
             key=f"epcontext-{kind}-{self._info.id}-{next(self._numbers)}",
             resources=dict(task.job.target.resources) or None,
             workers=able or places or None,
@@ -392,7 +395,7 @@ class DaskExecutor:
             self._running[task.token] = running
         return running
 
-    def _result(self, running: _Running) -> Outcome | Damaged:
+    def _result(self, running: _Running) -> Outcome | DamagedFileError:
         from distributed import CancelledError, KilledWorker
 
         job, future = running.job, running.future
@@ -400,7 +403,7 @@ class DaskExecutor:
             # Too late for `stop`.
             future.cancel(force=True)
         try:
-            outcome: Outcome | Damaged | EpcontextError = future.result()
+            outcome: Outcome | DamagedFileError | EpcontextError = future.result()
         except CancelledError as error:
             self._check_running(job)
             raise running.reason or _lost_scheduler(job.location, error) from None

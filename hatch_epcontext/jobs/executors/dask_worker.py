@@ -119,16 +119,6 @@ class Description:
     problems: tuple[Problem, ...] = ()
 
 
-def dump(value: object) -> bytes:
-    """Pickle ``value``: the scheduler then carries it as it is."""
-    from distributed.protocol import pickle as dask_pickle
-
-    # Distributed's own, because some providers have functions that plain pickles cannot have.
-    pickler: Any = dask_pickle
-    data: bytes = pickler.dumps(value)
-    return data
-
-
 async def describe(data: bytes) -> Description:
     """The `Description` for a pickled job."""
     return await asyncio.to_thread(_describe, pickle.loads(data))
@@ -157,12 +147,12 @@ def _check_library(job: Job) -> None:
         raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, job.location, message, hint))
 
 
-@dataclass(frozen=True)
-class Damaged:
-    """A file of the shared cache that a worker needs, and ``reason`` why it cannot use it."""
+class DamagedFileError(Exception):
+    """A worker cannot use the file ``blob`` of the shared cache, for ``reason``."""
 
-    blob: FileRecord
-    reason: str
+    def __init__(self, blob: FileRecord, reason: str) -> None:
+        super().__init__(blob, reason)
+        self.blob, self.reason = blob, reason
 
 
 Outcome = FileRecord | Refused | ValidationRun
@@ -170,7 +160,7 @@ Outcome = FileRecord | Refused | ValidationRun
 none; or a validation."""
 
 
-def run_task(data: bytes) -> Outcome | Damaged | EpcontextError:
+def run_task(data: bytes) -> Outcome | DamagedFileError | EpcontextError:
     """Run a pickled `RemoteTask`; foreseen errors are returned, because dask logs those that are raised."""
     from distributed import get_worker
 
@@ -178,7 +168,7 @@ def run_task(data: bytes) -> Outcome | Damaged | EpcontextError:
     task: RemoteTask = pickle.loads(data)
     try:
         return _Machine.of(worker).enter(task.build, worker).run(task)
-    except EpcontextError as error:
+    except (DamagedFileError, EpcontextError) as error:
         return error
 
 
@@ -197,14 +187,6 @@ def keep_alive(build: str) -> None:
 async def end(build: str) -> None:
     """End all tasks of a build, and free what is kept for it."""
     await asyncio.to_thread(_Machine.end, build)
-
-
-class _DamagedFileError(Exception):
-    """A file cannot be used; see `Damaged`."""
-
-    def __init__(self, found: Damaged) -> None:
-        super().__init__(found.reason)
-        self.found = found
 
 
 class _Machine:
@@ -297,8 +279,8 @@ class _Build:
         self._running: Counter[str] = Counter()
         self._forgotten: set[str] = set()
 
-    def run(self, task: RemoteTask) -> Outcome | Damaged:
-        """Run ``task``; raises BuildError, with paths of the machine of the build."""
+    def run(self, task: RemoteTask) -> Outcome:
+        """Run ``task``; raises DamagedFileError, and BuildError with paths of the machine of the build."""
         self._send("started", task.token)
         with self._lock:
             self._running[task.token] += 1
@@ -306,8 +288,6 @@ class _Build:
         try:
             with writing("the files of a job", self._folder, task.job.location):
                 return self._run(task)
-        except _DamagedFileError as error:
-            return error.found
         except TransportError as error:
             self._check_running()
             message = f"the worker {self._address} cannot use the shared cache: {error}."
@@ -402,13 +382,13 @@ class _Build:
                 try:
                     unpack(file, staged)
                 except DamagedError as error:
-                    raise _DamagedFileError(Damaged(archive, str(error))) from None
+                    raise DamagedFileError(archive, str(error)) from None
 
     def _download(self, blob: FileRecord, target: Path) -> None:
         try:
             self._transport.fetch_blob(blob, target)
         except DamagedError as error:
-            raise _DamagedFileError(Damaged(blob, str(error))) from None
+            raise DamagedFileError(blob, str(error)) from None
 
     @contextlib.contextmanager
     def _once(self, folder: Path) -> Iterator[Path | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -89,6 +88,9 @@ class WorkerProcess(Protocol):
         """Return when it has ended, after `kill` if it still runs."""
 
 
+_KILL_ON_JOB_CLOSE, _EXTENDED_LIMIT_INFORMATION = 0x2000, 9
+"""Of job objects of Windows."""
+
 _POLL = 0.1
 """Seconds between two looks whether an interpreter has ended."""
 
@@ -160,25 +162,6 @@ class Interpreter:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-_KILL_ON_JOB_CLOSE = 0x2000
-_EXTENDED_LIMIT_INFORMATION = 9
-
-
-class _Limits(ctypes.Structure):
-    """``JOBOBJECT_EXTENDED_LIMIT_INFORMATION``, of which only ``flags`` is used."""
-
-    _fields_ = (
-        ("times", ctypes.c_int64 * 2),
-        ("flags", ctypes.c_uint32),
-        ("working_set", ctypes.c_size_t * 2),
-        ("active_processes", ctypes.c_uint32),
-        ("affinity", ctypes.c_size_t),
-        ("classes", ctypes.c_uint32 * 2),
-        ("io", ctypes.c_uint64 * 6),
-        ("memory", ctypes.c_size_t * 4),
-    )
-
-
 def _contain(process: subprocess.Popen[bytes]) -> contextlib.ExitStack:
     """Put ``process`` into a job object of Windows; closing the result ends all that it started.
 
@@ -187,10 +170,27 @@ def _contain(process: subprocess.Popen[bytes]) -> contextlib.ExitStack:
     """
     stack = contextlib.ExitStack()
     if sys.platform == "win32":
+        # Elsewhere no build pays for it.
+        import ctypes
+
+        class Limits(ctypes.Structure):
+            """``JOBOBJECT_EXTENDED_LIMIT_INFORMATION``, of which only ``flags`` is used."""
+
+            _fields_ = (
+                ("times", ctypes.c_int64 * 2),
+                ("flags", ctypes.c_uint32),
+                ("working_set", ctypes.c_size_t * 2),
+                ("active_processes", ctypes.c_uint32),
+                ("affinity", ctypes.c_size_t),
+                ("classes", ctypes.c_uint32 * 2),
+                ("io", ctypes.c_uint64 * 6),
+                ("memory", ctypes.c_size_t * 4),
+            )
+
         kernel = ctypes.WinDLL("kernel32", use_last_error=True)
         kernel.CreateJobObjectW.restype = ctypes.c_void_p
         job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
-        limits = _Limits(flags=_KILL_ON_JOB_CLOSE)
+        limits = Limits(flags=_KILL_ON_JOB_CLOSE)
         kernel.SetInformationJobObject(
             job, _EXTENDED_LIMIT_INFORMATION, ctypes.byref(limits), ctypes.sizeof(limits)
         )

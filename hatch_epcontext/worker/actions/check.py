@@ -12,6 +12,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals import known_limits as refusals
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import feeds_for, fix_constants, fix_shapes, unknown_name
@@ -126,7 +127,7 @@ def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
     for value in main.output:
         if graph.facts(value).dtype.endswith("_type"):
             others.append(value.name)
-            tensors += _tensors_of(main, value.name)
+            tensors += _tensors_of(Scope(main), value.name)
         else:
             tensors.append(value.name)
     if not others:
@@ -143,11 +144,10 @@ def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
     )
 
 
-def _tensors_of(main: onnx.GraphProto, output: str) -> list[str]:
+def _tensors_of(scope: Scope, output: str) -> list[str]:
     """The tensors of which nodes make sequences, maps and optional values, up to ``output``."""
-    made_by = {name: node for node in main.node for name in node.output}
     # Which values are no tensors, the operators say: files have types of few values.
-    node = made_by.get(output)
+    node = scope.maker(output)
     if node is None or graph.operator(node) not in _MAKERS:
         return []
     names = node.input if node.op_type == "SequenceConstruct" else node.input[:1]
@@ -155,9 +155,9 @@ def _tensors_of(main: onnx.GraphProto, output: str) -> list[str]:
         names = node.input[:2]
     result: list[str] = []
     for name in names:
-        maker = made_by.get(name)
+        maker = scope.maker(name)
         inner = maker is not None and graph.operator(maker) in _MAKERS
-        result += _tensors_of(main, name) if inner else [name]
+        result += _tensors_of(scope, name) if inner else [name]
     return result
 
 

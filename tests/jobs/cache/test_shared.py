@@ -43,6 +43,8 @@ from tests.remotes import (
 KEY = "ab" * 32
 OTHER = "cd" * 32
 
+PRIVATE, PUBLIC = new_keys()
+
 
 def anything(record: Record) -> bool:
     """Whether an artifact fits, where it always does."""
@@ -93,6 +95,14 @@ def folder(tmp_path: Path) -> Path:
 def make(folder: Path, warnings: list[str]) -> Callable[[], SharedCache]:
     """A build's view of the remote in `folder`, which the build may write."""
     return lambda: SharedCache(folder_url(folder), warnings.append, can_write=True)
+
+
+@pytest.fixture
+def signed(folder: Path, warnings: list[str]) -> SharedCache:
+    """The remote in `folder`, for a build that signs what it writes and trusts only its own key."""
+    return SharedCache(
+        folder_url(folder), warnings.append, can_write=True, trust=(PUBLIC,), key=PRIVATE
+    )
 
 
 def test_an_artifact_that_one_build_sends_is_fetched_by_another(
@@ -264,14 +274,14 @@ def test_a_longer_file_of_a_server_is_not_downloaded_to_its_end(
     assert "is larger than it should be" in warnings[0]
 
 
-def lie(folder: Path, private: str, place: Path, **changes: object) -> None:
+def lie(folder: Path, place: Path, **changes: object) -> None:
     """Sign a statement with right keys in which something is changed, and put it at ``place``."""
     signed = json.loads(statement(folder).read_text(encoding="utf-8"))
     text = json.dumps({**json.loads(signed["statement"]), **changes})
     made = Signed(text)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(
-        to_json(Signed(text, signing.sign(made.signed_bytes, private))), encoding="utf-8"
+        to_json(Signed(text, signing.sign(made.signed_bytes, PRIVATE))), encoding="utf-8"
     )
 
 
@@ -290,6 +300,7 @@ def lie(folder: Path, private: str, place: Path, **changes: object) -> None:
     ],
 )
 def test_a_valid_signature_of_something_else_is_a_miss(
+    signed: SharedCache,
     folder: Path,
     artifact: Artifact,
     tmp_path: Path,
@@ -297,66 +308,50 @@ def test_a_valid_signature_of_something_else_is_a_miss(
     changes: dict[str, object],
     reason: str,
 ) -> None:
-    private, public = new_keys()
-    cache = SharedCache(
-        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
-    )
-    cache.send(KEY, artifact.folder, artifact.record)
-    lie(folder, private, statement(folder), **changes)
+    signed.send(KEY, artifact.folder, artifact.record)
+    lie(folder, statement(folder), **changes)
     before = sorted(tmp_path.rglob("*"))
-    assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
+    assert signed.fetch(KEY, tmp_path / "fetched", anything) is None
     assert reason in warnings[0]
     assert sorted(tmp_path.rglob("*")) == before
     # It is replaced by who has the right one.
-    cache.send(KEY, artifact.folder, artifact.record)
-    assert cache.fetch(KEY, tmp_path / "again", anything) == artifact.record
+    signed.send(KEY, artifact.folder, artifact.record)
+    assert signed.fetch(KEY, tmp_path / "again", anything) == artifact.record
 
 
 def test_a_valid_signature_of_another_artifact_or_recipe_is_a_miss(
-    folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
+    signed: SharedCache, folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    private, public = new_keys()
-    cache = SharedCache(
-        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
-    )
-    cache.send(KEY, artifact.folder, artifact.record)
+    signed.send(KEY, artifact.folder, artifact.record)
     shutil.copyfile(statement(folder), statement(folder, OTHER))
-    assert cache.fetch(OTHER, tmp_path / "fetched", anything) is None
+    assert signed.fetch(OTHER, tmp_path / "fetched", anything) is None
     assert "is not used, because it belongs to something else" in warnings[0]
     # Of another kind with the same name.
-    cache.write("latest", KEY, "text")
+    signed.write("latest", KEY, "text")
     shutil.copyfile(folder / "v5" / "latest" / f"{KEY}.json", statement(folder))
-    assert not cache.has(KEY)
+    assert not signed.has(KEY)
 
 
 def test_a_signed_archive_with_a_member_that_its_record_does_not_name_is_a_miss(
-    folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
+    signed: SharedCache, folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    private, public = new_keys()
-    cache = SharedCache(
-        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
-    )
-    cache.send(KEY, artifact.folder, artifact.record)
+    signed.send(KEY, artifact.folder, artifact.record)
     with tarfile.open(blob(folder), "a") as archive:
         archive.add(artifact.folder / "a_ctx.onnx", "files/../../evil.onnx")
     record = record_file(blob(folder))
     blob(folder).rename(folder / "v5" / "blobs" / record.sha256)
-    lie(folder, private, statement(folder), archive=dataclasses.asdict(record))
-    assert cache.fetch(KEY, tmp_path / "fetched", anything) is None
+    lie(folder, statement(folder), archive=dataclasses.asdict(record))
+    assert signed.fetch(KEY, tmp_path / "fetched", anything) is None
     assert "is not used, because its archive has more than its record names" in warnings[0]
     assert not (tmp_path / "fetched").exists()
     assert not list(tmp_path.rglob("evil.onnx"))
 
 
 def test_a_signed_artifact_that_does_not_fit_is_a_miss(
-    folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
+    signed: SharedCache, folder: Path, artifact: Artifact, tmp_path: Path, warnings: list[str]
 ) -> None:
-    private, public = new_keys()
-    cache = SharedCache(
-        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
-    )
-    cache.send(KEY, artifact.folder, artifact.record)
-    own = Cache(tmp_path / "own", warnings.append, cache)
+    signed.send(KEY, artifact.folder, artifact.record)
+    own = Cache(tmp_path / "own", warnings.append, signed)
     assert own.take(KEY, tmp_path / "taken", lambda record: record.product == "optimized") is None
     (warning,) = warnings
     assert warning.endswith("is not used, because its record is that of something else")
@@ -414,17 +409,15 @@ def test_a_full_disk_of_this_machine_is_not_blamed_on_the_cache(
     assert "cannot be stored here (No space left on device)" in warning
 
 
-def test_an_older_statement_of_the_same_name_is_accepted(folder: Path, warnings: list[str]) -> None:
-    private, public = new_keys()
-    cache = SharedCache(
-        folder_url(folder), warnings.append, can_write=True, trust=(public,), key=private
-    )
-    cache.write("latest", "x", "older")
+def test_an_older_statement_of_the_same_name_is_accepted(
+    signed: SharedCache, folder: Path, warnings: list[str]
+) -> None:
+    signed.write("latest", "x", "older")
     file = folder / "v5" / "latest" / "x.json"
     older = file.read_bytes()
-    cache.write("latest", "x", "newer")
+    signed.write("latest", "x", "newer")
     file.write_bytes(older)
-    assert cache.read("latest", "x") == "older"
+    assert signed.read("latest", "x") == "older"
     assert not warnings
 
 
