@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.worker.__main__ import flush, serve
-from hatch_epcontext.worker.protocol import NO_TELEMETRY, PRELOAD, STARTED
+from hatch_epcontext.worker.protocol import ENDED, NO_TELEMETRY, PRELOAD, STARTED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
@@ -159,9 +159,8 @@ class _Server:
         _adopt_orphans()
         for each in (self._control, self._awake, self._wake, *self._workers.values()):
             each.close()
-        connection.sendall(STARTED)
-        orders = iter(lambda: connection.recv(1 << 20), b"")
-        return serve(orders, connection.sendall)
+        connection.sendall(STARTED + b"\n")
+        return serve(connection.makefile("rb"), connection.sendall)
 
     def _kill_worker(self, descriptor: int) -> None:
         """Kill the worker that the build process does not want any more."""
@@ -180,7 +179,8 @@ class _Server:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(connection)
             with connection, contextlib.suppress(OSError):
-                connection.sendall(str(code).encode())
+                # It may have ended in the middle of a line.
+                connection.sendall(b"\n%b %d\n" % (ENDED, code))
 
     def _end(self, *_: object) -> None:
         self._must_end = True

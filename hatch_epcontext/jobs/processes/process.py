@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
-from hatch_epcontext.jobs.processes.running import Interpreter, WorkerCommand, WorkerProcess
+from hatch_epcontext.jobs.processes.running import (
+    MAX_REPLY,
+    Interpreter,
+    WorkerCommand,
+    WorkerProcess,
+)
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT
 from hatch_epcontext.providers import missing, variables_in
 from hatch_epcontext.serialize import to_json
@@ -229,9 +234,8 @@ class Worker:
     def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
         """The worker's reply to ``request``.
 
-        ``folder`` gets the request, the reply and the log; it is made, and is the worker's working
-        directory. Raises ModelError when the worker refuses the request, and BuildError when it
-        fails, crashes or takes too long.
+        ``folder`` gets the log; it is made, and is the worker's working directory. Raises ModelError when
+        the worker refuses the request, and BuildError when it fails, crashes or takes too long.
         """
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
@@ -243,10 +247,9 @@ class Worker:
         flags += [VERBOSE] if self._workers.verbose and not secrets else []
         log, start = self._workers.log, time.monotonic()
         listener = None if log is None else lambda line: log(f"{location} | {line}")
-        order = WorkerCommand(request.action, folder, flags, secrets, listener)
-        with writing("a request to a worker", folder, location):
+        order = WorkerCommand(request.action, text, folder, flags, secrets, listener)
+        with writing("a folder for a worker", folder, location):
             (folder / TEMPORARY).mkdir(parents=True)
-            order.request_path.write_text(text, encoding="utf-8")
             order.log.path.touch()
         self._orders.append(order)
         if log is not None:
@@ -255,7 +258,7 @@ class Worker:
         try:
             code = self._run(order, location)
         finally:
-            if code != DONE:
+            if code != DONE or order.reply is None or len(order.reply) > MAX_REPLY:
                 self._end()
             order.log.forward(is_last=True)
             if log is not None:
@@ -266,13 +269,13 @@ class Worker:
             raise BuildError(removed_problem(folder, location))
         if code is None:
             raise BuildError(self._too_slow(order, location))
-        if code not in (DONE, REFUSED, FAILED) or not order.reply_path.is_file():
+        if code not in (DONE, REFUSED, FAILED) or order.reply is None:
             ended = _ended(code, location, order.log.tail(), order.last_step)
             raise BuildError(self._explained(ended, folder))
         try:
             if code == DONE:
-                return read_reply(order.reply_path, request)
-            refusal = read_refusal(order.reply_path)
+                return read_reply(order.reply, request)
+            refusal = read_refusal(order.reply)
         except InvalidReplyError as error:
             message = f"the worker's reply cannot be used: {error}."
             problem = Problem(Kind.INVALID_REPLY, location, message, log=order.log.tail())
@@ -289,8 +292,9 @@ class Worker:
             try:
                 if self._process is None:
                     self._process = self._processes.start(order.log.path, location)
-                self._process.send(order)
-                return self._wait(self._process, order, location)
+                beat = Heartbeat()
+                self._process.send(order, self._workers.timeout)
+                return self._wait(self._process, order, location, beat)
             except ServerGoneError:
                 # What every worker imports crashes, for example: the worker's own log then has more.
                 self._end()
@@ -301,8 +305,9 @@ class Worker:
             self._processes.end(self._process)
             self._process = None
 
-    def _wait(self, process: WorkerProcess, order: WorkerCommand, location: str) -> int | None:
-        beat = Heartbeat()
+    def _wait(
+        self, process: WorkerProcess, order: WorkerCommand, location: str, beat: Heartbeat
+    ) -> int | None:
         self._report(beat, order, location)
         while (left := self._workers.timeout - beat.seconds) > 0:
             code = process.wait(min(left, _POLL_SECONDS))
