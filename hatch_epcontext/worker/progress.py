@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hatch_epcontext.worker.protocol import STEP
 
 _listeners: list[Callable[[bytes], object]] = []
+_last: list[str] = []
 
 
 def report_to(send: Callable[[bytes], object]) -> None:
@@ -17,6 +18,10 @@ def report_to(send: Callable[[bytes], object]) -> None:
 
 def step(text: str) -> None:
     """Say what begins now, such as ``"opening the source model on the CPU"``."""
+    # A model is run several times: that takes less time than to say it.
+    if [text] == _last:
+        return
+    _last[:] = [text]
     for send in _listeners:
         # A build that has ended does not wait for this worker.
         with contextlib.suppress(OSError):
