@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from hatch_epcontext.jobs.processes.running import (
@@ -100,14 +101,14 @@ class ForkServer:
     """The process that forks workers; closing it ends all of them.
 
     With ``log`` it is for one worker: it imports nothing before, and what Python prints when it starts goes
-    to that file.
+    to that file. Without, it loads the simulators of ``providers``.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, providers: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
         self._is_for_one = log is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        flags = [PRELOAD] if log is None else []
+        flags = [PRELOAD, *providers] if log is None else []
         with theirs, contextlib.ExitStack() as stack:
             output = subprocess.DEVNULL if log is None else stack.enter_context(log.open("wb"))
             self._process = subprocess.Popen(

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.processes.running import (
     WorkerProcess,
 )
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT
-from hatch_epcontext.providers import missing, variables_in
+from hatch_epcontext.providers import Provider, missing, variables_in
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
 from hatch_epcontext.text import hide_values, show_size
@@ -113,6 +113,7 @@ class _Processes:
         self._running: set[WorkerProcess] = set()
         self._server: ForkServer | None = None
         self._shares = False
+        self.simulated: tuple[str, ...] = ()
         self.stopped = False
 
     def enter(self) -> None:
@@ -154,7 +155,7 @@ class _Processes:
         if not self._shares:
             return ForkServer(log_path).start()
         if self._server is None:
-            self._server = ForkServer()
+            self._server = ForkServer(providers=self.simulated)
         return self._server.start()
 
 
@@ -185,6 +186,11 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self._processes.exit()
+
+    def expect(self, providers: Iterable[Provider]) -> None:
+        """Say for which ``providers`` workers will compile, before the first one starts."""
+        names = {each.name for each in providers if each.simulator}
+        self._processes.simulated = tuple(sorted(names))
 
     def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
         """The reply of a worker of its own to ``request``; see `Worker.call`."""

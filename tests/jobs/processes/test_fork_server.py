@@ -22,10 +22,11 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.processes.fork_server import ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.running import WorkerCommand
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from tests.altered_workers import write_start_code
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, needs_qnn
 from tests.jobs.processes.test_process import KEY, LEAVING_FILES, request_for
 from tests.models import network, save
 
@@ -129,6 +130,22 @@ def test_a_fork_answers_as_an_interpreter_does(tmp_path: Path, workers: Workers)
     forked = workers.call(request, tmp_path / "fork", location="reading")
     assert isinstance(forked, CheckReply)
     assert forked == Workers(60).call(request, tmp_path / "interpreter", location="reading")
+
+
+@needs_qnn
+def test_forks_share_the_simulator_of_what_they_compile_for(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "maps = open('/proc/self/maps').read()\nraise OSError(str('libQnnHtp.so' in maps))\n",
+        encoding="utf-8",
+    )
+    workers.expect([PROVIDERS["qnn"]])
+    # The first fork begins before that.
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        last = problem(workers, tmp_path / name)
+    assert last.message == "OSError: True"
 
 
 def test_many_threads_share_the_server(tmp_path: Path, workers: Workers) -> None:
