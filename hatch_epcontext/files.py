@@ -13,11 +13,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show_size
 
 _CHUNK = 1 << 20

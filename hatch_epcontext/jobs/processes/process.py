@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
 from hatch_epcontext.jobs.processes.running import (
     MAX_REPLY,
