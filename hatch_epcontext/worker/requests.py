@@ -6,12 +6,13 @@ What they carry is in `facts`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.text import count
