@@ -246,7 +246,8 @@ class Transport:
         self._opened: tuple[Any, str] | None = None
         self._stopped = False
         self._waiting: set[futures.Future[Any]] = set()
-        self._damaged: set[FileRecord] = set()
+        # Whether a file is there as it should be, where that is known.
+        self._known: dict[FileRecord, bool] = {}
 
     def read(self, name: str) -> bytes:
         """The document ``name``; at most as much of it as it may have."""
@@ -263,15 +264,17 @@ class Transport:
 
         No listing, which needs a right of its own. Servers need not know the size.
         """
-        if blob in self._damaged:
-            return False
+        if blob in self._known:
+            return self._known[blob]
         try:
             size = self._ask(_size_of, _path(blob))
         except TransportError as error:
             if error.may_be_missing:
                 return False
             raise
-        return size is None or size == blob.size
+        if is_there := size is None or size == blob.size:
+            self._known[blob] = True
+        return is_there
 
     def send_blob(self, source: Path, blob: FileRecord) -> None:
         """Upload the file ``source`` under the name of its content, unless it is there."""
@@ -287,7 +290,7 @@ class Transport:
                 files.put_file(str(source), path, callback=progress, **options)
 
         self._put(_path(blob), put)
-        self._damaged.discard(blob)
+        self._known[blob] = True
 
     def fetch_blob(self, blob: FileRecord, target: Path) -> None:
         """Download the file with this content to ``target``, which must not exist.
@@ -297,13 +300,15 @@ class Transport:
         """
         try:
             self._download(blob, target)
-        except DamagedError:
-            self._damaged.add(blob)
+        except DamagedError as error:
+            self.distrust(blob)
+            error.blob = blob
             raise
+        self._known[blob] = True
 
     def distrust(self, blob: FileRecord) -> None:
         """Send the file with this content again the next time, because somebody has found it damaged."""
-        self._damaged.add(blob)
+        self._known[blob] = False
 
     def stop(self) -> None:
         """End all requests of an interrupted build, and begin no others."""
