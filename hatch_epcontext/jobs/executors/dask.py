@@ -100,21 +100,30 @@ class DaskExecutor:
     def __init__(
         self,
         client: Any,
-        info: BuildInfo,
-        at_once: int,
+        settings: BuildSettings,
         workers: Workers,
         sources: Mapping[str, Source],
         index: Index,
-        transport: Transport,
     ) -> None:
-        self.at_once = at_once
+        assert settings.cache is not None, "a cluster needs one"
+        threads = sum(client.nthreads().values())
+        self.at_once = settings.jobs or min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
         self.stopped = False
         self._client = client
-        self._info = info
+        self._info = BuildInfo(
+            uuid.uuid4().hex,
+            settings.cache,
+            settings.cache_timeout,
+            workers.timeout,
+            workers.memory_limit,
+            workers.verbose,
+            workers.log is not None,
+            workers.progress is not None,
+        )
         self._workers = workers
         self._sources = sources
         self._index = index
-        self._transport = transport
+        self._transport = Transport(settings.cache, settings.cache_timeout, in_all=False)
         self._lock, self._looking, self._sending = (threading.Lock() for _ in range(3))
         self._numbers = itertools.count()
         # Those of the target names, with or without the need of an EP.
@@ -142,24 +151,10 @@ class DaskExecutor:
         Raises BuildError when the scheduler cannot be reached or has other versions.
         """
         assert settings.scheduler is not None, "the executor is dask"
-        assert settings.cache is not None, "it needs one"
         client = _connect(settings.scheduler)
         try:
-            _check_scheduler(client)
-            threads = sum(client.nthreads().values())
-            info = BuildInfo(
-                uuid.uuid4().hex,
-                settings.cache,
-                settings.cache_timeout,
-                workers.timeout,
-                workers.memory_limit,
-                workers.verbose,
-                workers.log is not None,
-                workers.progress is not None,
-            )
-            at_once = settings.jobs or min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
-            transport = Transport(settings.cache, settings.cache_timeout, in_all=False)
-            return DaskExecutor(client, info, at_once, workers, sources, index, transport)
+            _check_installations(client, {}, "the dask cluster")
+            return DaskExecutor(client, settings, workers, sources, index)
         except BaseException:
             client.close(_END_SECONDS)
             raise
@@ -251,7 +246,7 @@ class DaskExecutor:
         found: Mapping[str, Description | Exception] = {}
         while not found:
             names = self._wait_for_workers(job)
-            _check_workers(self._client, names, job)
+            _check_installations(self._client, names, job.location)
             answers = self._client.run(
                 dask_worker.describe,
                 pickle.dumps(_portable(job)),
@@ -276,7 +271,8 @@ class DaskExecutor:
         described = {a: each for a, each in found.items() if isinstance(each, Description)}
         if len({value_sha256(dict(each.versions)) for each in described.values()}) > 1:
             versions = {names[a]: pairs(each.versions) for a, each in described.items()}
-            raise _unequal(job, "have different versions", versions, _EQUAL_WORKERS)
+            what = "the workers that may take the job have different versions"
+            raise _unequal(job.location, what, versions, _EQUAL_WORKERS)
         able = tuple(a for a, each in described.items() if each.reason_not_to_run is None)
         first = next(iter(described.values()))
         return _Fitting(
@@ -560,14 +556,27 @@ async def _probe_scheduler(address: str) -> None:
     await connection.close()
 
 
-def _check_scheduler(client: Any) -> None:
+def _check_installations(client: Any, names: Mapping[str, str], location: str) -> None:
+    """Raise BuildError if the scheduler or the workers of ``names`` cannot unpickle what this process sends."""
     versions = client.get_versions(packages=[_PACKAGE])
-    wrong = _other_versions(versions["client"], versions["scheduler"])
-    if wrong:
-        message = f"the scheduler has {wrong}."
-        raise BuildError(
-            Problem(Kind.VERSION_MISMATCH, "the dask cluster", message, _SAME_VERSIONS)
-        )
+    found = {"the scheduler": _installation(versions["scheduler"])}
+    for address, each in versions["workers"].items():
+        if address in names:
+            found[names[address]] = _installation(each)
+    ours = _installation(versions["client"])
+    if others := {name: each for name, each in found.items() if each != ours}:
+        raise _unequal(location, f"this machine has {ours}", others, _SAME_VERSIONS)
+
+
+def _installation(versions: Mapping[str, Any]) -> str:
+    python = ".".join(versions["host"]["python"].split(".")[:2])
+    package = versions["packages"].get(_PACKAGE) or "is missing"
+    return f"Python {python}, hatch-epcontext {package}"
+
+
+def _unequal(location: str, what: str, facts: Mapping[str, str], hint: str) -> BuildError:
+    lines = "\n".join(f"{name}: {fact}" for name, fact in sorted(facts.items()))
+    return BuildError(Problem(Kind.VERSION_MISMATCH, location, f"{what}:\n{lines}", hint))
 
 
 _SAME_VERSIONS = (
@@ -575,45 +584,10 @@ _SAME_VERSIONS = (
     "the scheduler and the workers."
 )
 
-
 _EQUAL_WORKERS = (
     "Install the same versions on all of them, or give the target resources that only equal workers "
     "have."
 )
-
-
-def _check_workers(client: Any, names: Mapping[str, str], job: Job) -> None:
-    """Raise BuildError if workers cannot unpickle what this process pickles."""
-    versions = client.get_versions(packages=[_PACKAGE])
-    wrong = {
-        names[address]: found
-        for address, each in versions["workers"].items()
-        if address in names and (found := _other_versions(versions["client"], each))
-    }
-    if wrong:
-        raise _unequal(job, "cannot work for this build", wrong, _SAME_VERSIONS)
-
-
-def _other_versions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What differs in ``theirs``, in words; empty if nothing does."""
-
-    def facts(versions: Mapping[str, Any]) -> dict[str, str]:
-        python = ".".join(versions["host"]["python"].split(".")[:2])
-        version = versions["packages"].get(_PACKAGE)
-        return {"Python": python, "hatch-epcontext": version or "missing"}
-
-    own, found = facts(ours), facts(theirs)
-    return ", ".join(
-        f"{name} {version} (here {own[name]})"
-        for name, version in found.items()
-        if version != own[name]
-    )
-
-
-def _unequal(job: Job, what: str, facts: Mapping[str, str], hint: str) -> BuildError:
-    lines = "\n".join(f"{worker}: {fact}" for worker, fact in sorted(facts.items()))
-    message = f"workers that may take the job {what}:\n{lines}"
-    return BuildError(Problem(Kind.VERSION_MISMATCH, job.location, message, hint))
 
 
 def _wanted(resources: Mapping[str, float]) -> str:

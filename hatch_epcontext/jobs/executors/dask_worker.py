@@ -223,8 +223,6 @@ class _Build:
         self._executor = LocalExecutor.make(self._workers, self._folder, 1, {}, (), _device_locks)
         self._lock = threading.Lock()
         self._making: dict[Path, threading.Lock] = {}
-        # What was installed for each target when the build began here, and imported.
-        self._installed: dict[tuple[str, bool], Mapping[str, str]] = {}
         # As they are here, by their numbers.
         self._jobs: dict[int, Job] = {}
         threading.Thread(target=self._watch, name=TOPIC, daemon=True).start()
@@ -275,7 +273,8 @@ class _Build:
     def _run(self, task: RemoteTask) -> Outcome:
         self._free(task.oldest)
         job = self._placed(task)
-        executor = replace(self._executor, installed=self._installed_for(task.job))
+        # It keeps the versions of a target that it had first: those that its processes have imported.
+        executor = replace(self._executor, installed=_installed(job))
         if (found := executor.versions(job)) != task.versions:
             message = (
                 f"the worker {self._worker.address} has {pairs(found)}, and the build began with "
@@ -361,12 +360,6 @@ class _Build:
 
     def _artifacts(self, number: int) -> Path:
         return self._folder / "jobs" / str(number)
-
-    def _installed_for(self, job: Job) -> Mapping[str, str]:
-        target = (job.target.name, job.target.needs_ep)
-        if target not in self._installed:
-            self._installed[target] = _installed(job)
-        return self._installed[target]
 
     def _sender(self, what: str) -> Callable[[str], None]:
         return lambda line: self._send(what, line)

@@ -440,7 +440,7 @@ def test_another_version_of_the_package_is_refused(run: Builder) -> None:
         run(CPU.replace("NPU", "OLD"))
     (problem,) = raised.value.problems
     assert problem.kind is Kind.VERSION_MISMATCH
-    assert re.search(r"old \(tcp://.*\): hatch-epcontext 0\.0\.1 \(here .+\)", problem.message)
+    assert re.search(r"old \(tcp://.*\): Python 3\.\d+, hatch-epcontext 0\.0\.1", problem.message)
 
 
 def test_what_a_worker_misses_is_an_error_that_names_it(run: Builder) -> None:
