@@ -557,7 +557,7 @@ async def _probe_scheduler(address: str) -> None:
 
 
 def _check_installations(client: Any, names: Mapping[str, str], location: str) -> None:
-    """Raise BuildError if the scheduler or the workers of ``names`` cannot unpickle what this process sends."""
+    """Raise BuildError if the scheduler or workers of ``names`` cannot unpickle what this process sends."""
     versions = client.get_versions(packages=[_PACKAGE])
     found = {"the scheduler": _installation(versions["scheduler"])}
     for address, each in versions["workers"].items():
