@@ -210,12 +210,8 @@ class _Stopwatch:
         self._since = now
 
 
-class _FullError(Exception):
+class _FullError(OSError):
     """There is no room on this machine for what is downloaded."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Transport:
@@ -308,13 +304,11 @@ class Transport:
                 files.get_file(path, str(target), callback=progress, **options)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise _FullError(error) from None
+                    raise _FullError(error.errno, error.strerror, str(target)) from None
                 raise
 
         try:
             self._ask(get, _path(blob))
-        except _FullError as full:
-            raise full.error from None
         except TransportError as error:
             if error.failure is Failure.MISSING:
                 raise DamagedError(f"{self._place(blob)} is missing") from None

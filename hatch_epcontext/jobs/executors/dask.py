@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -340,33 +341,25 @@ class DaskExecutor:
 
     def _result(self, job: Job, work: Recipe | ToValidate) -> Outcome:
         """What comes out of a task, as soon as it has ended; raises DamagedError, and BuildError."""
-        from distributed import CancelledError, KilledWorker
+        from distributed import CancelledError
 
         fitting = self._find(job)
         able = fitting.able if isinstance(work, ToValidate) else None
         future = self._submit(job, work, fitting.versions, able)
         try:
             self._wait(job, future, able)
-            outcome: Outcome | DamagedError | EpcontextError = future.result()
+            outcome: Outcome | DamagedError | BuildError = future.result()
         except BuildError:
             _limited(lambda: future.cancel(force=True))
             raise
         except CancelledError as error:
             self._check_running(job)
             raise _lost_scheduler(job.location, error) from None
-        except KilledWorker as error:
-            message = (
-                f"{count(error.allowed_failures + 1, 'worker')} ended in the middle of the job; the last one "
-                f"was {error.last_worker.address}."
-            )
-            hint = "Read the logs of the dask workers. Often their machine has too little memory."
-            raise BuildError(Problem(Kind.WORKER_LOST, job.location, message, hint)) from None
         except Exception as error:
             self._check_running(job)
             message = f"a worker failed: {type(error).__name__}: {error}"
-            raise BuildError(Problem(Kind.WORKER_LOST, job.location, message)) from error
-        if isinstance(outcome, EpcontextError) and not isinstance(outcome, BuildError):
-            raise BuildError(*outcome.problems)
+            hint = "Read the logs of the dask workers. Often their machine has too little memory."
+            raise BuildError(Problem(Kind.WORKER_LOST, job.location, message, hint)) from error
         if isinstance(outcome, Exception):
             self._check_running(job)
             raise outcome
@@ -595,30 +588,20 @@ def _wanted(resources: Mapping[str, float]) -> str:
 
 
 def _no_worker(job: Job, cluster: Mapping[str, Any]) -> BuildError:
-    offers: dict[str, int] = {}
-    for each in cluster.values():
-        offer = _numbers(each["resources"]) or "no resources"
-        offers[offer] = offers.get(offer, 0) + 1
+    offers = Counter(_numbers(each["resources"]) or "no resources" for each in cluster.values())
     offered = "; ".join(f"{count(n, 'worker')} with {offer}" for offer, n in sorted(offers.items()))
-    return BuildError(
-        Problem(
-            Kind.NO_WORKER,
-            job.location,
-            f"the job needs a {_wanted(job.target.resources)}, and none came in {WORKER_SECONDS:.0f} s. "
-            f"The cluster has {offered or 'no workers'}.",
-            f'Start one: dask worker <scheduler> --resources "{_flag(job.target.resources)}"'
-            if job.target.resources
-            else "Start one: dask worker <scheduler>",
-        )
+    resources = job.target.resources
+    message = (
+        f"the job needs a {_wanted(resources)}, and none came in {WORKER_SECONDS:.0f} s. The cluster has "
+        f"{offered or 'no workers'}."
     )
+    flag = ",".join(f"{name}={number:g}" for name, number in resources.items())
+    hint = "Start one: dask worker <scheduler>" + (f' --resources "{flag}"' if flag else "")
+    return BuildError(Problem(Kind.NO_WORKER, job.location, message, hint))
 
 
 def _numbers(resources: Mapping[str, float]) -> str:
     return pairs({name: f"{number:g}" for name, number in resources.items()})
-
-
-def _flag(resources: Mapping[str, float]) -> str:
-    return ",".join(f"{name}={number:g}" for name, number in resources.items())
 
 
 def _lost_scheduler(location: str, error: BaseException) -> BuildError:

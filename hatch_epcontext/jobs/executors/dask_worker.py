@@ -148,7 +148,7 @@ Outcome = FileRecord | Refused | ValidationRun
 none; or a validation."""
 
 
-def run_task(data: bytes) -> Outcome | DamagedError | EpcontextError:
+def run_task(data: bytes) -> Outcome | DamagedError | BuildError:
     """Run a pickled `RemoteTask`; foreseen errors are returned, because dask logs those that are raised."""
     from distributed import get_worker
 
@@ -157,7 +157,7 @@ def run_task(data: bytes) -> Outcome | DamagedError | EpcontextError:
     try:
         with _entered(task.build, worker) as build:
             return build.run(task)
-    except (DamagedError, EpcontextError) as error:
+    except (DamagedError, BuildError) as error:
         return error
 
 
@@ -238,8 +238,9 @@ class _Build:
             hint = f"Let it read and write {self._info.cache}."
             problem = Problem(Kind.UNUSABLE_CACHE, task.job.location, message, hint)
             raise BuildError(problem) from None
-        except BuildError as error:
-            raise type(error)(*self._with_paths(error.problems, task)) from None
+        except EpcontextError as error:
+            kind = type(error) if isinstance(error, BuildError) else BuildError
+            raise kind(*self._with_paths(error.problems, task)) from None
         finally:
             if self._executor.stopped:
                 # The task may have written after the end of the build.

@@ -39,8 +39,11 @@ from tests.conftest import REPOSITORY, needs_qnn
 from tests.models import network, save, save_with_data, unknown_operator
 
 PRELOAD = """
+import os
+from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.processes import process
 process._FIRST_BEAT = process._NEXT_BEATS = 0.5
+dask_worker._IDLE_SECONDS = float(os.environ.get("IDLE_SECONDS", 300))
 """
 """What each dask worker runs at its start, so that no test waits for long."""
 
@@ -104,6 +107,10 @@ class Cluster:
         for name in names - self.workers.keys():
             environ = {"PYTHONPATH": str(folder), "SLOW_FOLDER": str(folder), "SLOW_NAME": name}
             self.start(name, resources, **environ)
+
+    def kept(self) -> set[Path]:
+        """What workers keep for builds, a folder each; workers that were killed leave theirs."""
+        return set(self.folder.glob("dask-scratch-space/*/hatch-epcontext/*"))
 
     def wait(self) -> None:
         """Return when all workers are connected."""
@@ -174,8 +181,8 @@ resources = { NPU = 1 }
 class Builder:
     """Builds the project in ``root`` on a cluster; all builds share one cache of this machine."""
 
-    def __init__(self, root: Path, folder: Path, address: str) -> None:
-        self.root, self.folder, self.address = root, folder, address
+    def __init__(self, root: Path, folder: Path, cluster: Cluster) -> None:
+        self.root, self.folder, self.cluster = root, folder, cluster
         self.log: list[str] = []
         self.lines: list[str] = []
         self.progress: list[str] = []
@@ -198,7 +205,7 @@ class Builder:
     def variables(self) -> Mapping[str, str]:
         return {
             "EXECUTOR": "dask",
-            "SCHEDULER": self.address,
+            "SCHEDULER": self.cluster.address,
             "CACHE": f"file://{self.shared}",
             "CACHE_TRUST": "all",
             "CACHE_DIR": str(self.folder / "cache"),
@@ -217,7 +224,7 @@ class Builder:
 @pytest.fixture
 def run(project: Path, tmp_path: Path, cluster: Cluster) -> Builder:
     save(network(), project / "models" / "a.onnx")
-    return Builder(project, tmp_path, cluster.address)
+    return Builder(project, tmp_path, cluster)
 
 
 LOCAL = {"EXECUTOR": "local"}
@@ -234,7 +241,7 @@ def test_the_result_is_that_of_a_local_build(run: Builder, tmp_path: Path) -> No
     assert built.loads.keys() == {"a"}
     # The same fingerprint, and the same validation.
     assert run(CPU, LOCAL).built[0].cached
-    alone = Builder(run.root, tmp_path / "alone", "")
+    alone = Builder(run.root, tmp_path / "alone", run.cluster)
     alone.folder.mkdir()
     (local,) = alone(CPU, LOCAL).built
     assert without_times(local.artifact.record) == without_times(built.artifact.record)
@@ -283,6 +290,7 @@ def test_all_files_go_through_the_shared_cache_once(run: Builder) -> None:
     np.savez(run.root / "x.npz", x=np.full((2, 1, 8, 8), 0.5, np.float32))
     table = '{ name = "b", path = "models/a.onnx", validate = { inputs = "x.npz" } }'
     toml = CPU.replace('"models/a.onnx"', f'"models/a.onnx", {table}')
+    kept = run.cluster.kept()
     result = run(toml)
     assert [each.validations[each.job.name].status for each in result.built] == [
         ValidationStatus.RAN,
@@ -302,6 +310,7 @@ def test_all_files_go_through_the_shared_cache_once(run: Builder) -> None:
     shutil.rmtree(run.folder / "cache")
     run(toml)
     assert {path.name for path in (run.shared / "v5" / "blobs").iterdir()} >= sent.keys()
+    assert not run.cluster.kept() - kept
     assert changed == {name: path.stat().st_mtime_ns for name, path in sent.items()}
 
 
@@ -314,7 +323,7 @@ def test_a_build_with_the_key_signs_what_workers_compiled(
     run.use_shared = True
     (built,) = run(toml, signing).built
     assert not built.cached
-    other = Builder(run.root, tmp_path / "other", "")
+    other = Builder(run.root, tmp_path / "other", run.cluster)
     other.folder.mkdir()
     other.use_shared, other.shared = True, run.shared
     (taken,) = other(toml, {"CACHE_TRUST": "", "FROM_CACHE": "all"}).built
@@ -477,7 +486,7 @@ def test_an_empty_variable_contacts_nobody(run: Builder) -> None:
 def test_a_dry_run_knows_the_fingerprints(run: Builder) -> None:
     farm = {
         "HATCH_EPCONTEXT_EXECUTOR": "dask",
-        "HATCH_EPCONTEXT_SCHEDULER": run.address,
+        "HATCH_EPCONTEXT_SCHEDULER": run.cluster.address,
         "HATCH_EPCONTEXT_CACHE": f"file://{run.shared}",
         "HATCH_EPCONTEXT_CACHE_TRUST": "all",
     }
@@ -660,6 +669,7 @@ def test_the_steps_of_a_build_that_was_killed_end(run: Builder, slow: Slow) -> N
     table = SLOW.replace("[targets", "[tool.epcontext.targets")
     (run.root / "pyproject.toml").write_text(f"[tool.epcontext]{table}", encoding="utf-8")
     named = {f"HATCH_EPCONTEXT_{name}": value for name, value in run.variables().items()}
+    kept = slow.cluster.kept()
     killed = subprocess.Popen(
         [sys.executable, "-c", "from hatch_epcontext.cli import main; main()", "build"],
         cwd=run.root,
@@ -668,8 +678,28 @@ def test_the_steps_of_a_build_that_was_killed_end(run: Builder, slow: Slow) -> N
     (name,) = slow.taken()
     killed.kill()
     killed.wait()
-    while is_running(slow.pid(name)):
+    while is_running(slow.pid(name)) or slow.cluster.kept() - kept:
         time.sleep(0.05)
+
+
+@needs_qnn
+def test_a_worker_that_gets_no_tasks_of_a_build_frees_what_it_keeps(
+    run: Builder, slow: Slow, aside: Callable[..., Future[Result]]
+) -> None:
+    slow.cluster.start("idle", "IDLE=1", IDLE_SECONDS="0")
+    slow.cluster.wait()
+    save(network(1), run.root / "models" / "a.onnx")
+    quick = '{ name = "quick", path = "models/a.onnx", targets = ["x"] }, { path'
+    toml = SLOW.replace("{ path", quick) + CPU.partition("\n[")[2].join(["[", ""])
+    kept = slow.cluster.kept()
+    building = aside(run, toml.replace("NPU", "IDLE"))
+    (name,) = slow.taken()
+    while not run.log or len(slow.cluster.kept() - kept) != 1:
+        time.sleep(0.05)
+    assert is_running(slow.pid(name))
+    slow.hold.unlink()
+    assert len(building.result().built) == 2
+    slow.kill("idle")
 
 
 @needs_qnn
