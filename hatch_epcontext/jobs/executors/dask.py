@@ -513,8 +513,8 @@ def _connect(address: str) -> Any:
 
     make_client: Any = distributed.Client
     try:
-        # A client whose constructor fails holds up the end of the process for 20 seconds. This is done in a
-        # thread, because the caller may have an event loop.
+        # A client waits for ever for a server that never answers, and one whose constructor fails may print a
+        # traceback. This is done in a thread, because the caller may have an event loop.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(lambda: asyncio.run(_probe_scheduler(address))).result()
         return make_client(address, timeout=CONNECT_SECONDS, set_as_default=False, name=TOPIC)
