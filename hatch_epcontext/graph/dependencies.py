@@ -37,7 +37,7 @@ class Dependencies(Scope):
                 self._origins.update((name, origins) for name in node.output if name)
 
     @cached_property
-    def nodes(self) -> tuple[onnx.NodeProto, ...]:
+    def counted(self) -> tuple[onnx.NodeProto, ...]:
         """The nodes that depend on the values of inputs, and that an output of the graph needs.
 
         All others are computed once, or are removed, when the graph is prepared.

@@ -148,7 +148,7 @@ def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[s
     """
     flow = Dependencies(main)
     found: dict[str, tuple[str, Decided]] = {}
-    for node in flow.nodes:
+    for node in flow.counted:
         for name in node.input if node.name in names else ():
             if (by := decided(flow, name)) is not None:
                 found.setdefault(node.name, (name, by))

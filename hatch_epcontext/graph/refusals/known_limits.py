@@ -24,7 +24,7 @@ from hatch_epcontext.text import count, listing
 _MAX_NAMES = 3
 """Names or reasons in one message."""
 
-_MAKES: Mapping[str, str] = {
+MAKES: Mapping[str, str] = {
     "StringConcat": "string",
     "StringNormalizer": "string",
     "StringSplit": "string",
@@ -88,7 +88,7 @@ class Findings:
     @property
     def share(self) -> float:
         """The largest part of the nodes that can be compiled, from 0 to 1."""
-        total, refused = len(self.flow.nodes), len(self.refused)
+        total, refused = len(self.flow.counted), len(self.refused)
         if not refused:
             return 1.0
         if self.growing and refused < total:
@@ -107,12 +107,12 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     kinds = _kinds(model.graph)
     fixed = _fixed_values(model.graph)
     refused = []
-    for node in flow.nodes:
+    for node in flow.counted:
         if (node.domain, node.op_type) in own:
             continue
         if found := _refused(node, limits, flow, kinds, fixed):
             refused.append(found)
-    inside = any(map(graph.inner_graphs, flow.nodes))
+    inside = any(map(graph.inner_graphs, flow.counted))
     return Findings(flow, tuple(refused), inside or bool(own))
 
 
@@ -121,7 +121,7 @@ def problem(model: onnx.ModelProto, findings: Findings, ep: str, key: Key, targe
 
     ``key`` and ``target`` are the places of the model and of the target in the configuration.
     """
-    total, refused = len(findings.flow.nodes), len(findings.refused)
+    total, refused = len(findings.flow.counted), len(findings.refused)
     message = f"{ep} cannot compile {refused} of the {total} nodes: {describe(findings.refused)}."
     hint, settings = _advice(model, key, target, findings)
     return Problem.at(key, Kind.NOT_COMPILABLE, message, hint, *settings)
@@ -165,7 +165,7 @@ def _advice(
     if frozen := _frozen(key, findings):
         return frozen
     refused = {name for each in findings.refused for name in each.node.output if name}
-    rest = [n for n in findings.flow.nodes if not refused.intersection(n.output)]
+    rest = [n for n in findings.flow.counted if not refused.intersection(n.output)]
     if all(node.op_type in _TRIVIAL for node in rest):
         return 'Nothing else is worth compiling: use the cpu provider (provider = "cpu").', ()
     after, before = _reached(findings, refused), _reached(findings, refused, backward=True)
@@ -203,7 +203,7 @@ def _frozen(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | N
 def _reached(findings: Findings, names: set[str], *, backward: bool = False) -> set[str]:
     """The values that depend on those called ``names``; with ``backward`` those that these depend on."""
     found = set(names)
-    for node in reversed(findings.flow.nodes) if backward else findings.flow.nodes:
+    for node in reversed(findings.flow.counted) if backward else findings.flow.counted:
         given, taken = (node.output, node.input) if backward else (node.input, node.output)
         if found.intersection(given):
             found.update(filter(None, taken))
@@ -286,7 +286,7 @@ def _made(node: onnx.NodeProto, kinds: Mapping[str, str]) -> str | None:
         return "string" if graph.attribute(node, "to", 0) == TensorProto.STRING else None
     if node.domain == "ai.onnx.ml" and _has_string_classes(node):
         return "string"
-    return _MAKES.get(operator)
+    return MAKES.get(operator)
 
 
 _CLASSES = frozenset({"classlabels_strings", "values_strings", "cats_strings"})

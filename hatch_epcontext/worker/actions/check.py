@@ -122,17 +122,12 @@ def _check_types(inputs: tuple[TensorFacts, ...], spec: Model) -> Iterator[Probl
 
 def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
     """The outputs that are no tensors, each with the tensors that it is made of."""
-    tensors: list[str] = []
-    others: list[str] = []
-    for value in main.output:
-        if graph.facts(value).dtype.endswith("_type"):
-            others.append(value.name)
-            tensors += _tensors_of(Scope(main), value.name)
-        else:
-            tensors.append(value.name)
+    others = [each.name for each in main.output if graph.facts(each).dtype.endswith("_type")]
     if not others:
         return
-    kept = list(dict.fromkeys(tensors))
+    scope = Scope(main)
+    tensors = dict.fromkeys(name for each in main.output for name in _tensors_of(scope, each.name))
+    kept = [name for name in tensors if name not in others]
     names = listing(map(repr, others))
     what = "is no tensor" if len(others) == 1 else "are no tensors"
     yield Problem.at(
@@ -145,34 +140,13 @@ def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
 
 
 def _tensors_of(scope: Scope, output: str) -> list[str]:
-    """The tensors of which nodes make sequences, maps and optional values, up to ``output``."""
+    """The tensors of which nodes make the value ``output``, or itself if it is no sequence or the like."""
     # Which values are no tensors, the operators say: files have types of few values.
     node = scope.maker(output)
-    if node is None or graph.operator(node) not in _MAKERS:
-        return []
-    names = node.input if node.op_type == "SequenceConstruct" else node.input[:1]
-    if node.op_type == "SequenceInsert":
-        names = node.input[:2]
-    result: list[str] = []
-    for name in names:
-        maker = scope.maker(name)
-        inner = maker is not None and graph.operator(maker) in _MAKERS
-        result += _tensors_of(scope, name) if inner else [name]
-    return result
-
-
-_MAKERS = frozenset(
-    {
-        "Optional",
-        "SequenceConstruct",
-        "SequenceEmpty",
-        "SequenceErase",
-        "SequenceInsert",
-        "SplitToSequence",
-        "ai.onnx.ml.ZipMap",
-    }
-)
-"""The operators whose outputs are no tensors."""
+    if node is None or refusals.MAKES.get(graph.operator(node)) not in ("sequence", "optional"):
+        return [output]
+    count = {"SequenceConstruct": len(node.input), "SequenceInsert": 2}.get(node.op_type, 1)
+    return [tensor for name in node.input[:count] for tensor in _tensors_of(scope, name)]
 
 
 def check_fixed(inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ def _likely(
     lacks = request.target.provider.lacks
     # Some EPs take parts of it; where nothing is known of an EP, none is expected.
     refused = DYNAMIC_QUANTIZATION & lacks if lacks else DYNAMIC_QUANTIZATION
-    dynamic = any(graph.operator(node) in refused for node in flow.nodes)
+    dynamic = any(graph.operator(node) in refused for node in flow.counted)
     if dynamic and not request.target.settings.dequantize:
         yield Problem.at(
             spec.key,
@@ -51,7 +51,7 @@ def handle(request: PreviewRequest) -> PreviewReply:
     findings = refusals.find(model, limits)
     refused = {id(each.node): each.reason for each in findings.refused}
     lacks = provider.lacks - (DYNAMIC_QUANTIZATION if request.target.settings.dequantize else set())
-    for node in findings.flow.nodes:
+    for node in findings.flow.counted:
         if graph.operator(node) in lacks:
             refused.setdefault(id(node), "the EP does not have this operator")
     inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
@@ -62,10 +62,10 @@ def handle(request: PreviewRequest) -> PreviewReply:
         *(_likely(findings.flow, model, request) if provider.product == "context" else ()),
     ]
     return PreviewReply(
-        len(findings.flow.nodes),
+        len(findings.flow.counted),
         tuple(
             NodeFacts(node.name, graph.operator(node), refused[id(node)])
-            for node in findings.flow.nodes
+            for node in findings.flow.counted
             if id(node) in refused
         ),
         tuple(problems),

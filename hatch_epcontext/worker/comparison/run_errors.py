@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import onnx
@@ -13,6 +12,7 @@ from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals.conditions import advice
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.sizes import only_sizes_matter
 from hatch_epcontext.worker.dummy.inputs import sized
@@ -55,11 +55,12 @@ def source_failed(spec: Model, fixed: onnx.ModelProto, error: Exception) -> Prob
         )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
-    node = _node(fixed, text)
+    scope = Scope(fixed.graph, nested=True)
+    node = _node(scope, text)
     named: list[TensorFacts] = []
     if node is not None:
         operator = graph.operator(node)
-        named = _inputs_of(node, fixed, inputs)
+        named = _inputs_of(node, scope, inputs)
         reason = text.rsplit("Status Message: ", 1)[-1].strip()
         message = (
             f"the source model itself cannot be run on the CPU: its node {node.name!r} "
@@ -101,40 +102,25 @@ def _without_size(spec: Model, message: str, inputs: Sequence[TensorFacts]) -> P
     )
 
 
-def _node(model: onnx.ModelProto, text: str) -> onnx.NodeProto | None:
+def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
     """The innermost node that the message of ONNX Runtime names, if the model has it."""
-    nodes = {(node.op_type, node.name): node for node in graph.nodes(model.graph) if node.name}
-    made = {output: node for node in graph.nodes(model.graph) for output in node.output if output}
+    nodes = {(node.op_type, node.name): node for node in scope.nodes if node.name}
     # An outer node is named first.
     found = (
-        nodes.get((operator, name)) or made.get(name.removesuffix(_OTHER_LAYOUT))
+        nodes.get((operator, name)) or scope.maker(name.removesuffix(_OTHER_LAYOUT))
         for operator, name in reversed(_FAILED.findall(text))
     )
     return next((node for node in found if node is not None), None)
 
 
 def _inputs_of(
-    node: onnx.NodeProto, model: onnx.ModelProto, inputs: Sequence[TensorFacts]
+    node: onnx.NodeProto, scope: Scope, inputs: Sequence[TensorFacts]
 ) -> list[TensorFacts]:
     """The inputs on which ``node`` depends, the nearest first: those that decide whether it fails."""
     by_name = {each.name: each for each in inputs}
-    producers = {
-        output: each for each in graph.nodes(model.graph) for output in each.output if output
-    }
     deciding = _DECIDING.get(node.op_type)
-    waiting = deque(node.input if deciding is None else node.input[deciding : deciding + 1])
-    seen = set(waiting)
-    found: list[TensorFacts] = []
-    while waiting and len(found) < _MAX_NAMED:
-        name = waiting.popleft()
-        if name in by_name:
-            found.append(by_name[name])
-        producer = producers.get(name)
-        for source in graph.read_by(producer) if producer is not None else ():
-            if source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return found
+    given = node.input if deciding is None else node.input[deciding : deciding + 1]
+    return [by_name[name] for name in scope.ancestors(given) if name in by_name][:_MAX_NAMED]
 
 
 def _other_sizes(inputs: Sequence[TensorFacts], spec: Model) -> tuple[str, tuple[Setting, ...]]:
