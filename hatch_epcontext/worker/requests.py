@@ -18,6 +18,7 @@ from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import (
     Agreement,
     Context,
+    CutResult,
     Magnitude,
     ModelFacts,
     NodeFacts,
@@ -55,18 +56,6 @@ class Request(Generic[ReplyT]):
 @dataclass(frozen=True)
 class CheckReply:
     models: tuple[ModelFacts, ...]
-
-
-@dataclass(frozen=True)
-class CutResult:
-    """What the configuration of one form of a model fixes in the cut model.
-
-    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
-    """
-
-    dims: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-    constants: tuple[str, ...]
 
 
 @dataclass(frozen=True)
