@@ -63,7 +63,7 @@ def _check_model(spec: Model) -> ModelFacts:
     problems = [
         *_check_types(inputs, spec),
         *check_fixed(inputs, spec, eps.get(True)),
-        *_check_left_open(open_inputs, spec, eps.get(False)),
+        *check_fixed(open_inputs, spec, eps.get(False), left_open=True),
     ]
     for target in spec.targets:
         problems += _check_profiles(
@@ -149,38 +149,24 @@ def _tensors_of(scope: Scope, output: str) -> list[str]:
     return [tensor for name in node.input[:count] for tensor in _tensors_of(scope, name)]
 
 
-def check_fixed(inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None) -> Iterator[Problem]:
-    """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
-    for each in inputs if ep else ():
-        if each.is_fixed:
-            continue
-        assert ep is not None
-        yield Problem.at(
-            place_of_sizes(each, spec),
-            Kind.OPEN_DIMENSION,
-            open_dimension_message(each, ep),
-            how_to_fix(each),
-            *sizes_to_fix(each, spec),
-        )
-
-
-def _check_left_open(
-    inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None
+def check_fixed(
+    inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None, *, left_open: bool = False
 ) -> Iterator[Problem]:
-    """The inputs for ``ep``, which takes only fixed shapes, although its target leaves them open."""
-    for each, fixed in zip(inputs, sized(inputs, spec), strict=True) if ep else ():
-        if each.is_fixed:
+    """The open inputs for ``ep``, which takes only fixed shapes; None where no EP needs them.
+
+    ``left_open``: whether its target leaves them open, although there may be sizes for them.
+    """
+    for each, fixed in zip(inputs, sized(inputs, spec), strict=True):
+        if ep is None or each.is_fixed:
             continue
-        assert ep is not None
-        yield Problem.at(
-            spec.key,
-            Kind.OPEN_DIMENSION,
-            f"{open_dimension_message(each, ep)} It is left open because static-shapes is false.",
-            "Remove static-shapes = false."
-            if fixed.is_fixed
-            else f"Remove static-shapes = false, too. {how_to_fix(fixed)}",
-            *([] if fixed.is_fixed else sizes_to_fix(fixed, spec)),
-        )
+        place, message = place_of_sizes(each, spec), open_dimension_message(each, ep)
+        hint = "" if fixed.is_fixed else how_to_fix(fixed)
+        if left_open:
+            place = spec.key
+            message += " It is left open because static-shapes is false."
+            hint = f"Remove static-shapes = false{', too' if hint else ''}. {hint}".strip()
+        settings = [] if fixed.is_fixed else sizes_to_fix(fixed, spec)
+        yield Problem.at(place, Kind.OPEN_DIMENSION, message, hint, *settings)
 
 
 def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:

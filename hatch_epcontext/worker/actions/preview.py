@@ -57,7 +57,7 @@ def handle(request: PreviewRequest) -> PreviewReply:
     inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
     fixed_for = provider.ep if provider.static_shapes else None
     problems = [
-        *check_fixed(inputs, spec, fixed_for),
+        *check_fixed(inputs, spec, fixed_for, left_open=not spec.static_shapes),
         *not_compilable(model, spec, [request.target]),
         *(_likely(findings.flow, model, request) if provider.product == "context" else ()),
     ]

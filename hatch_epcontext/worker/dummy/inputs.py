@@ -43,9 +43,14 @@ def dummy_inputs(
         return generated_inputs("random", inputs, spec, ranges or {})
     if (same := _SAME.get(spec.validate.inputs)) is not None:
         return generated_inputs("zeros", inputs, spec, {each.name: same for each in inputs})
-    path = Path(spec.validate.inputs)
-    found = _read(path, inputs, spec)
-    return {each.name: _checked(found, each, path, spec) for each in inputs}
+    path, key = Path(spec.validate.inputs), _key(spec)
+    found = read_arrays(path, inputs, key)
+    arrays = {each.name: array_for(found, each, path, key) for each in inputs}
+    for each in inputs:
+        array = arrays[each.name]
+        if array.dtype != numpy_dtype(each.dtype) or not each.takes(array.shape):
+            raise misfit(array, each, path, key)
+    return arrays
 
 
 def generated_inputs(
@@ -82,7 +87,7 @@ def expected_outputs(outputs: Sequence[TensorFacts], spec: Model) -> dict[str, A
     path = Path(spec.validate.inputs)
     if spec.validate.inputs in SYNTHETIC or not path.is_dir():
         return {}
-    return read_folder(path, "output", outputs, _key(spec))
+    return _read_folder(path, "output", outputs, _key(spec))
 
 
 def constant(spec: Model, facts: TensorFacts) -> Array:
@@ -147,12 +152,12 @@ _UNREADABLE = (
 )
 
 
-def _read(path: Path, inputs: Sequence[TensorFacts], spec: Model) -> dict[str, Array]:
-    key = _key(spec)
-    return read_folder(path, "input", inputs, key) if path.is_dir() else read_npz(path, key)
+def read_arrays(path: Path, inputs: Sequence[TensorFacts], key: Key) -> dict[str, Array]:
+    """Return the arrays in an ``.npz`` or a folder; raises ModelError, at ``key``, if it is none."""
+    return _read_folder(path, "input", inputs, key) if path.is_dir() else _read_npz(path, key)
 
 
-def read_npz(path: Path, key: Key) -> dict[str, Array]:
+def _read_npz(path: Path, key: Key) -> dict[str, Array]:
     """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is none."""
     _refuse_pipe(path, key)
     try:
@@ -177,7 +182,7 @@ def _plain_array(found: object) -> Array:
     return found
 
 
-def read_folder(
+def _read_folder(
     path: Path, prefix: str, tensors: Sequence[TensorFacts], key: Key
 ) -> dict[str, Array]:
     """Return ONNX's test data: ``<prefix>_<n>.pb`` for the tensor that it names, or else the n-th.
@@ -211,18 +216,21 @@ def _refuse_pipe(path: Path, key: Key) -> None:
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
 
 
-def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: Model) -> Array:
+def array_for(found: Mapping[str, Array], tensor: TensorFacts, path: Path, key: Key) -> Array:
+    """The array for an input in the file ``path``; raises ModelError, at ``key``, if there is none."""
     if tensor.name not in found:
-        raise _invalid(
-            spec,
-            f"{path.name} has no array for the input {tensor.name!r}.",
-            f"It has: {', '.join(sorted(found)) or 'none'}.",
-        )
-    array = found[tensor.name]
-    if array.dtype != numpy_dtype(tensor.dtype) or not tensor.takes(array.shape):
-        raise _invalid(
-            spec,
-            f"{path.name} has {array.dtype.name} {list(array.shape)} for the input "
-            f"{tensor.name!r}, which takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}.",
-        )
-    return array
+        message = f"{path.name} has no array for the input {tensor.name!r}."
+        hint = f"It has: {', '.join(sorted(found)) or 'none'}."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+    return found[tensor.name]
+
+
+def misfit(
+    array: Array, tensor: TensorFacts, path: Path, key: Key, hint: str | None = None
+) -> ModelError:
+    """The error at ``key`` for an ``array`` of the file ``path`` that an input does not take."""
+    message = (
+        f"{path.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
+        f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
+    )
+    return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
