@@ -9,8 +9,7 @@ import onnx
 import onnx.inliner
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
+from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
 from hatch_epcontext.graph.scope import Scope, Types
 
 

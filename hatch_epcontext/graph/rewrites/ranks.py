@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, remove_unused, replace
-from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, remove_unused, replace
 from hatch_epcontext.graph.scope import Scope, Types
 
 _FEW = 4

@@ -15,15 +15,18 @@ from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.states import state_pairs
-from hatch_epcontext.worker.configured import feeds_for, fix_constants, fix_shapes, unknown_name
-from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.facts import ModelFacts
-from hatch_epcontext.worker.open_sizes import (
+from hatch_epcontext.worker.configured import (
+    feeds_for,
+    fix_constants,
+    fix_shapes,
     how_to_fix,
     open_dimension_message,
     place_of_sizes,
     sizes_to_fix,
+    unknown_name,
 )
+from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.facts import ModelFacts
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 

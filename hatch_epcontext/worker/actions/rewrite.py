@@ -12,9 +12,9 @@ import onnxruntime as ort
 from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
-from hatch_epcontext.graph.rewrites.base import Rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
 from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
