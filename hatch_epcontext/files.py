@@ -170,17 +170,24 @@ def _lock(marker: int) -> bool:
     return True
 
 
+def mounts() -> list[list[str]]:
+    """The fields of each mount of this process as proc_pid_mountinfo(5) numbers them, from 0; those behind
+    the optional ones, which are left out, follow. Raises OSError where the system has no such list.
+    """
+    text = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+    lines = (line.partition(" - ") for line in text.splitlines())
+    return [[*mount.split(" ")[:6], *rest.split(" ", 2)] for mount, _, rest in lines]
+
+
 def _has_mounts(folder: Path) -> bool:
     """Whether something is mounted below ``folder``, which would be emptied too."""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    except OSError:
-        return False
     # Not `Path.resolve`, which raises where this user may not look.
-    inside = os.fsencode(os.path.realpath(folder)) + b"/"
-    # Escaped as the system does it: see proc_pid_mountinfo(5).
-    inside = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], inside)
-    return any(mount.split(b" ")[4].startswith(inside) for mount in mounts)
+    inside = f"{os.path.realpath(folder)}/"
+    # Escaped as the system does it.
+    inside = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", inside)
+    with contextlib.suppress(OSError):
+        return any(mount[4].startswith(inside) for mount in mounts())
+    return False
 
 
 def _remove(folder: Path, marker: int) -> None:

@@ -144,18 +144,15 @@ def describe(refused: Sequence[Refused]) -> str:
 
 
 def _describe(why: str, refused: Sequence[Refused]) -> str:
-    operators = _operators(Counter(graph.operator(each.node) for each in refused))
-    deciders = list(dict.fromkeys(repr(each.decider) for each in refused if each.decider))
-    more = len(deciders) - _MAX_NAMES
-    which = ", ".join(deciders[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
-    return f"{operators} {why} {which}".rstrip()
+    numbers = Counter(graph.operator(each.node) for each in refused)
+    deciders = dict.fromkeys(repr(each.decider) for each in refused if each.decider)
+    which = listing(deciders, _MAX_NAMES) if deciders else ""
+    return f"{listing(numbered(numbers), _MAX_NAMES)} {why} {which}".rstrip()
 
 
-def _operators(operators: Counter[str]) -> str:
-    names = [name if number == 1 else f"{number} {name}" for name, number in operators.items()]
-    more = len(names) - _MAX_NAMES
-    shown = ", ".join(names[:_MAX_NAMES])
-    return f"{shown} and {count(more, 'other operator')}" if more > 0 else shown
+def numbered(operators: Counter[str]) -> list[str]:
+    """How many of each operator there are: ``["2 Loop", "Shape"]``."""
+    return [op if number == 1 else f"{number} {op}" for op, number in operators.items()]
 
 
 def _advice(
