@@ -159,7 +159,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
     ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
-    the source if its numbers were changed.
+    the source if its numbers were changed. With an ``unroll_limit`` loops and layers of known length are
+    unrolled instead, up to so many nodes.
     """
 
     model: Model
@@ -170,20 +171,10 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     compare: bool
     reference: str | None = None
     tolerance: Tolerance | None = None
+    unroll_limit: int | None = None
 
     def misfit(self, reply: RewriteReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path,)))
-
-
-@dataclass(frozen=True)
-class UnrollRequest(Request[RewriteReply], action="unroll"):
-    """Unroll the loops and layers of known length that ``rewrite`` names, up to ``limit`` nodes."""
-
-    rewrite: RewriteRequest
-    limit: int
-
-    def misfit(self, reply: RewriteReply) -> str | None:
-        return self.rewrite.misfit(reply)
 
 
 @dataclass(frozen=True)
