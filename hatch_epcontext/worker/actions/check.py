@@ -35,9 +35,9 @@ def handle(request: CheckRequest) -> CheckReply:
     """Return the facts of all models; raises ModelError with all problems of all models."""
     models = []
     problems: list[Problem] = []
-    for spec in request.models:
+    for model in request.models:
         try:
-            models.append(_check_model(spec))
+            models.append(_check_model(model))
         except ModelError as error:
             problems += error.problems
     if problems:
@@ -46,56 +46,56 @@ def handle(request: CheckRequest) -> CheckReply:
     return CheckReply(tuple(models))
 
 
-def _check_model(spec: Model) -> ModelFacts:
-    step(f"reading {spec.path.name}")
-    model = reading.read(spec.path, spec.key)
-    data = external.external_data(model, spec.path.parent, spec.key)
-    own_inputs = _inputs(model)
-    fix_constants(model, spec)
-    open_inputs = _inputs(model)
-    if spec.static_shapes:
-        fix_shapes(model, spec)
-    inputs = _inputs(model)
-    outputs_problems = list(_check_outputs(model.graph, spec))
+def _check_model(model: Model) -> ModelFacts:
+    step(f"reading {model.path.name}")
+    onnx_model = reading.read(model.path, model.key)
+    data = external.external_data(onnx_model, model.path.parent, model.key)
+    own_inputs = _inputs(onnx_model)
+    fix_constants(onnx_model, model)
+    open_inputs = _inputs(onnx_model)
+    if model.static_shapes:
+        fix_shapes(onnx_model, model)
+    inputs = _inputs(onnx_model)
+    outputs_problems = list(_check_outputs(onnx_model.graph, model))
     # The EPs that take only fixed shapes, by whether their targets fix them.
     eps = {
         target.settings.static_shapes: target.settings.ep
-        for target in spec.targets
+        for target in model.targets
         if target.provider.static_shapes
     }
     problems = [
-        *_check_types(inputs, spec),
-        *check_fixed(inputs, spec, eps.get(True)),
-        *check_fixed(open_inputs, spec, eps.get(False), left_open=True),
+        *_check_types(inputs, model),
+        *check_fixed(inputs, model, eps.get(True)),
+        *check_fixed(open_inputs, model, eps.get(False), left_open=True),
     ]
-    for target in spec.targets:
+    for target in model.targets:
         problems += _check_profiles(
             target, inputs if target.settings.static_shapes else open_inputs
         )
-    refused = list(not_compilable(model, spec, spec.targets))
+    refused = list(not_compilable(onnx_model, model, model.targets))
     # Other outputs do not help where nothing is worth compiling; otherwise what makes them is refused too.
     hopeless = [each for each in refused if not each.settings]
     problems += hopeless or outputs_problems or refused
     if problems:
         raise ModelError(*problems)
-    state_pairs(model, spec.validate.states, spec.key / "validate" / "states")
+    state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Dummy inputs that do not fit are an error before anything is compiled.
-    feeds_for(model, spec)
-    outputs = tuple(map(graph.facts, model.graph.output))
+    feeds_for(onnx_model, model)
+    outputs = tuple(map(graph.facts, onnx_model.graph.output))
     # `fix_constants` made them initializers.
     constants = tuple(
         TensorFacts(facts.name, facts.dtype, tuple(value.dims))
         for facts in own_inputs
-        for value in model.graph.initializer
-        if value.name == facts.name and facts.name in spec.constants
+        for value in onnx_model.graph.initializer
+        if value.name == facts.name and facts.name in model.constants
     )
-    return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(model))
+    return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(onnx_model))
 
 
 def not_compilable(
-    model: onnx.ModelProto, spec: Model, targets: Iterable[Target]
+    onnx_model: onnx.ModelProto, model: Model, targets: Iterable[Target]
 ) -> Iterator[Problem]:
-    """Yield a problem for each of ``targets`` that ``model``, with its constants, cannot become whole for.
+    """Yield a problem for each of ``targets`` for which the model, with its constants, cannot become whole.
 
     Only where its coverage stays below the target's ``min_coverage`` whatever preparation does.
     """
@@ -103,9 +103,9 @@ def not_compilable(
         provider = target.provider
         if provider.limits is None or provider.product != "context" or target.from_cache:
             continue
-        findings = refusals.find(model, provider.limits)
+        findings = refusals.find(onnx_model, provider.limits)
         if findings.share < target.min_coverage:
-            problem = refusals.problem(model, findings, provider.ep, spec.key, target.key)
+            problem = refusals.problem(onnx_model, findings, provider.ep, model.key, target.key)
             yield replace(problem, targets=(target.name,))
 
 
@@ -113,17 +113,17 @@ def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
     return tuple(map(graph.facts, graph.inputs(model.graph)))
 
 
-def _check_types(inputs: tuple[TensorFacts, ...], spec: Model) -> Iterator[Problem]:
+def _check_types(inputs: tuple[TensorFacts, ...], model: Model) -> Iterator[Problem]:
     for each in inputs:
         if each.dtype.endswith("_type") or each.dtype in ("unknown", "undefined"):
             yield Problem.at(
-                spec.key,
+                model.key,
                 Kind.UNSUPPORTED_INPUT,
                 f"the input {each.name!r} is not a tensor: {each.dtype}.",
             )
 
 
-def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
+def _check_outputs(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
     """The outputs that are no tensors, each with the tensors that it is made of."""
     others = [each.name for each in main.output if graph.facts(each).dtype.endswith("_type")]
     if not others:
@@ -134,11 +134,11 @@ def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
     names = listing(map(repr, others))
     what = "is no tensor" if len(others) == 1 else "are no tensors"
     yield Problem.at(
-        spec.key,
+        model.key,
         Kind.UNSUPPORTED_OUTPUT,
         f"the output {names} {what}, but a sequence, a map or an optional value, which no EP compiles.",
         "Keep these tensors as the outputs instead." if kept else "Change the model there.",
-        *([Setting(spec.key / "cut", {"outputs": kept})] if kept else []),
+        *([Setting(model.key / "cut", {"outputs": kept})] if kept else []),
     )
 
 
@@ -153,22 +153,22 @@ def _tensors_of(scope: Scope, output: str) -> list[str]:
 
 
 def check_fixed(
-    inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None, *, left_open: bool = False
+    inputs: tuple[TensorFacts, ...], model: Model, ep: str | None, *, left_open: bool = False
 ) -> Iterator[Problem]:
     """The open inputs for ``ep``, which takes only fixed shapes; None where no EP needs them.
 
     ``left_open``: whether its target leaves them open, although there may be sizes for them.
     """
-    for each, fixed in zip(inputs, sized(inputs, spec), strict=True):
+    for each, fixed in zip(inputs, sized(inputs, model), strict=True):
         if ep is None or each.is_fixed:
             continue
-        place, message = place_of_sizes(each, spec), open_dimension_message(each, ep)
+        place, message = place_of_sizes(each, model), open_dimension_message(each, ep)
         hint = "" if fixed.is_fixed else how_to_fix(fixed)
         if left_open:
-            place = spec.key
+            place = model.key
             message += " It is left open because static-shapes is false."
             hint = f"Remove static-shapes = false{', too' if hint else ''}. {hint}".strip()
-        settings = [] if fixed.is_fixed else sizes_to_fix(fixed, spec)
+        settings = [] if fixed.is_fixed else sizes_to_fix(fixed, model)
         yield Problem.at(place, Kind.OPEN_DIMENSION, message, hint, *settings)
 
 

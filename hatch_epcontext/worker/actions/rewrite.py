@@ -189,17 +189,21 @@ class _RewriteSession:
         """Raise BuildError if ``session`` gives other results than the source, where that is compared."""
         if self.expected is None:
             return
-        spec, what = self.request.model, "the rewritten model on the CPU"
+        model, what = self.request.model, "the rewritten model on the CPU"
         tolerance, expected = self.request.tolerance, self.expected
         if tolerance is not None:
             expected = for_other_numbers(expected)
-        check_runs(session, expected, tolerance or SIMPLIFIED, spec, what, "the source model's")
+        check_runs(session, expected, tolerance or SIMPLIFIED, model, what, "the source model's")
 
     def _compare_branches(
-        self, model: onnx.ModelProto, conditions: tuple[str, ...], expected: Reference, folder: Path
+        self,
+        onnx_model: onnx.ModelProto,
+        conditions: tuple[str, ...],
+        expected: Reference,
+        folder: Path,
     ) -> None:
-        """Compare ``model`` with the prepared one where ``conditions`` are true, and where they are not."""
-        spec, source = self.request.model, Path(self.request.prepared).parent
+        """Compare the model with the prepared one where ``conditions`` are true, and where they are not."""
+        model, source = self.request.model, Path(self.request.prepared).parent
         before, after = (
             open_session(
                 self._save(
@@ -207,15 +211,15 @@ class _RewriteSession:
                 ),
                 cpu_options(),
             )
-            for name, each in (("branches-before", self.read()), ("branches-after", model))
+            for name, each in (("branches-before", self.read()), ("branches-after", onnx_model))
         )
         shapes = {each.name: each.shape for each in before.get_inputs()}
         for fed in assignments(conditions, shapes):
             for each in expected.runs:
                 feeds = {**each.feeds[0], **fed}
-                wanted = run_model(before, feeds, spec, "a branch of the model on the CPU")
-                outputs = run_model(after, feeds, spec, "the rewritten branch on the CPU")
-                check_outputs(outputs, wanted, SIMPLIFIED, spec, "the branch's")
+                wanted = run_model(before, feeds, model, "a branch of the model on the CPU")
+                outputs = run_model(after, feeds, model, "the rewritten branch on the CPU")
+                check_outputs(outputs, wanted, SIMPLIFIED, model, "the branch's")
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""

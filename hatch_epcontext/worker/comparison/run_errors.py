@@ -38,7 +38,7 @@ _DECIDING = {
 """The operand because of which a node of these operators fails."""
 
 
-def source_failed(spec: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
+def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
     """The problem of a source model for which ONNX Runtime raised ``error``.
 
     ``fixed``: the model with what its configuration fixes.
@@ -47,12 +47,12 @@ def source_failed(spec: Model, fixed: onnx.ModelProto, error: Exception) -> Prob
     if _NOT_LOADED in text:
         reason = text.split(_NOT_LOADED, 1)[1]
         return Problem.at(
-            spec.key,
+            model.key,
             Kind.SOURCE_FAILED,
             "the source model itself cannot be run on the CPU, because ONNX Runtime cannot load it: "
             f"{reason}",
             "Mend the model, or switch off the comparison.",
-            Setting(spec.key / "validate" / "tolerance", False),
+            Setting(model.key / "validate" / "tolerance", False),
         )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
@@ -68,34 +68,34 @@ def source_failed(spec: Model, fixed: onnx.ModelProto, error: Exception) -> Prob
             f"({operator}) fails: {reason}{'' if reason.endswith('.') else '.'}"
         )
         if _only_sizes_matter(node, fixed.graph):
-            hint, settings = _other_sizes(inputs, spec)
-            return Problem.at(spec.key, Kind.SOURCE_FAILED, message, hint, *settings)
+            hint, settings = _other_sizes(inputs, model)
+            return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint, *settings)
         if named:
             names = listing(repr(each.name) for each in named)
             message += (
                 f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
             )
-    if without_size := [each for each in sized(inputs, spec) if not each.is_fixed]:
-        return _without_size(spec, message, without_size)
-    hint, settings = (not spec.constants and advice(fixed.graph, spec.key)) or ("", ())
+    if without_size := [each for each in sized(inputs, model) if not each.is_fixed]:
+        return _without_size(model, message, without_size)
+    hint, settings = (not model.constants and advice(fixed.graph, model.key)) or ("", ())
     return Problem.at(
-        spec.key,
+        model.key,
         Kind.SOURCE_FAILED,
         message,
-        f"{hint}\n{_hint(named, spec)}".strip(),
+        f"{hint}\n{_hint(named, model)}".strip(),
         *settings,
-        *_settings(named, spec),
-        Setting(spec.key / "validate" / "tolerance", False),
+        *_settings(named, model),
+        Setting(model.key / "validate" / "tolerance", False),
     )
 
 
-def _without_size(spec: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
+def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
     """The problem if open dimensions of ``inputs``, which have no size, can be the cause."""
     names = listing(repr(each.name) for each in inputs)
     dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
-    settings = [each for tensor in inputs for each in sizes_to_fix(tensor, spec)]
+    settings = [each for tensor in inputs for each in sizes_to_fix(tensor, model)]
     return Problem.at(
-        place_of_sizes(inputs[0], spec),
+        place_of_sizes(inputs[0], model),
         Kind.SOURCE_FAILED,
         f"{message}\nOpen dimensions {dimensions} no size in the configuration, and get 1.",
         "Give them the sizes that the app feeds.",
@@ -124,59 +124,59 @@ def _inputs_of(
     return [by_name[name] for name in scope.ancestors(given) if name in by_name][:_MAX_NAMED]
 
 
-def _other_sizes(inputs: Sequence[TensorFacts], spec: Model) -> tuple[str, tuple[Setting, ...]]:
+def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tuple[Setting, ...]]:
     """What to do where no values help, because the sizes of the inputs do not fit the model."""
-    given = sized(inputs, spec)
+    given = sized(inputs, model)
     sizes = ", ".join(f"{each.name}: {each.shape_text}" for each in given)
     whole = f"No values help: the model does not take inputs of these sizes ({sizes})."
-    if spec.validate.inputs not in SYNTHETIC:
-        return f"{whole} Give others.", (Setting(spec.key / "validate" / "inputs"),)
+    if model.validate.inputs not in SYNTHETIC:
+        return f"{whole} Give others.", (Setting(model.key / "validate" / "inputs"),)
     if not all(each.is_fixed for each in given):
         whole = (
             f"No values help: the sizes that were chosen for open dimensions ({sizes}) do not fit."
         )
-        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(given, spec))
-    if spec.dims or spec.shapes:
-        names = [name for name in ("dims", "shapes") if getattr(spec, name)]
+        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(given, model))
+    if model.dims or model.shapes:
+        names = [name for name in ("dims", "shapes") if getattr(model, name)]
         hint = f"{whole} Give the sizes that the app feeds."
-        return hint, tuple(Setting(spec.place(name)) for name in names)
+        return hint, tuple(Setting(model.place(name)) for name in names)
     return f"{whole} They are those in its file: mend the model.", ()
 
 
-def _open_sizes(inputs: Sequence[TensorFacts], spec: Model) -> Iterator[Setting]:
+def _open_sizes(inputs: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
     """The settings for the dimensions of ``inputs`` that are open."""
     for name in dict.fromkeys(size for each in inputs for size in each.shape):
         if isinstance(name, str):
-            yield Setting(spec.place("dims") / name)
+            yield Setting(model.place("dims") / name)
     for each in inputs:
         if None in each.shape:
-            yield Setting(spec.place("shapes") / each.name)
+            yield Setting(model.place("shapes") / each.name)
 
 
 def _is_number(facts: TensorFacts) -> bool:
     return "int" in facts.dtype and all(size == 1 for size in facts.shape)
 
 
-def _hint(named: Sequence[TensorFacts], spec: Model) -> str:
-    given = "random" if spec.validate.inputs == "random" else spec.validate.inputs
+def _hint(named: Sequence[TensorFacts], model: Model) -> str:
+    given = "random" if model.validate.inputs == "random" else model.validate.inputs
     if not named:
         return "Give inputs that the model takes, or switch off the comparison."
     numbers = [each.name for each in named if _is_number(each)]
     whole = f"Give inputs that it takes instead of {given} ones"
     if numbers:
         whole += f", or a value that never changes for {listing(map(repr, numbers))}"
-    sizes = ", or other sizes" if spec.dims or spec.shapes else ""
+    sizes = ", or other sizes" if model.dims or model.shapes else ""
     return f"{whole}{sizes}, or switch off the comparison."
 
 
-def _settings(named: Sequence[TensorFacts], spec: Model) -> Iterator[Setting]:
-    yield Setting(spec.key / "validate" / "inputs")
+def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
+    yield Setting(model.key / "validate" / "inputs")
     if any(_is_number(each) for each in named):
-        yield Setting(spec.key / "constants")
-    if spec.dims:
-        yield Setting(spec.place("dims"))
-    elif spec.shapes:
-        yield Setting(spec.place("shapes"))
+        yield Setting(model.key / "constants")
+    if model.dims:
+        yield Setting(model.place("dims"))
+    elif model.shapes:
+        yield Setting(model.place("shapes"))
 
 
 _OF_EQUAL_SIZES = (

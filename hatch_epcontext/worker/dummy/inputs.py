@@ -29,21 +29,21 @@ _MAX_VALUES = 2**29
 
 
 def dummy_inputs(
-    inputs: Sequence[TensorFacts], spec: Model, ranges: Mapping[str, Range] | None = None
+    inputs: Sequence[TensorFacts], model: Model, ranges: Mapping[str, Range] | None = None
 ) -> dict[str, Array]:
-    """Return an array for each of ``inputs``, of its shape and dtype, as ``spec.validate.inputs`` says.
+    """Return an array for each of ``inputs``, of its shape and dtype, as ``model.validate.inputs`` says.
 
     These are ``"ones"``, ``"zeros"``, ``"random"``, or the path of an ``.npz`` or of a folder
     with ``input_*.pb``. Random values are the same in every run, and within their range in ``ranges``:
     without one, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one
-    of two words. An open dimension gets its size in ``spec``, or else 1. Raises ModelError when the file
+    of two words. An open dimension gets its size in ``model``, or else 1. Raises ModelError when the file
     does not fit the model, or a dtype cannot be generated.
     """
-    if spec.validate.inputs == "random":
-        return generated_inputs("random", inputs, spec, ranges or {})
-    if (same := _SAME.get(spec.validate.inputs)) is not None:
-        return generated_inputs("zeros", inputs, spec, {each.name: same for each in inputs})
-    path, key = Path(spec.validate.inputs), _key(spec)
+    if model.validate.inputs == "random":
+        return generated_inputs("random", inputs, model, ranges or {})
+    if (same := _SAME.get(model.validate.inputs)) is not None:
+        return generated_inputs("zeros", inputs, model, {each.name: same for each in inputs})
+    path, key = Path(model.validate.inputs), _key(model)
     found = read_arrays(path, inputs, key)
     arrays = {each.name: array_for(found, each, path, key) for each in inputs}
     for each in inputs:
@@ -56,21 +56,21 @@ def dummy_inputs(
 def generated_inputs(
     name: SampleName,
     inputs: Sequence[TensorFacts],
-    spec: Model,
+    model: Model,
     ranges: Mapping[str, Range],
 ) -> dict[str, Array]:
     """Return synthetic values of the kind ``name`` for ``inputs``; see `dummy_inputs`."""
     rng = np.random.default_rng(_SEED)
     return {
-        each.name: _generate(name, each, rng, ranges.get(each.name), spec)
-        for each in sized(inputs, spec)
+        each.name: _generate(name, each, rng, ranges.get(each.name), model)
+        for each in sized(inputs, model)
     }
 
 
-def sized(inputs: Sequence[TensorFacts], spec: Model) -> list[TensorFacts]:
-    """Return ``inputs`` with the sizes that ``spec`` has for their open dimensions."""
-    shapes = {e.name: spec.shapes.get(e.name, e.shape) for e in inputs}
-    sizes: dict[Size, Size] = dict(spec.dims.items())
+def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:
+    """Return ``inputs`` with the sizes that ``model`` has for their open dimensions."""
+    shapes = {e.name: model.shapes.get(e.name, e.shape) for e in inputs}
+    sizes: dict[Size, Size] = dict(model.dims.items())
     for each in inputs:
         # A named dimension has one size in the whole model.
         for size, given in zip(each.shape, shapes[each.name], strict=True):
@@ -82,31 +82,31 @@ def sized(inputs: Sequence[TensorFacts], spec: Model) -> list[TensorFacts]:
     ]
 
 
-def expected_outputs(outputs: Sequence[TensorFacts], spec: Model) -> dict[str, Array]:
+def expected_outputs(outputs: Sequence[TensorFacts], model: Model) -> dict[str, Array]:
     """Return the outputs that ONNX's test data record: ``output_*.pb`` beside the inputs, if any."""
-    path = Path(spec.validate.inputs)
-    if spec.validate.inputs in SYNTHETIC or not path.is_dir():
+    path = Path(model.validate.inputs)
+    if model.validate.inputs in SYNTHETIC or not path.is_dir():
         return {}
-    return _read_folder(path, "output", outputs, _key(spec))
+    return _read_folder(path, "output", outputs, _key(model))
 
 
-def constant(spec: Model, facts: TensorFacts) -> Array:
-    """Return the constant of ``spec`` for an input: of its dtype, and of its rank if it is one number.
+def constant(model: Model, facts: TensorFacts) -> Array:
+    """Return the constant of ``model`` for an input: of its dtype, and of its rank if it is one number.
 
     Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
     """
-    array: Array = np.asarray(spec.constants[facts.name], dtype=numpy_dtype(facts.dtype))
+    array: Array = np.asarray(model.constants[facts.name], dtype=numpy_dtype(facts.dtype))
     if len(facts.shape) != array.ndim and array.size == 1:
         array = array.reshape([1] * len(facts.shape))
     return array
 
 
-def _key(spec: Model) -> Key:
-    return spec.key / "validate" / "inputs"
+def _key(model: Model) -> Key:
+    return model.key / "validate" / "inputs"
 
 
-def _invalid(spec: Model, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
-    return ModelError(Problem.at(_key(spec), Kind.INVALID_INPUTS, message, hint, *settings))
+def _invalid(model: Model, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
+    return ModelError(Problem.at(_key(model), Kind.INVALID_INPUTS, message, hint, *settings))
 
 
 def _generate(
@@ -114,7 +114,7 @@ def _generate(
     tensor: TensorFacts,
     rng: np.random.Generator,
     range_: Range | None,
-    spec: Model,
+    model: Model,
 ) -> Array:
     count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
@@ -122,7 +122,7 @@ def _generate(
             return values(name, tensor, range_ or assumed_range(tensor), rng)
     except TypeError:
         raise _invalid(
-            spec,
+            model,
             f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
             "Give an .npz with an array for each input.",
         ) from None
@@ -130,11 +130,11 @@ def _generate(
         # NumPy's errors for a size that it cannot count, and for more memory than there is.
         pass
     raise _invalid(
-        spec,
+        model,
         f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
         "Check the sizes of the model's inputs.",
-        Setting(spec.place("dims")),
-        Setting(spec.place("shapes")),
+        Setting(model.place("dims")),
+        Setting(model.place("shapes")),
     )
 
 
