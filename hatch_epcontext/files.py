@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO
 
 from hatch_epcontext.text import show_size
@@ -425,6 +425,16 @@ def is_portable(name: str) -> bool:
     return not re.search(r'[\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]', name) and all(
         part and part[-1] not in ". " and not _DEVICES.match(part) for part in name.split("/")
     )
+
+
+def is_inside(path: str) -> bool:
+    """Whether the relative ``path`` stays in its folder, on any system; also if it is the folder."""
+    pure, windows = PurePosixPath(path), PureWindowsPath(path)
+    if not path or pure.is_absolute() or windows.drive or windows.root:
+        return False
+    # Joined to a folder a part can become a drive, and Windows takes ".. " for the parent folder.
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
+    return all(part.strip(". ") and not PureWindowsPath(part).drive for part in parts)
 
 
 def is_sha256(text: str) -> bool:
