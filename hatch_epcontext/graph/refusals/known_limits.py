@@ -165,14 +165,14 @@ def _advice(
     rest = [n for n in findings.flow.counted if not refused.intersection(n.output)]
     if all(node.op_type in _TRIVIAL for node in rest):
         return 'Nothing else is worth compiling: use the cpu provider (provider = "cpu").', ()
-    after, before = _reached(findings, refused), _reached(findings, refused, backward=True)
-    if not any(after.intersection(node.output) for node in rest):
+    made = {name for node in rest for name in node.output if name}
+    if refused.isdisjoint(findings.flow.ancestors(made)):
         outputs = _last_outputs(model, rest, findings, refused)
         cut: dict[str, Any] | None = {"outputs": outputs}
         hint = (
             f"Keep the part before them, up to {_quoted(outputs)}, and compute the rest in the app."
         )
-    elif not any(before.intersection(node.output) for node in rest):
+    elif made.isdisjoint(findings.flow.ancestors(refused)):
         used = {name for node in rest for name in node.input}
         inputs = sorted(used & refused)
         cut = {"inputs": inputs}
@@ -195,16 +195,6 @@ def _frozen(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | N
         found |= by.inputs
     whole = Decided(found)
     return f"Freeze {whole}, which decides it.", whole.settings(key)
-
-
-def _reached(findings: Findings, names: set[str], *, backward: bool = False) -> set[str]:
-    """The values that depend on those called ``names``; with ``backward`` those that these depend on."""
-    found = set(names)
-    for node in reversed(findings.flow.counted) if backward else findings.flow.counted:
-        given, taken = (node.output, node.input) if backward else (node.input, node.output)
-        if found.intersection(given):
-            found.update(filter(None, taken))
-    return found
 
 
 def _last_outputs(
