@@ -487,19 +487,15 @@ TRIALS: Mapping[str, str] = {
 }
 """The graphs that an unknown EP is tried with, by name, and what each is."""
 
-
-@dataclass(frozen=True)
-class TrialGraph:
-    """One of `TRIALS`. ``dims``: sizes for dummy inputs where it leaves dimensions open."""
-
-    name: str
-    path: str
-    dims: Mapping[str, int]
+TRIAL_DIMS: Mapping[str, Mapping[str, int]] = {"dynamic": {"batch": 3}}
+"""Sizes for dummy inputs of those of `TRIALS` that leave dimensions open."""
 
 
 @dataclass(frozen=True)
 class TrialsReply:
-    graphs: tuple[TrialGraph, ...]
+    """The absolute path of each graph, by its name."""
+
+    paths: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -510,9 +506,9 @@ class TrialsRequest(Request[TrialsReply], action="trials"):
     folder: str
 
     def misfit(self, reply: TrialsReply) -> str | None:
-        if tuple(each.name for each in reply.graphs) != self.names:
+        if reply.paths.keys() != {*self.names}:
             return "it is about other graphs"
-        return _misfit_files(self.folder, (each.path for each in reply.graphs))
+        return _misfit_files(self.folder, reply.paths.values())
 
 
 @dataclass(frozen=True)

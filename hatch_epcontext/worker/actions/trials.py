@@ -10,7 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.requests import TrialGraph, TrialsReply, TrialsRequest
+from hatch_epcontext.worker.requests import TrialsReply, TrialsRequest
 
 _VERSIONS = '<ir_version: 8, opset_import: ["" : 17]>'
 """Old enough for all plugin EPs, and the oldest opset with LayerNormalization."""
@@ -105,12 +105,10 @@ _GRAPHS: Mapping[str, str] = {
 
 def handle(request: TrialsRequest) -> TrialsReply:
     """Write the request's graphs."""
-    made = []
-    for name in request.names:
-        path = Path(request.folder, f"{name}.onnx")
+    paths = {name: str(Path(request.folder, f"{name}.onnx")) for name in request.names}
+    for name, path in paths.items():
         onnx.save(_model(name), path)
-        made.append(TrialGraph(name, str(path), {"batch": 3} if name == "dynamic" else {}))
-    return TrialsReply(tuple(made))
+    return TrialsReply(paths)
 
 
 def _model(name: str) -> onnx.ModelProto:
