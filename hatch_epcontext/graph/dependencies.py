@@ -14,9 +14,7 @@ from hatch_epcontext.graph.scope import Scope
 _SHAPES = frozenset({"Shape", "Size"})
 """Operators whose outputs depend on the shape of their input only."""
 
-_SAME_VALUES = frozenset(
-    {"Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Expand"}
-)
+_SAME_VALUES = graph.RESHAPING | {"Cast", "Expand"}
 
 _CHOOSING = frozenset({"Gather", "GatherElements", "GatherND"})
 

@@ -24,9 +24,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 _QUANTIZATION = {*DYNAMIC_QUANTIZATION, "QuantizeLinear", "DequantizeLinear"}
 
-_MOVING = frozenset(
-    {"Gather", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Identity", "Flatten"}
-)
+_MOVING = graph.RESHAPING | {"Gather", "Slice", "Transpose"}
 """Operators that only move the values of their first input."""
 
 _SAME_NUMBERS = _MOVING | {"MaxPool", "Split"}

@@ -42,17 +42,13 @@ MAKES: Mapping[str, str] = {
 }
 """Operators whose first output is not a tensor of numbers, or is only sometimes one."""
 
-_SAME_KIND = frozenset(
-    {
-        "Compress", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
-        "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where",
-    }
-)  # fmt: skip
+_SAME_KIND = graph.RESHAPING | {
+    *("Compress", "Concat", "Expand", "Gather", "GatherElements", "GatherND", "Slice", "Split"),
+    *("Tile", "Transpose", "Where"),
+}
 """Operators that make strings of strings."""
 
-_TRIVIAL = frozenset(
-    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
-)
+_TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
 """Operators that are not worth a context of their own."""
 
 

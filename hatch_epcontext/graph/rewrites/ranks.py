@@ -14,8 +14,7 @@ from hatch_epcontext.graph.scope import Scope, Types
 _FEW = 4
 """Dimensions that every EP takes."""
 
-_RESHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
-"""Operators that change only the shape."""
+_RESHAPING = graph.RESHAPING - {"Identity"}
 
 _OPERATORS = _RESHAPING | {"Transpose"}
 

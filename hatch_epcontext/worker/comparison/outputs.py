@@ -11,13 +11,11 @@ from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import Nature
 
-_SAME_VALUES = frozenset(
-    {
-        *("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice"),
-        *("Gather", "Split", "Expand", "Tile", "Dropout", "ReduceMean", "ReduceMax", "ReduceMin"),
-        *("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "DepthToSpace"),
-    }
-)
+_SAME_VALUES = graph.RESHAPING | {
+    *("Cast", "Transpose", "Slice", "Gather", "Split", "Expand", "Tile", "Dropout", "ReduceMean"),
+    *("ReduceMax", "ReduceMin", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"),
+    "DepthToSpace",
+}
 """Operators whose results are some of the values of their first input, or means of them."""
 
 _WHOLE = _SAME_VALUES - {"Slice", "Gather", "Split", "ReduceMean", "ReduceMax", "ReduceMin"}

@@ -13,12 +13,9 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.text import suggestion
 
-_SAME_VALUES = frozenset(
-    {
-        *("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Split"),
-        *("Gather", "Concat", "Expand"),
-    }
-)
+_SAME_VALUES = graph.RESHAPING | {
+    *("Cast", "Concat", "Expand", "Gather", "Slice", "Split", "Transpose")
+}
 _LAYERS: Mapping[str, Mapping[int, int]] = {
     "LSTM": {5: 1, 6: 2},
     "DynamicQuantizeLSTM": {5: 1, 6: 2},
