@@ -264,7 +264,7 @@ class _Undoing:
 
     def _multiply_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
-        real = self._real(left, scale, zero)
+        real = self._activation(left, scale, zero)
         floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
         if real is None or floats is None:
             return None
@@ -272,14 +272,14 @@ class _Undoing:
 
     def _attention(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, bias, scale, its_scale, mask, zero, its_zero, past = graph.operands(node, 9)
-        real = self._real(left, scale, zero)
+        real = self._activation(left, scale, zero)
         floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
         if real is None or floats is None:
             return None
         inputs = [real, builder.store(floats), bias, mask, past]
         return builder.add_like(node, "Attention", inputs, domain=graph.MICROSOFT)
 
-    def _real(self, name: str, scale: str, zero: str) -> str | None:
+    def _activation(self, name: str, scale: str, zero: str) -> str | None:
         """The floats of the integers ``name``, if these are their scale and their zero point."""
         known = self.known.get(name)
         if not isinstance(known, _Quantized) or (scale, zero) != (known.scale, known.zero_point):
