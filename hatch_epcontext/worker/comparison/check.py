@@ -33,7 +33,7 @@ def check_runs(
     session: ort.InferenceSession,
     expected: Reference,
     tolerance: Tolerance,
-    spec: Model,
+    model: Model,
     what: str,
     reference_name: str,
     *,
@@ -54,13 +54,13 @@ def check_runs(
         if first is not None and index == 0:
             outputs: Iterable[Arrays] = (first,)
         else:
-            outputs = run_steps(session, each.feeds, expected.facts.states, spec, what)
+            outputs = run_steps(session, each.feeds, expected.facts.states, model, what)
         try:
             for number, (own, wanted) in enumerate(zip(outputs, each.outputs, strict=True)):
                 step(f"comparing the outputs with {reference_name}")
                 place = _place(each, number)
                 found += check_outputs(
-                    own, wanted, tolerance, spec, reference_name, expected, place
+                    own, wanted, tolerance, model, reference_name, expected, place
                 )
         except ModelError:
             raise
@@ -100,7 +100,7 @@ def check_outputs(
     outputs: Arrays,
     wanted: Arrays,
     tolerance: Tolerance,
-    spec: Model,
+    model: Model,
     reference_name: str,
     expected: Reference | None = None,
     place: str = "",
@@ -134,14 +134,14 @@ def check_outputs(
             agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
         agreements.append(agreement)
         if compared.excesses:
-            problems.append(_differs(compared, spec, reference_name, place, facts))
+            problems.append(_differs(compared, model, reference_name, place, facts))
     if problems:
         raise BuildError(*problems)
     return agreements
 
 
 def _differs(
-    compared: Comparison, spec: Model, reference_name: str, place: str, facts: Facts
+    compared: Comparison, model: Model, reference_name: str, place: str, facts: Facts
 ) -> Problem:
     agreement = compared.agreement
     message = (
@@ -154,8 +154,8 @@ def _differs(
             f"\nThe value {large.value!r} inside the model reaches {large.largest:.3g}, and float16 "
             "ends at 65504."
         )
-    key = spec.key / "validate"
-    are_given = spec.validate.inputs not in SYNTHETIC
+    key = model.key / "validate"
+    are_given = model.validate.inputs not in SYNTHETIC
     if facts.guessed and not are_given:
         names = ", ".join(map(repr, facts.guessed))
         return Problem(

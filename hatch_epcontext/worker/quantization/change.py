@@ -11,8 +11,8 @@ import onnx
 
 from hatch_epcontext.config.settings import Dequantize
 from hatch_epcontext.errors import BuildError, Key, ModelError
+from hatch_epcontext.graph.dequantize import dequantize
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.graph.precision.dequantize import dequantize
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.progress import step
 
