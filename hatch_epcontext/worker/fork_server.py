@@ -24,7 +24,7 @@ from pathlib import Path
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.worker.__main__ import flush, serve
-from hatch_epcontext.worker.protocol import ENDED, NO_TELEMETRY, STARTED
+from hatch_epcontext.worker.protocol import CRASHED, ENDED, NO_TELEMETRY, STARTED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
@@ -32,23 +32,20 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE = 5.0
 """Seconds in which killed processes must end. One that waits for a broken disk may take longer."""
 
-_PRELOADED = (
-    "numpy",
-    "onnx",
-    "onnxruntime",
-    *(
-        f"hatch_epcontext.worker.actions.{name}"
-        for name in ("check", "compile", "prepare", "validate")
-    ),
-)
+_ACTIONS = "hatch_epcontext.worker.actions."
+
+_FIRST = ("numpy", "onnx", f"{_ACTIONS}check")
+"""What is imported before the first worker starts, which reads the models."""
+
+_NEXT = ("onnxruntime", *(_ACTIONS + name for name in ("compile", "prepare", "validate")))
 
 
-def _preload() -> None:
+def _preload(names: Iterable[str]) -> None:
     # OpenBLAS would start threads, which a fork does not have. Workers multiply nothing large with it.
     threads = "OPENBLAS_NUM_THREADS"
     own = threads not in os.environ
     os.environ.setdefault(threads, "1")
-    for name in _PRELOADED:
+    for name in names:
         # A worker that needs it fails by itself, with its own message and log.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -79,6 +76,8 @@ def _rehearse() -> None:
         # A session would start what sends events, and forks would not have its threads.
         return
     with contextlib.suppress(Exception), temp_dir() as folder:
+        import onnx.reference  # noqa: F401, what few workers need takes long too
+
         from hatch_epcontext.worker.rehearsal import rehearse
 
         rehearse(folder)
@@ -205,9 +204,10 @@ def _serve(descriptor: int, supervisor: int, flags: Sequence[str]) -> int:
     later: list[Callable[[], None]] = []
     with socket.socket(fileno=descriptor) as control:
         if flags:
-            _preload()
+            _preload(_FIRST)
             named = (PROVIDERS[name] for name in flags[1:])
-            later = [*(partial(_load_simulator, each) for each in named), _rehearse]
+            simulators = (partial(_load_simulator, each) for each in named)
+            later = [lambda: _preload(_NEXT), *simulators, _rehearse]
         _Server(control, later).serve()
     return 0
 
@@ -317,12 +317,16 @@ def _kill(process_id: int) -> None:
             each(process_id, signal.SIGKILL)
 
 
-def _supervise(server: int) -> None:
-    """End the child ``server``, and what it leaves behind, when it ends, or at SIGTERM."""
+def _supervise(server: int) -> int:
+    """End the child ``server``, and what it leaves behind, when it ends, or at SIGTERM.
+
+    Returns the exit code of this process.
+    """
     _adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: _kill(server))
-    os.waitpid(server, 0)
+    _, status = os.waitpid(server, 0)
     _kill_children()
+    return CRASHED if os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL) else 0
 
 
 if __name__ == "__main__":
@@ -332,4 +336,4 @@ if __name__ == "__main__":
     if not _process:
         _leave(lambda: _serve(_descriptor, _supervisor, sys.argv[2:]))
     os.close(_descriptor)
-    _supervise(_process)
+    sys.exit(_supervise(_process))

@@ -22,6 +22,8 @@ NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 
 LOG, TEMPORARY = "worker.log", "tmp"
 """What the folder of a request has: what the worker prints, and a folder for temporary files."""
+CRASHED = 5
+"""The exit code of the server of forks when it has crashed itself."""
 PRELOAD = "--preload"
 """The argument of the server of forks when it imports first what workers need; the names of providers follow
 whose simulators it loads too.

@@ -15,9 +15,9 @@ def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import os
         from pathlib import Path
-        from hatch_epcontext.worker.fork_server import _preload
+        from hatch_epcontext.worker.fork_server import _FIRST, _NEXT, _preload
         from hatch_epcontext.worker.rehearsal import rehearse
-        _preload()
+        _preload((*_FIRST, *_NEXT))
         before = os.listdir("/proc/self/task")
         reply = rehearse(Path({str(tmp_path)!r}))
         assert os.listdir("/proc/self/task") == before

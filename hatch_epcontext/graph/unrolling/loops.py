@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 from onnx import helper
-from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
@@ -196,6 +195,9 @@ def _count(
     )
     model = onnx.ModelProto(ir_version=opsets.ir_version, graph=part)
     model.opset_import.extend(opsets.opset_import)
+    # Few models need it, and it imports all operators.
+    from onnx.reference import ReferenceEvaluator
+
     try:
         evaluator = ReferenceEvaluator(model)
         # What depends on nothing else is the same in all trips.

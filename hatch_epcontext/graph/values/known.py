@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
@@ -159,6 +158,9 @@ def _evaluated(node: onnx.NodeProto, operands: Operands, opset: int) -> Array:
     alone = onnx.helper.make_graph([node], "node", inputs, outputs)
     model = onnx.ModelProto(ir_version=_IR_VERSION, graph=alone)
     model.opset_import.add(domain="", version=opset)
+    # Few models need it, and it imports all operators.
+    from onnx.reference import ReferenceEvaluator
+
     with np.errstate(all="ignore"):
         (found,) = ReferenceEvaluator(model).run(None, feeds)
     return np.asarray(found)

@@ -28,7 +28,7 @@ from hatch_epcontext.jobs.processes.running import (
     WorkerCommand,
     worker_environment,
 )
-from hatch_epcontext.worker.protocol import PRELOAD
+from hatch_epcontext.worker.protocol import CRASHED, PRELOAD
 
 _MODULE = "hatch_epcontext.worker.fork_server"
 
@@ -37,7 +37,7 @@ _GRACE = 10.0
 
 
 class ServerGoneError(Exception):
-    """The server has ended, and did not start the worker."""
+    """The server has ended, and did not start the worker, or has crashed before that."""
 
 
 def is_supported() -> bool:
@@ -75,8 +75,7 @@ class Fork:
             except OSError:
                 piece = b""
             if not piece:
-                is_started = self._messages.is_started
-                self._messages.exit_code = -signal.SIGKILL if is_started else self._server.failed()
+                self._messages.exit_code = self._server.exit_code(self._messages.is_started)
             elif (code := self._messages.read(piece)) is not None:
                 return code
         return self._messages.exit_code
@@ -138,12 +137,19 @@ class ForkServer:
                     raise ServerGoneError from error
         return Fork(ours, self)
 
-    def failed(self) -> int:
-        """The exit code of a server that did not start its only worker; others raise ServerGoneError."""
-        if not self._is_for_one:
-            raise ServerGoneError
-        self.close()
-        return self._process.wait()
+    def exit_code(self, is_started: bool) -> int:
+        """The exit code of a worker of which this server has sent none, because it has ended itself.
+
+        Raises ServerGoneError if that says nothing about the worker: it never started, or what the server
+        does for all has crashed.
+        """
+        if self._is_for_one:
+            self.close()
+            return -signal.SIGKILL if is_started else self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if is_started and self._process.wait(_GRACE) != CRASHED:
+                return -signal.SIGKILL
+        raise ServerGoneError
 
     def left(self) -> None:
         """End it if its only worker has ended."""

@@ -119,7 +119,8 @@ def test_workers_are_forks_of_one_process_and_end_with_it(
     server = server_of(workers)
     assert [parent for _, parent, _ in said] == [str(server)] * 2
     assert said[0][0] != said[1][0]
-    assert said[0][2] == "['numpy', 'onnx', 'onnxruntime']"
+    assert said[0][2] == "['numpy', 'onnx']"
+    assert said[1][2] == "['numpy', 'onnx', 'onnxruntime']"
     workers.__exit__()
     assert not is_running(server)
 
@@ -338,17 +339,29 @@ def test_a_daemon_ends_when_the_server_of_its_worker_is_killed(
     wait_until_gone(int((tmp_path / "daemon").read_text("ascii")))
 
 
-def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
-) -> None:
-    folder = tmp_path / "fake"
+def write_crashing(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
-    # What every worker imports crashes.
-    (folder / "numpy.py").write_text(
+    (folder / f"{module}.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n", encoding="utf-8"
     )
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+
+def test_a_server_that_cannot_start_workers_is_replaced_by_interpreters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
+) -> None:
+    # What every worker imports crashes.
+    write_crashing("numpy", tmp_path / "fake", monkeypatch)
     assert problem(workers, tmp_path).message == "the worker crashed with SIGILL."
+
+
+def test_a_server_that_crashes_beside_a_worker_does_not_take_it_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Path, workers: Workers
+) -> None:
+    # What only some workers import crashes, and the server imports it for them.
+    write_crashing("onnxruntime", tmp_path / "fake", monkeypatch)
+    check.write_text("import time\ntime.sleep(3)\nraise OSError('of its own')\n", encoding="utf-8")
+    assert problem(workers, tmp_path).message == "OSError: of its own"
 
 
 def test_workers_end_with_their_server_and_the_next_ones_are_interpreters(
