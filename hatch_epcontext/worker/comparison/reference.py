@@ -54,28 +54,31 @@ _LARGER = 1.1
 """The same as `_MUCH_LARGER` for values near the limit."""
 
 
-def reference(spec: Model, fixed: onnx.ModelProto) -> Reference:
+def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
 
     ``fixed``: the model with what its configuration fixes, whose inputs are those that are fed. Raises
     ModelError when the source model cannot be run.
     """
-    source = onnx.load(spec.path, load_external_data=False)
+    source = onnx.load(model.path, load_external_data=False)
     frozen = {
-        value.name: constant(spec, graph.facts(value))
+        value.name: constant(model, graph.facts(value))
         for value in graph.inputs(source.graph)
-        if value.name in spec.constants
+        if value.name in model.constants
     }
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
-    states = state_pairs(fixed, spec.validate.states, spec.key / "validate" / "states")
+    states = state_pairs(fixed, model.validate.states, model.key / "validate" / "states")
     step("opening the source model on the CPU")
     start = time.monotonic()
     try:
-        session = _open(source, Path(spec.path))
+        session = _open(source, Path(model.path))
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
-        cpu = _Source(session, frozen, spec, opened)
+        cpu = _Source(session, frozen, model, opened)
         tried, ranges = run_samples(
-            lambda each: cpu.run(each, (each.feeds,), states), inputs, spec, ranges_for(fixed, spec)
+            lambda each: cpu.run(each, (each.feeds,), states),
+            inputs,
+            model,
+            ranges_for(fixed, model),
         )
         chosen, measured = [sample for sample, _ in tried], [found for _, found in tried]
         random: tuple[str, ...] = ()
@@ -88,7 +91,7 @@ def reference(spec: Model, fixed: onnx.ModelProto) -> Reference:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(source_failed(spec, fixed, error)) from error
+        raise ModelError(source_failed(model, fixed, error)) from error
     facts = Facts(
         states,
         natures(fixed.graph),
@@ -128,7 +131,7 @@ class _Source:
 
     session: ort.InferenceSession
     frozen: Arrays
-    spec: Model
+    model: Model
     opened: str
 
     def run(
@@ -137,7 +140,7 @@ class _Source:
         """The run of ``feeds``, and the largest magnitudes of the values inside the model."""
         given = tuple({**each, **self.frozen} for each in feeds)
         what = "the source model on the CPU"
-        steps = run_steps(self.session, given, states, self.spec, what, self.opened)
+        steps = run_steps(self.session, given, states, self.model, what, self.opened)
         found, outputs = zip(*map(magnitudes.read, steps), strict=True)
         several = len(feeds) > 1
         name = f"{len(feeds)} steps" if several else sample.name

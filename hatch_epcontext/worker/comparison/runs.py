@@ -79,7 +79,7 @@ def run_steps(
     session: ort.InferenceSession,
     feeds: Sequence[Arrays],
     states: Mapping[str, str],
-    spec: Model,
+    model: Model,
     what: str,
     more: str = "",
 ) -> Iterator[dict[str, Array]]:
@@ -87,12 +87,12 @@ def run_steps(
     outputs: dict[str, Array] = {}
     for each in feeds:
         own = {first: outputs[last] for first, last in states.items() if last in outputs}
-        outputs = run_model(session, {**each, **own}, spec, what, more)
+        outputs = run_model(session, {**each, **own}, model, what, more)
         yield outputs
 
 
 def run_model(
-    session: ort.InferenceSession, feeds: Arrays, spec: Model, what: str, more: str = ""
+    session: ort.InferenceSession, feeds: Arrays, model: Model, what: str, more: str = ""
 ) -> dict[str, Array]:
     """Return the outputs of ``session``, which runs the model ``what``, or something made of it.
 
@@ -100,15 +100,15 @@ def run_model(
     """
     step(f"running {what}")
     try:
-        return run(session, feeds, spec.validate.timeout)
+        return run(session, feeds, model.validate.timeout)
     except TooSlowError:
         raise ModelError(
             Problem.at(
-                spec.key,
+                model.key,
                 Kind.RUN_TIMEOUT,
-                f"running {what} was stopped after {spec.validate.timeout:g} seconds{more}.",
+                f"running {what} was stopped after {model.validate.timeout:g} seconds{more}.",
                 "Give it smaller inputs, or more time.",
-                Setting(spec.key / "validate" / "timeout", round(2 * spec.validate.timeout, 3)),
+                Setting(model.key / "validate" / "timeout", round(2 * model.validate.timeout, 3)),
             )
         ) from None
 

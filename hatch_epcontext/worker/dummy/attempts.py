@@ -21,7 +21,7 @@ _MAX_SIZES = 4
 
 
 def run_samples(
-    run: Callable[[Sample], T], inputs: Sequence[TensorFacts], spec: Model, ranges: Ranges
+    run: Callable[[Sample], T], inputs: Sequence[TensorFacts], model: Model, ranges: Ranges
 ) -> tuple[list[tuple[Sample, T]], Ranges]:
     """Return the samples of ``inputs``, each with what ``run`` returns for it, and the ranges that they have.
 
@@ -29,8 +29,8 @@ def run_samples(
     does so for them. Raises ModelError at once, and the first error if all inputs fail.
     """
     failure: _Failure | None = None
-    for each in _attempts(inputs, spec, ranges):
-        first, *others = samples(inputs, spec, each)
+    for each in _attempts(inputs, model, ranges):
+        first, *others = samples(inputs, model, each)
         result = _try(run, first)
         if isinstance(result, _Failure):
             failure = failure or result
@@ -57,11 +57,11 @@ def _try(run: Callable[[Sample], T], sample: Sample) -> T | _Failure:
         return _Failure(error)
 
 
-def _attempts(inputs: Sequence[TensorFacts], spec: Model, ranges: Ranges) -> Iterator[Ranges]:
+def _attempts(inputs: Sequence[TensorFacts], model: Model, ranges: Ranges) -> Iterator[Ranges]:
     """Yield ``ranges``, and then gentler ones: other lengths, and values that are all 1 or 0."""
     tried = [dict(ranges)]
     yield ranges
-    if spec.validate.inputs != "random":
+    if model.validate.inputs != "random":
         return
     for gentler in _gentler(inputs, ranges):
         if gentler not in tried:
