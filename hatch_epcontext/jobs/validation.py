@@ -77,11 +77,12 @@ def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
         *(
             Problem(
                 Kind.INCONCLUSIVE,
-                f"{job.location}: validation",
+                "",
                 f"the comparison of the output {each.output!r} proves nothing, because {each.reason}, and "
                 'validate is "require".',
                 "Give real inputs:",
                 settings=(Setting(model.key / "validate" / "inputs"),),
+                step="validation",
             )
             for each in validation.inconclusive
         )
@@ -220,10 +221,11 @@ def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
     return BuildError(
         Problem(
             Kind.NOT_RUN,
-            f"{job.location}: validation",
+            "",
             f'{reason.rstrip(".")}, and validate is "require".',
             "Build on another machine, or check only what this one can:",
             settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
+            step="validation",
         )
     )
 

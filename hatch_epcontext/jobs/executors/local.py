@@ -137,7 +137,7 @@ class LocalExecutor:
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
         if not any(each.changed for each in prepared):
-            return Refused("change", _problems(dropped, job))
+            return Refused("change", _problems(dropped))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)
         preparations = tuple(
@@ -194,7 +194,7 @@ class LocalExecutor:
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.worker.requests import CompileRequest
 
-        with writing("an artifact", folder, job.location):
+        with writing("an artifact", folder):
             folder.mkdir(parents=True)
         target = with_options(job.target, dict(recipe.options))
         if not recipe.fuse:
@@ -208,7 +208,7 @@ class LocalExecutor:
         )
         # Hashed and validated when nobody writes to it any more, and the device is free.
         with self._device(job.target), contextlib.closing(worker):
-            return worker.call(request, self._scratch("compile"), location=job.location)
+            return worker.call(request, self._scratch("compile"), location=job.location, step="")
 
     def validate(
         self, job: Job, model: Model, artifact: Artifact, context: Context
@@ -218,7 +218,7 @@ class LocalExecutor:
 
         scratch = self._scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
-        with writing("a copy to validate", moved, job.location):
+        with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
         spec = model.to_run_on(job.target)
         request = ValidateRequest(
@@ -236,7 +236,9 @@ class LocalExecutor:
         )
         with self._device(job.target), self._cores(job.target, artifact):
             try:
-                reply = self.workers.call(request, scratch, location=f"{job.location}: validation")
+                reply = self.workers.call(
+                    request, scratch, location=job.location, step="validation"
+                )
             except BuildError as error:
                 raise with_limits_of_target(error, model, job.target) from error
         shutil.rmtree(moved)
@@ -292,8 +294,8 @@ def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
     )
 
 
-def _problems(messages: Iterable[str], job: Job) -> tuple[Problem, ...]:
-    return tuple(Problem(Kind.COMPILE_FAILED, job.location, message) for message in messages)
+def _problems(messages: Iterable[str]) -> tuple[Problem, ...]:
+    return tuple(Problem(Kind.COMPILE_FAILED, "", message) for message in messages)
 
 
 def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:

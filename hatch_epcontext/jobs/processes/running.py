@@ -52,6 +52,7 @@ class WorkerCommand:
     ) -> None:
         self.action = action
         self.folder = folder
+        self.secrets = secrets
         self.request_path, self.reply_path = folder / REQUEST, folder / REPLY
         self.log = WorkerLog(folder / LOG, secrets, listener)
         # What a worker gets, as a line of JSON.
