@@ -405,7 +405,7 @@ class _Search:
                 _check_coverage(self._job, found.artifact.record)
             except BuildError as error:
                 raise _after(error, self._notes(found)) from None
-        first, refused = refusal(self._attempts)
+        first, refused = refusal(self._job, self._attempts)
         raise _after(refused, self._notes(first))
 
     def _agrees(self, attempt: Attempt) -> bool:

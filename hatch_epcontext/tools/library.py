@@ -545,7 +545,7 @@ class _Tried:
             attempts
         )
         if not found.counts:
-            _, error = refusal(attempts)
+            _, error = refusal(self.job, attempts)
             raise error
         return found.artifact
 

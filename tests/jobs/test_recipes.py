@@ -254,6 +254,29 @@ def test_too_little_coverage_is_an_error_with_what_was_tried(builder: Builder) -
     assert compiler.validated == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "advised"),
+    [
+        ("dims = { batch = 1 }", True),
+        ("dims = { batch = 1 }, static-shapes = true", False),
+        ("name = 'a'", False),
+    ],
+)
+def test_what_an_ep_refuses_may_compile_with_the_sizes_that_are_known(
+    builder: Builder, keys: str, advised: bool
+) -> None:
+    builder.toml = f"""
+    provider = "openvino"
+    models = [{{ path = "models/a.onnx", {keys} }}]
+    """
+    with pytest.raises(BuildError) as raised:
+        builder.build(Compiler({"plain": CRASH}))
+    (problem,) = raised.value.problems
+    settings = [str(each) for each in problem.settings]
+    assert settings == (["tool.epcontext.static-shapes = true"] if advised else [])
+    assert bool(problem.causes) is advised
+
+
 def test_the_first_error_stands_if_nothing_helps(builder: Builder) -> None:
     with pytest.raises(BuildError) as raised:
         builder.build(Compiler({"plain": CRASH, "rewrite": CRASH}))
@@ -318,6 +341,17 @@ def test_what_differs_is_compiled_in_other_forms(
     assert builder.name(built) == taken
     assert compiler.tried == tried
     assert "is wrong" in built.artifact.record.preparations[0].tried[0]
+
+
+def test_other_forms_keep_the_options_that_coverage_needs(builder: Builder) -> None:
+    more = builder.job().target.provider.more_coverage
+    assert more is not None
+    options = " ".join(f"{name}={value}" for name, value in sorted(more.options.items()))
+    outcomes: dict[str, Outcome] = {"plain": ("QuantizeLinear",), options: ()}
+    outcomes |= {f"unfused {options}": (), f"{options} unroll": ()}
+    compiler = Compiler(outcomes, [options, f"unfused {options}"])
+    assert builder.name(builder.build(compiler)) == f"{options} unroll"
+    assert compiler.tried == ["plain", options, f"unfused {options}", f"{options} unroll"]
 
 
 def test_what_differs_in_every_form_is_an_error(builder: Builder) -> None:

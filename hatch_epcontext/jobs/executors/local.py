@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.jobs.artifact import (
     CRASHES,
@@ -29,11 +29,7 @@ from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
-from hatch_epcontext.jobs.validation import (
-    reason_not_to_run,
-    validation_from_reply,
-    with_limits_of_target,
-)
+from hatch_epcontext.jobs.validation import reason_not_to_run, validation_from_reply
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.facts import Context
 
@@ -149,8 +145,7 @@ class LocalExecutor:
             if _has_accident(error) or (recipe.is_plain and not _is_only(error, REFUSALS)):
                 raise
             rewrites = dict.fromkeys(n for e in preparations for n in (*e.options, *e.rewrites))
-            problems = _with_static_shapes(error, job).problems
-            return Refused("compile", problems, rewrites=tuple(rewrites))
+            return Refused("compile", error.problems, rewrites=tuple(rewrites))
         return Record(
             recipe,
             reply.product,
@@ -233,14 +228,10 @@ class LocalExecutor:
             reference=self.preparations.reference(job, model)
             if spec == model.on(job.target)
             else None,
+            only_target=job.target.name if model.has_other_limits(job.target) else None,
         )
         with self._device(job.target), self._cores(job.target, artifact):
-            try:
-                reply = self.workers.call(
-                    request, scratch, location=job.location, step="validation"
-                )
-            except BuildError as error:
-                raise with_limits_of_target(error, model, job.target) from error
+            reply = self.workers.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
         return ValidationRun(
             validation_from_reply(artifact, reply, model.validate.inputs), reply.load
@@ -271,27 +262,6 @@ class LocalExecutor:
         if not target.provider.simulates or artifact.size < _SMALL:
             return contextlib.nullcontext()
         return self._locks.setdefault(f"{target.provider.ep}: cores", threading.Lock())
-
-
-def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
-    """``error`` with what to set where open dimensions, of which the sizes are known, can be its cause."""
-    known = all(model.dims or model.shapes for model in job.models)
-    if job.target.settings.static_shapes or not known:
-        return error
-    hint = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
-    setting = Setting(job.target.key / "static-shapes", True)
-    return type(error)(
-        *(
-            replace(
-                problem,
-                hint=f"{problem.hint} {hint}" if problem.hint else hint,
-                settings=(*problem.settings, setting),
-            )
-            if problem.kind in REFUSALS
-            else problem
-            for problem in error.problems
-        )
-    )
 
 
 def _problems(messages: Iterable[str]) -> tuple[Problem, ...]:
