@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Generator, Iterable
+from collections.abc import Container, Generator, Iterable
 from dataclasses import field, replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -708,6 +708,10 @@ class EpcontextError(Exception):
     def __init__(self, *problems: Problem) -> None:
         super().__init__(*problems)
         self.problems = problems
+
+    def is_only(self, kinds: Container[Kind]) -> bool:
+        """Whether all its problems are of these ``kinds``."""
+        return all(problem.kind in kinds for problem in self.problems)
 
     def located(self: ErrorT, location: str, *targets: str, step: str = "") -> ErrorT:
         """The same error, in which problems without a location have this one."""

@@ -144,7 +144,7 @@ class JobRunner:
         try:
             return key, artifact, True, self.validations(job, key, artifact)
         except BuildError as error:
-            if not _is_disagreement(error):
+            if not error.is_only(_DISAGREEMENTS):
                 raise
             # That build could not run it.
             shutil.rmtree(folder)
@@ -417,7 +417,7 @@ class _Search:
                     self._job, attempt.key, attempt.artifact
                 )
             except BuildError as error:
-                if not _is_disagreement(error):
+                if not error.is_only(_DISAGREEMENTS):
                     raise
                 self._validated[attempt.key] = error
         return self._disagreement(attempt) is None
@@ -462,10 +462,6 @@ def _check_coverage(job: Job, record: Record) -> None:
     """Raise BuildError if less was compiled of a model than the job's target requires."""
     for model, context in zip(job.models, record.contexts, strict=True):
         check_coverage(context.coverage, job.target, model)
-
-
-def _is_disagreement(error: BuildError) -> bool:
-    return all(problem.kind in _DISAGREEMENTS for problem in error.problems)
 
 
 def _after(error: BuildError, tried: tuple[str, ...]) -> BuildError:

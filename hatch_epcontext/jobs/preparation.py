@@ -121,7 +121,7 @@ class Preparations:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:
             failed = self._failed.setdefault(key, [])
-            if failed and (len(failed) > 1 or not _has_crashed(failed[0])):
+            if failed and (len(failed) > 1 or not failed[0].is_only(CRASHES)):
                 raise failed[-1]
             if key not in self._prepared:
                 scratch = self._folder_of(job, job.models[index]) / str(next(self._numbers))
@@ -151,10 +151,6 @@ class Preparations:
             preparation=replace(prepared.preparation, rewrites=rewrites),
             changed=prepared.preparation.nodes != fused.preparation.nodes,
         )
-
-
-def _has_crashed(error: BuildError) -> bool:
-    return all(problem.kind in CRASHES for problem in error.problems)
 
 
 def _precision(job: Job, model: Model) -> Precision | None:

@@ -187,9 +187,8 @@ def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]
         # Not tried: only its user knows whether a model may have fixed sizes.
         cause = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
         fixed = Setting(job.target.key / "static-shapes", True)
-        problem = replace(
-            problem, causes=(*problem.causes, cause), settings=(*problem.settings, fixed)
-        )
+        settings = (*problem.settings, fixed)
+        problem = replace(problem, causes=(*problem.causes, cause), settings=settings)
     return first, BuildError(problem, *others)
 
 

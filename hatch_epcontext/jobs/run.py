@@ -188,7 +188,7 @@ def _run(
                 except CancelledError:
                     continue
                 except BuildError as error:
-                    if fail_fast and all(p.kind is Kind.INTERRUPTED for p in error.problems):
+                    if fail_fast and error.is_only((Kind.INTERRUPTED,)):
                         continue
                     failures.append(Failure(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")

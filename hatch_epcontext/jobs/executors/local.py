@@ -7,7 +7,7 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,7 +142,7 @@ class LocalExecutor:
         try:
             reply = self._compile(job, recipe, prepared, folder, worker)
         except BuildError as error:
-            if _has_accident(error) or (recipe.is_plain and not _is_only(error, REFUSALS)):
+            if _has_accident(error) or (recipe.is_plain and not error.is_only(REFUSALS)):
                 raise
             rewrites = dict.fromkeys(n for e in preparations for n in (*e.options, *e.rewrites))
             return Refused("compile", error.problems, rewrites=tuple(rewrites))
@@ -164,7 +164,7 @@ class LocalExecutor:
         except ModelError:
             raise
         except BuildError as error:
-            if not _is_only(error, _FAULTS_OF_SIMPLIFIERS):
+            if not error.is_only(_FAULTS_OF_SIMPLIFIERS):
                 raise
             return Refused("prepare", error.problems)
         control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
@@ -266,10 +266,6 @@ class LocalExecutor:
 
 def _problems(messages: Iterable[str]) -> tuple[Problem, ...]:
     return tuple(Problem(Kind.COMPILE_FAILED, "", message) for message in messages)
-
-
-def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:
-    return all(problem.kind in kinds for problem in error.problems)
 
 
 def _has_accident(error: BuildError) -> bool:
