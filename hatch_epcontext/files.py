@@ -13,11 +13,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, BinaryIO
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show_size
 
 _CHUNK = 1 << 20
@@ -71,25 +71,33 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
     An existing file keeps its mode. Characters that are not Unicode, which file names can have, are
     written as escapes.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because a file can only be renamed within its file system; and a short name, because
     # that of the file may be as long as its file system takes.
     own = f"{os.getpid()}-{threading.get_ident()}"
     temporary = file.with_name(f".{file.name[:_NAMED]}.{own}.tmp")
     try:
-        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
-        if durable:
-            sync(temporary)
+        with _create(temporary) as handle:
+            handle.write(text.encode("utf-8", "backslashreplace"))
+            if durable:
+                handle.flush()
+                os.fsync(handle.fileno())
         if file.exists():
             shutil.copymode(file, temporary)
         return temporary.replace(file)
-    except OSError as error:
-        # A write does not say to which file.
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(file)) from error
-    finally:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # A write does not say to which file.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(file)) from error
+        raise
+
+
+def _create(file: Path) -> BinaryIO:
+    try:
+        return file.open("wb")
+    except FileNotFoundError:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file.open("wb")
 
 
 def sync(file: Path) -> None:

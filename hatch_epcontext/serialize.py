@@ -86,7 +86,8 @@ def _reader(type_: Any, style: _Style) -> _Read:
     if isinstance(type_, type) and dataclasses.is_dataclass(type_):
         return _dataclass_reader(type_, style)
     if _is_union(type_):
-        return _union_reader(type_, [_reader(each, style) for each in arguments])
+        members = [_reader(each, style) for each in arguments if each is not type(None)]
+        return _union_reader(type_, members, takes_none=type(None) in arguments)
     if get_origin(type_) in _SEQUENCES:
         return _list_reader(_reader(arguments[0], style))
     if arguments and get_origin(type_) is not Literal:
@@ -140,8 +141,10 @@ def _choice_reader(choices: Mapping[Any, Any]) -> _Read:
     return read
 
 
-def _union_reader(type_: Any, members: list[_Read]) -> _Read:
+def _union_reader(type_: Any, members: list[_Read], *, takes_none: bool) -> _Read:
     def read(value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+        if takes_none and value is None:
+            return None
         for member in members:
             inside: list[_Wrong] = []
             found = member(value, place, inside)

@@ -44,29 +44,29 @@ class KeptServers:
     def __init__(self) -> None:
         # Tests run builds in several threads.
         self._lock = threading.Lock()
-        self._servers: dict[Variables, _KeptServer] = {}
+        self._servers: dict[tuple[Variables, tuple[str, ...]], _KeptServer] = {}
 
-    def get(self, log: Path | None = None) -> ForkServer:
-        """The server for the variables of this moment, which is started if there is none.
+    def get(self, log: Path | None = None, providers: tuple[str, ...] = ()) -> ForkServer:
+        """The server for the variables of this moment and ``providers``, started if there is none.
 
         With ``log`` it is a new one, for one worker.
         """
         if log is not None:
             return ForkServer(log)
-        key = inherited()
+        key = (inherited(), providers)
         with self._lock:
             server = self._servers.get(key)
             if server is not None and server.has_ended:
                 server.end()
                 server = None
             if server is None:
-                server = self._servers[key] = _KeptServer()
+                server = self._servers[key] = _KeptServer(providers=providers)
             return server
 
     def end(self, *but: Variables) -> None:
         """End all of them but those for the variables ``but``."""
         with self._lock:
-            for key in self._servers.keys() - set(but):
+            for key in [each for each in self._servers if each[0] not in but]:
                 self._servers.pop(key).end()
 
 

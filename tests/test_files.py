@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext import files
 from hatch_epcontext.files import (
     MAX_BYTES,
     FileRecord,
@@ -303,7 +304,7 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Path, "write_bytes", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+            files, "_create", lambda _: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
         )
         with pytest.raises(OSError, match="No space") as raised:
             write_atomically(file, "new")

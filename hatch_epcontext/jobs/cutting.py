@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import FileRecord, is_portable, link_or_copy, record_file
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Plan, plan

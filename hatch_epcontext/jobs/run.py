@@ -145,6 +145,7 @@ def build(
     """
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
+        started.expect(target.provider for target in plan.local_targets)
         plan = cut_plan(plan, cache.index(), started, staging)
         runner = job_runner(plan, staging, cache, started)
         with contextlib.closing(runner.executor):

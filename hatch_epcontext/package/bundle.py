@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result, Source
 from hatch_epcontext.jobs.cache.index import changed_error
 from hatch_epcontext.loader import CPU_EP

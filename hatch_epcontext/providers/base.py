@@ -255,6 +255,9 @@ class Provider:
     simulates: bool = False
     """Whether a build machine runs its contexts on a simulator, which uses all cores by itself."""
 
+    simulator: tuple[str, ...] = ()
+    """The simulator's libraries in the package of ``plugin``, which take long to load: forks share them."""
+
     exclusive_device: bool = False
     """Whether two steps at once disturb each other on its device: they measure kernels to choose the
     fastest, or need its whole memory."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from hatch_epcontext.frozen import dataclass
 
 _CUDA = 'CUDA\'s libraries, for example with pip install "onnxruntime-gpu[cuda]"'
 

@@ -284,6 +284,7 @@ PROVIDER = Provider(
     # But the simulator refuses contexts that share weights, with QNN_COMMON_ERROR_NOT_SUPPORTED.
     shares_weights=True,
     simulates=True,
+    simulator=("libQnnSystem.so", "libQnnHtp.so"),
     options=_OPTIONS,
     # Without a backend the EP cannot be created, and its error message does not name the cause.
     defaults={"backend_type": "htp"},

@@ -1,7 +1,7 @@
-"""``python -m hatch_epcontext.worker``: answer the requests that lines of standard input name, one by one.
+"""``python -m hatch_epcontext.worker``: answer the requests in lines of standard input, one by one.
 
-Each line is a list in JSON: the action, the folder of the request, and flags. The code of the reply
-follows as a line of standard output.
+Each line is a list in JSON: the action, the request as text, the folder where it works, and flags. Lines of
+standard output say what it does, and have the reply and its code: see `hatch_epcontext.worker.protocol`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import EpcontextError, Kind, ModelError, Problem
-from hatch_epcontext.files import write_atomically
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import is_refusal, system_problem
 from hatch_epcontext.worker.progress import report_to
@@ -36,8 +35,6 @@ from hatch_epcontext.worker.protocol import (
     NO_TELEMETRY,
     REFUSED,
     REPLY,
-    REQUEST,
-    STEP,
     TEMPORARY,
     VERBOSE,
 )
@@ -71,16 +68,15 @@ def _limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
-def main(action: str, folder: Path, *flags: str) -> int:
-    """Answer the request in ``folder`` with a reply there; returns the code of the answer."""
+def answer(action: str, text: str, *flags: str) -> tuple[str, int]:
+    """The reply to the request ``text``, both as JSON, and its code."""
     if sys.version_info >= (3, 14):
         # The stack of C has more lines than an error shows of a log, and the reason is above it.
         faulthandler.enable(c_stack=False)
     for flag in flags:
         if flag.startswith(MEMORY_LIMIT):
             _limit_memory(int(flag.removeprefix(MEMORY_LIMIT)))
-    report_to(folder / STEP)
-    request = from_json((folder / REQUEST).read_bytes(), REQUESTS[action])
+    request = from_json(text, REQUESTS[action])
     try:
         reply, code = _answer(action, request, verbose=VERBOSE in flags), DONE
     except ModelError as error:
@@ -94,14 +90,7 @@ def main(action: str, folder: Path, *flags: str) -> int:
         if not _is_of_onnx_runtime(error):
             _print_traceback()
         reply, code = Refusal((_problem(error),)), FAILED
-    try:
-        write_atomically(folder / REPLY, to_json(reply, indent=None), durable=False)
-    except OSError as error:
-        # Often the disk is full, which the build finds out.
-        with contextlib.suppress(OSError):
-            print(f"the reply cannot be written: {error}")  # noqa: T201, it is for the log
-        return 1
-    return code
+    return to_json(reply, indent=None), code
 
 
 def _is_of_onnx_runtime(error: Exception) -> bool:
@@ -133,16 +122,17 @@ def _problem(error: Exception) -> Problem:
 
 
 def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:
-    """Answer the requests of ``orders``; ``send`` gets for each what `main` returns, after `ANSWERED`.
+    """Answer the requests of ``orders``; ``send`` gets the lines for each.
 
     Returns the exit code of this process.
     """
-    for text in orders:
-        action, folder, *flags = json.loads(text)
+    report_to(send)
+    for order in orders:
+        action, text, folder, *flags = json.loads(order)
         _begin(Path(folder))
-        code = main(action, Path(folder), *flags)
+        reply, code = answer(action, text, *flags)
         flush()
-        send(ANSWERED + str(code).encode())
+        send(b"%b %b\n%b %d\n" % (REPLY, reply.encode(), ANSWERED, code))
     return 0
 
 
@@ -192,7 +182,13 @@ def _main() -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    return serve(_orders(orders), lambda answer: os.write(answers, answer + b"\n"))
+    with os.fdopen(answers, "wb") as file:
+
+        def send(lines: bytes) -> None:
+            file.write(lines)
+            file.flush()
+
+        return serve(_orders(orders), send)
 
 
 if __name__ == "__main__":

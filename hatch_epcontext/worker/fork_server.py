@@ -1,4 +1,4 @@
-"""``python -m hatch_epcontext.worker.fork_server FD [PRELOAD]``: fork a worker for each connection.
+"""``python -m hatch_epcontext.worker.fork_server FD [PRELOAD PROVIDER...]``: fork a worker for a connection.
 
 `hatch_epcontext.jobs.processes.fork_server` describes both sides.
 """
@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import os
 import select
 import signal
@@ -16,12 +17,14 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.worker.__main__ import flush, serve
-from hatch_epcontext.worker.protocol import NO_TELEMETRY, PRELOAD, STARTED
+from hatch_epcontext.worker.protocol import ENDED, NO_TELEMETRY, STARTED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """Of Linux's ``prctl``: the signal that a process gets when its parent dies, and to adopt orphans."""
@@ -54,6 +57,18 @@ def _preload() -> None:
     _freeze()
 
 
+def _load_simulator(provider: Provider) -> None:
+    """Load the libraries of the simulator of ``provider``: a fifth of what a small model takes."""
+    spec = importlib.util.find_spec(provider.plugin.module) if provider.plugin else None
+    # On the vendor's own processors they are drivers, and may look for the device.
+    if spec is None or spec.origin is None or os.uname().machine != "x86_64":
+        return
+    for name in provider.simulator:
+        # A worker that needs it fails by itself, with its own message and log.
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(Path(spec.origin).with_name(name)))
+
+
 def _rehearse() -> None:
     """Prepare, compile and validate a small model on the CPU.
 
@@ -83,9 +98,9 @@ class _Server:
     worker that has ended: they end too.
     """
 
-    def __init__(self, control: socket.socket, *, rehearses: bool) -> None:
+    def __init__(self, control: socket.socket, later: Iterable[Callable[[], None]]) -> None:
         self._control = control
-        self._must_rehearse = rehearses
+        self._later = list(later)
         self._workers: dict[int, socket.socket] = {}
         self._awake, self._wake = socket.socketpair()
         for each in (self._awake, self._wake):
@@ -129,10 +144,9 @@ class _Server:
             self._workers[worker] = connection
             # The worker reads it; here only the end of the build process's side counts.
             self._poll.register(connection, select.POLLRDHUP)
-        if self._must_rehearse and self._workers:
+        while self._later and self._workers:
             # Now, when the build waits for its first worker.
-            self._must_rehearse = False
-            _rehearse()
+            self._later.pop(0)()
         return bool(message)
 
     def _fork(self, connection: socket.socket) -> int | None:
@@ -159,9 +173,8 @@ class _Server:
         _adopt_orphans()
         for each in (self._control, self._awake, self._wake, *self._workers.values()):
             each.close()
-        connection.sendall(STARTED)
-        orders = iter(lambda: connection.recv(1 << 20), b"")
-        return serve(orders, connection.sendall)
+        connection.sendall(STARTED + b"\n")
+        return serve(connection.makefile("rb"), connection.sendall)
 
     def _kill_worker(self, descriptor: int) -> None:
         """Kill the worker that the build process does not want any more."""
@@ -180,18 +193,22 @@ class _Server:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(connection)
             with connection, contextlib.suppress(OSError):
-                connection.sendall(str(code).encode())
+                # It may have ended in the middle of a line.
+                connection.sendall(b"\n%b %d\n" % (ENDED, code))
 
     def _end(self, *_: object) -> None:
         self._must_end = True
 
 
-def _serve(descriptor: int, supervisor: int, *, preload: bool) -> int:
+def _serve(descriptor: int, supervisor: int, flags: Sequence[str]) -> int:
     _end_with_parent(supervisor, signal.SIGTERM)
+    later: list[Callable[[], None]] = []
     with socket.socket(fileno=descriptor) as control:
-        if preload:
+        if flags:
             _preload()
-        _Server(control, rehearses=preload).serve()
+            named = (PROVIDERS[name] for name in flags[1:])
+            later = [*(partial(_load_simulator, each) for each in named), _rehearse]
+        _Server(control, later).serve()
     return 0
 
 
@@ -313,6 +330,6 @@ if __name__ == "__main__":
     # Before this process has threads, and much memory.
     _process = os.fork()
     if not _process:
-        _leave(lambda: _serve(_descriptor, _supervisor, preload=PRELOAD in sys.argv))
+        _leave(lambda: _serve(_descriptor, _supervisor, sys.argv[2:]))
     os.close(_descriptor)
     _supervise(_process)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+from collections.abc import Callable
 
-_files: list[Path] = []
+from hatch_epcontext.worker.protocol import STEP
+
+_listeners: list[Callable[[bytes], object]] = []
+_last: list[str] = []
 
 
-def report_to(file: Path) -> None:
-    """From now on `step` writes to ``file``."""
-    _files[:] = [file]
+def report_to(send: Callable[[bytes], object]) -> None:
+    """From now on ``send`` gets a line for each `step`."""
+    _listeners[:] = [send]
 
 
 def step(text: str) -> None:
     """Say what begins now, such as ``"opening the source model on the CPU"``."""
-    for file in _files:
-        file.write_text(text, encoding="utf-8")
+    # A model is run several times: that takes less time than to say it.
+    if [text] == _last:
+        return
+    _last[:] = [text]
+    for send in _listeners:
+        # A build that has ended does not wait for this worker.
+        with contextlib.suppress(OSError):
+            send(STEP + b" " + " ".join(text.split()).encode(errors="replace") + b"\n")

@@ -1,4 +1,4 @@
-"""What a worker process and who starts it agree on: arguments, exit codes, environment, temporary folder."""
+"""What a worker process and who starts it agree on: messages, codes, environment, the folder of a request."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ VERBOSE = "--verbose"
 MEMORY_LIMIT = "--memory-limit="
 """The beginning of the worker's argument with the bytes of memory that it may use."""
 
-STARTED = b"started"
-"""What a fork sends first."""
-ANSWERED = b"answered "
-"""The beginning of what a worker sends when it has answered a request; the code follows."""
+STARTED, STEP, REPLY, ANSWERED, ENDED = b"started", b"step", b"reply", b"answered", b"ended"
+"""The first words of the lines that a worker sends: a fork's first one; what it does now; the reply to a
+request as JSON; then the code of that reply. A fork's server sends the last one, with the exit code.
+"""
 
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 """The variable that ONNX Runtime reads when it is loaded: see "Disabling Telemetry" in its ``Privacy.md``."""
 
-REQUEST, REPLY, LOG, STEP, TEMPORARY = "request.json", "reply.json", "worker.log", "step", "tmp"
-"""What the folder of a request has: it, its reply, what the worker prints, what it is doing, and a folder for
-temporary files."""
+LOG, TEMPORARY = "worker.log", "tmp"
+"""What the folder of a request has: what the worker prints, and a folder for temporary files."""
 PRELOAD = "--preload"
-"""The argument of the server of forks when it imports first what workers need."""
+"""The argument of the server of forks when it imports first what workers need; the names of providers follow
+whose simulators it loads too.
+"""

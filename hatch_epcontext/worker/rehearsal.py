@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import onnx
 from onnx import TensorProto, helper
@@ -12,18 +11,18 @@ from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Key
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.worker.__main__ import main
-from hatch_epcontext.worker.protocol import REPLY, REQUEST
+from hatch_epcontext.worker.__main__ import answer
 from hatch_epcontext.worker.requests import (
     CompileRequest,
     PrepareRequest,
     ReplyT,
     Request,
+    ValidateReply,
     ValidateRequest,
 )
 
 
-def rehearse(folder: Path) -> None:
+def rehearse(folder: Path) -> ValidateReply:
     """Prepare, compile and validate a small model on the CPU, in the empty ``folder``."""
     path, prepared, compiled = (folder / name for name in ("model.onnx", "prepared", "compiled"))
     onnx.save(_model(), path)
@@ -32,9 +31,9 @@ def rehearse(folder: Path) -> None:
     model = Model("model", path, Key() / "models" / 0)
     settings = CompileSettings(provider="cpu", ep="CPUExecutionProvider", device="any")
     target = Target("cpu", settings)
-    ready = _answer(PrepareRequest(model, "onnxruntime", str(prepared), compare=True), folder)
-    made = _answer(CompileRequest((model,), (ready.path,), target, str(compiled)), folder)
-    _answer(
+    ready = _answer(PrepareRequest(model, "onnxruntime", str(prepared), compare=True))
+    made = _answer(CompileRequest((model,), (ready.path,), target, str(compiled)))
+    return _answer(
         ValidateRequest(
             model,
             target,
@@ -43,15 +42,14 @@ def rehearse(folder: Path) -> None:
             str(compiled),
             Tolerance(snr=60, cosine=0.99),
             reference=ready.reference,
-        ),
-        folder,
+        )
     )
 
 
-def _answer(request: Request[ReplyT], folder: Path) -> ReplyT:
-    (folder / REQUEST).write_text(to_json(request), encoding="utf-8")
-    main(request.action, folder)
-    return cast("ReplyT", from_json((folder / REPLY).read_bytes(), request.reply_type))
+def _answer(request: Request[ReplyT]) -> ReplyT:
+    text, _ = answer(request.action, to_json(request))
+    reply: ReplyT = from_json(text, request.reply_type)
+    return reply
 
 
 def _model() -> onnx.ModelProto:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from hatch_epcontext.config.settings import ValidateSettings
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.serialize import to_json
 from hatch_epcontext.tools.bench import Bench, Case, Opened, bench
+from hatch_epcontext.worker.requests import Request
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, save, unknown_operator
 
@@ -81,16 +84,21 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
     # QNN has no runtime cache; this option stands for one, and does nothing here.
     stands_for_it = dataclasses.replace(PROVIDERS["qnn"], runtime_cache="json_qnn_graph_dir")
     monkeypatch.setitem(PROVIDERS, "qnn", stands_for_it)
+    sent: dict[Path, str] = {}
+    call = Workers.call
+
+    def record(workers: Workers, request: Request[Any], folder: Path, *, location: str) -> Any:
+        sent[folder] = to_json(request)
+        return call(workers, request, folder, location=location)
+
+    monkeypatch.setattr(Workers, "call", record)
     found, _ = run({False: dataclasses.replace(made, jobs=(job,))}, tmp_path / "bench", 1)
     cached = [each for each in found.measured if each.case.opened == "cache"]
     assert [len(each.load.values) for each in cached if each.load] == [1, 1]
     runs = tmp_path / "bench" / "runs"
     numbers = [found.measured.index(each) for each in cached]
     for number in numbers:
-        first, second = (
-            (runs / f"{number}-{run}" / "request.json").read_text(encoding="utf-8")
-            for run in (-1, 0)
-        )
+        first, second = (sent[runs / f"{number}-{run}"] for run in (-1, 0))
         assert first == second
         assert str(runs / f"cache-{number}") in first
     assert len(list(runs.glob("*--1"))) == 2, "no other case has a run before the first"

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.serialize import from_json
-from hatch_epcontext.worker.facts import AgreementStatus
-from hatch_epcontext.worker.requests import ValidateReply
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
 def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
@@ -23,9 +19,8 @@ def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
         from hatch_epcontext.worker.rehearsal import rehearse
         _preload()
         before = os.listdir("/proc/self/task")
-        rehearse(Path({str(tmp_path)!r}))
+        reply = rehearse(Path({str(tmp_path)!r}))
         assert os.listdir("/proc/self/task") == before
+        assert [each.status.name for each in reply.agreements] == ["AGREES"]
         """)
     subprocess.run([sys.executable, "-c", script], check=True)
-    reply = from_json((tmp_path / "reply.json").read_bytes(), ValidateReply)
-    assert [each.status for each in reply.agreements] == [AgreementStatus.AGREES]

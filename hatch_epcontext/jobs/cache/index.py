@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,6 +32,7 @@ from hatch_epcontext.files import (
     record_file,
     write_atomically,
 )
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.serialize import from_json, to_json
 
 if TYPE_CHECKING:

@@ -19,10 +19,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from hatch_epcontext.jobs.processes.running import WorkerCommand, worker_environment
-from hatch_epcontext.worker.protocol import ANSWERED, PRELOAD, STARTED
+from hatch_epcontext.jobs.processes.running import (
+    PIECE,
+    Messages,
+    WorkerCommand,
+    worker_environment,
+)
+from hatch_epcontext.worker.protocol import PRELOAD
 
 _MODULE = "hatch_epcontext.worker.fork_server"
 
@@ -45,10 +51,11 @@ class Fork:
     def __init__(self, connection: socket.socket, server: ForkServer) -> None:
         self._connection = connection
         self._server = server
-        self._started = self._ended = False
-        self._code = -signal.SIGKILL
+        self._messages = Messages()
 
-    def send(self, command: WorkerCommand) -> None:
+    def send(self, command: WorkerCommand, seconds: float) -> None:
+        self._messages.begin(command)
+        self._connection.settimeout(seconds)
         # Whoever waits finds out that it has ended.
         with contextlib.suppress(OSError):
             self._connection.sendall(command.order)
@@ -56,28 +63,23 @@ class Fork:
     def wait(self, seconds: float) -> int | None:
         """Raises ServerGoneError if it was never started."""
         end = time.monotonic() + seconds
-        while not self._ended:
+        while self._messages.exit_code is None:
             self._connection.settimeout(max(end - time.monotonic(), 0.001))
             try:
-                message = self._connection.recv(64)
+                piece = self._connection.recv(PIECE)
             except TimeoutError:
                 return None
             except ConnectionResetError:
                 # It ended before it had read an order; what it has sent is still there.
                 continue
             except OSError:
-                message = b""
-            if message == STARTED:
-                self._started = True
-                continue
-            if message.startswith(ANSWERED):
-                return int(message.removeprefix(ANSWERED))
-            self._ended = True
-            if message:
-                self._code = int(message)
-            elif not self._started:
-                self._code = self._server.failed()
-        return self._code
+                piece = b""
+            if not piece:
+                is_started = self._messages.is_started
+                self._messages.exit_code = -signal.SIGKILL if is_started else self._server.failed()
+            elif (code := self._messages.read(piece)) is not None:
+                return code
+        return self._messages.exit_code
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
@@ -88,7 +90,7 @@ class Fork:
         end = time.monotonic() + _GRACE
         with contextlib.suppress(ServerGoneError), contextlib.closing(self._connection):
             # It may answer before it ends.
-            while not self._ended:
+            while self._messages.exit_code is None:
                 if self.wait(end - time.monotonic()) is None:
                     self._server.kill()
                     return
@@ -99,14 +101,14 @@ class ForkServer:
     """The process that forks workers; closing it ends all of them.
 
     With ``log`` it is for one worker: it imports nothing before, and what Python prints when it starts goes
-    to that file.
+    to that file. Without, it loads the simulators of ``providers``.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, providers: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
         self._is_for_one = log is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        flags = [PRELOAD] if log is None else []
+        flags = [PRELOAD, *providers] if log is None else []
         with theirs, contextlib.ExitStack() as stack:
             output = subprocess.DEVNULL if log is None else stack.enter_context(log.open("wb"))
             self._process = subprocess.Popen(
@@ -125,7 +127,7 @@ class ForkServer:
 
     def start(self) -> Fork:
         """Start a worker; raises ServerGoneError when the server cannot."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair()
         with theirs:
             try:
                 with self._lock:

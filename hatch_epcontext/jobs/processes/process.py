@@ -9,17 +9,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, Key, Kind, ModelError, Problem, Setting
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.processes.fork_server import ForkServer, ServerGoneError, is_supported
-from hatch_epcontext.jobs.processes.running import Interpreter, WorkerCommand, WorkerProcess
+from hatch_epcontext.jobs.processes.running import (
+    MAX_REPLY,
+    Interpreter,
+    WorkerCommand,
+    WorkerProcess,
+)
 from hatch_epcontext.jobs.processes.worker_log import LOG_LIMIT
-from hatch_epcontext.providers import missing, variables_in
+from hatch_epcontext.providers import Provider, missing, variables_in
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import full_disk_problem, removed_problem, writing
 from hatch_epcontext.text import hide_values, show_size
@@ -108,6 +114,7 @@ class _Processes:
         self._running: set[WorkerProcess] = set()
         self._server: ForkServer | None = None
         self._shares = False
+        self.simulated: tuple[str, ...] = ()
         self.stopped = False
 
     def enter(self) -> None:
@@ -149,7 +156,7 @@ class _Processes:
         if not self._shares:
             return ForkServer(log_path).start()
         if self._server is None:
-            self._server = ForkServer()
+            self._server = ForkServer(providers=self.simulated)
         return self._server.start()
 
 
@@ -180,6 +187,11 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self._processes.exit()
+
+    def expect(self, providers: Iterable[Provider]) -> None:
+        """Say for which ``providers`` workers will compile, before the first one starts."""
+        names = {each.name for each in providers if each.simulator}
+        self._processes.simulated = tuple(sorted(names))
 
     def call(
         self, request: Request[ReplyT], folder: Path, *, location: str, step: str | None = None
@@ -233,10 +245,10 @@ class Worker:
     ) -> ReplyT:
         """The worker's reply to ``request``.
 
-        ``folder`` gets the request, the reply and the log; it is made, and is the worker's working directory.
-        ``location`` is that of what it logs, and of problems without one. With the ``step`` of a job (empty
-        for compiling) problems get only that, because the job's runner sets their location. Raises ModelError
-        when the worker refuses the request, and BuildError when it fails, crashes or takes too long.
+        ``folder`` gets the log; it is made, and is the worker's working directory. ``location`` is that of
+        what it logs, and of problems without one. With the ``step`` of a job (empty for compiling) problems
+        get only that, because the job's runner sets their location. Raises ModelError when the worker refuses
+        the request, and BuildError when it fails, crashes or takes too long.
         """
         try:
             return self._call(request, folder, f"{location}: {step}" if step else location)
@@ -255,10 +267,9 @@ class Worker:
         flags += [VERBOSE] if self._workers.verbose and not secrets else []
         log, start = self._workers.log, time.monotonic()
         listener = None if log is None else lambda line: log(f"{location} | {line}")
-        order = WorkerCommand(request.action, folder, flags, secrets, listener)
-        with writing("a request to a worker", folder):
+        order = WorkerCommand(request.action, text, folder, flags, secrets, listener)
+        with writing("a folder for a worker", folder):
             (folder / TEMPORARY).mkdir(parents=True)
-            order.request_path.write_text(text, encoding="utf-8")
             order.log.path.touch()
         self._orders.append(order)
         if log is not None:
@@ -267,7 +278,7 @@ class Worker:
         try:
             code = self._run(order, location)
         finally:
-            if code != DONE:
+            if code != DONE or order.reply is None or len(order.reply) > MAX_REPLY:
                 self._end()
             order.log.forward(is_last=True)
             if log is not None:
@@ -278,16 +289,16 @@ class Worker:
             raise BuildError(removed_problem(folder, ""))
         if code is None:
             raise BuildError(_too_slow(order, self._workers.timeout))
-        has_reply = code in (DONE, REFUSED, FAILED) and order.reply_path.is_file()
+        reply = order.reply if code in (DONE, REFUSED, FAILED) else None
         error: type[BuildError] = BuildError
         try:
-            if has_reply and code == DONE:
-                return read_reply(order.reply_path, request)
-            if has_reply:
-                problems = read_refusal(order.reply_path).problems
-                error = ModelError if code == REFUSED else BuildError
+            if reply is None:
+                problems: tuple[Problem, ...] = (_ended(code, order.last_step),)
+            elif code == DONE:
+                return read_reply(reply, request)
             else:
-                problems = (_ended(code, order.last_step),)
+                problems = read_refusal(reply).problems
+                error = ModelError if code == REFUSED else BuildError
         except InvalidReplyError as invalid:
             message = f"the worker's reply cannot be used: {invalid}."
             problems = (Problem(Kind.INVALID_REPLY, "", message),)
@@ -300,8 +311,9 @@ class Worker:
             try:
                 if self._process is None:
                     self._process = self._processes.start(order.log.path)
-                self._process.send(order)
-                return self._wait(self._process, order, location)
+                beat = Heartbeat()
+                self._process.send(order, self._workers.timeout)
+                return self._wait(self._process, order, location, beat)
             except ServerGoneError:
                 # What every worker imports crashes, for example: the worker's own log then has more.
                 self._end()
@@ -312,8 +324,9 @@ class Worker:
             self._processes.end(self._process)
             self._process = None
 
-    def _wait(self, process: WorkerProcess, order: WorkerCommand, location: str) -> int | None:
-        beat = Heartbeat()
+    def _wait(
+        self, process: WorkerProcess, order: WorkerCommand, location: str, beat: Heartbeat
+    ) -> int | None:
         self._report(beat, order, location)
         while (left := self._workers.timeout - beat.seconds) > 0:
             code = process.wait(min(left, _POLL_SECONDS))

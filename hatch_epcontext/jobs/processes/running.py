@@ -17,7 +17,16 @@ from typing import Protocol
 
 from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.jobs.processes.worker_log import WorkerLog
-from hatch_epcontext.worker.protocol import ANSWERED, LOG, NO_TELEMETRY, REPLY, REQUEST, STEP
+from hatch_epcontext.worker.protocol import (
+    ANSWERED,
+    DONE,
+    ENDED,
+    LOG,
+    NO_TELEMETRY,
+    REPLY,
+    STARTED,
+    STEP,
+)
 
 _ADDED = {
     "PYTHONFAULTHANDLER": "1",
@@ -36,8 +45,15 @@ def worker_environment() -> dict[str, str]:
     return {**inherited, **_ADDED, **telemetry}
 
 
+PIECE = 1 << 18
+"""Bytes of what a worker sends that are read at once."""
+
+MAX_REPLY = 64 * 10**6
+"""Bytes of the largest reply: that of a graph with a million nodes has less."""
+
+
 class WorkerCommand:
-    """A request to a worker: the action, the ``folder`` with its files, where the worker works, and flags.
+    """A request to a worker, as JSON: the action, the ``folder`` where the worker works, and flags.
 
     ``secrets`` and ``listener`` are those of its `WorkerLog`.
     """
@@ -45,6 +61,7 @@ class WorkerCommand:
     def __init__(
         self,
         action: str,
+        request: str,
         folder: Path,
         flags: Iterable[str] = (),
         secrets: Collection[str] = (),
@@ -53,28 +70,71 @@ class WorkerCommand:
         self.action = action
         self.folder = folder
         self.secrets = secrets
-        self.request_path, self.reply_path = folder / REQUEST, folder / REPLY
         self.log = WorkerLog(folder / LOG, secrets, listener)
         # What a worker gets, as a line of JSON.
-        self.order = json.dumps([action, str(folder), *flags]).encode() + b"\n"
+        self.order = json.dumps([action, request, str(folder), *flags]).encode() + b"\n"
+        self.reply: bytes | None = None
+        """What the worker has replied, which can be anything: it runs the code of vendors."""
+        self._step, self._since = "", 0.0
+
+    def note(self, step: str) -> None:
+        """Remember what the worker does now."""
+        self._step, self._since = step, time.monotonic()
 
     @property
     def last_step(self) -> str:
         """What the worker did last, and for how many seconds, for the end of a sentence."""
-        step = self.folder / STEP
-        try:
-            text = step.read_text(encoding="utf-8")
-            seconds = time.time() - step.stat().st_mtime
-        except (OSError, ValueError):
-            return ""
-        return f" while {text} (for {max(seconds, 0):.0f} s)" if text else ""
+        seconds = time.monotonic() - self._since
+        return f" while {self._step} (for {seconds:.0f} s)" if self._step else ""
+
+
+class Messages:
+    """The lines of a worker, which come in pieces."""
+
+    def __init__(self) -> None:
+        self.is_started = False
+        self.exit_code: int | None = None
+        self._command: WorkerCommand | None = None
+        self._unread = bytearray()
+
+    def begin(self, command: WorkerCommand) -> None:
+        """What comes from now on belongs to ``command``."""
+        self._command = command
+
+    def read(self, piece: bytes) -> int | None:
+        """The code of an answer if ``piece`` ends one, or the exit code if it has that."""
+        seen = len(self._unread)
+        self._unread += piece
+        code = None
+        while (end := self._unread.find(b"\n", seen)) >= 0:
+            code = self._read_line(bytes(self._unread[:end]), code)
+            del self._unread[: end + 1]
+            seen = 0
+        if len(self._unread) > MAX_REPLY and self._command is not None:
+            self._command.reply, code = bytes(self._unread), DONE
+        return self.exit_code if code is None else code
+
+    def _read_line(self, line: bytes, code: int | None) -> int | None:
+        word, _, rest = line.partition(b" ")
+        if word == ANSWERED:
+            return int(rest)
+        if word == ENDED:
+            self.exit_code = int(rest)
+        elif word == STARTED:
+            self.is_started = True
+        elif self._command is not None and word == STEP:
+            self._command.note(rest.decode())
+        elif self._command is not None and word == REPLY:
+            self._command.reply = rest
+        # Python may print when it starts.
+        return code
 
 
 class WorkerProcess(Protocol):
     """A started worker process; threads may use it at the same time."""
 
-    def send(self, command: WorkerCommand) -> None:
-        """Let it answer a request, after it has answered those before."""
+    def send(self, command: WorkerCommand, seconds: float) -> None:
+        """Let it answer a request, after it has answered those before; it may take ``seconds`` to read it."""
 
     def wait(self, seconds: float) -> int | None:
         """The code of its answer, or that with which it has ended, negative for a signal.
@@ -116,25 +176,30 @@ class Interpreter:
                 start_new_session=True,
             )
         self._job = _contain(self._process)
-        self._answers = queue.SimpleQueue[int]()
+        self._messages = Messages()
+        self._pieces = queue.SimpleQueue[bytes]()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, command: WorkerCommand) -> None:
-        assert self._process.stdin is not None, "it is a pipe"
-        # Whoever waits finds out that it has ended.
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(command.order)
-            self._process.stdin.flush()
+    def send(self, command: WorkerCommand, seconds: float) -> None:
+        self._messages.begin(command)
+        # A pipe takes little at once, and the interpreter reads it when it has started.
+        writer = threading.Thread(target=self._write, args=(command.order,), daemon=True)
+        writer.start()
+        writer.join(seconds)
 
     def wait(self, seconds: float) -> int | None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             code = self._process.poll()
-            with contextlib.suppress(queue.Empty):
-                return self._answers.get(timeout=min(left, _POLL))
-            if code is not None:
+            try:
+                answer = self._messages.read(self._pieces.get(timeout=min(left, _POLL)))
+            except queue.Empty:
+                if code is None:
+                    continue
                 self._kill_group()
                 return code
+            if answer is not None:
+                return answer
         return None
 
     def kill(self) -> None:
@@ -150,12 +215,18 @@ class Interpreter:
             self._process.stdin.close()
         self._job.close()
 
+    def _write(self, order: bytes) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        # Whoever waits finds out that it has ended, also by `close`.
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(order)
+            self._process.stdin.flush()
+
     def _read(self) -> None:
         assert self._process.stdout is not None, "it is a pipe"
-        with self._process.stdout as answers:
-            # Python may print when it starts.
-            for line in filter(lambda each: each.startswith(ANSWERED), answers):
-                self._answers.put(int(line.removeprefix(ANSWERED)))
+        with self._process.stdout as output:
+            while piece := os.read(output.fileno(), PIECE):
+                self._pieces.put(piece)
 
     def _kill_group(self) -> None:
         if sys.platform != "win32":

@@ -45,7 +45,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     ranges = ranges_for(model, spec)
     # Before the simplifier, which is not to blame for a source that cannot be run.
     expected = _reference(request, model)
-    outputs_path = write_reference(expected, folder / "reference.npz") if expected else None
+    outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
     done = None

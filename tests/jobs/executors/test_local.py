@@ -104,7 +104,7 @@ def test_the_lock_of_a_device_is_not_held_while_a_model_is_prepared(
     thread = threading.Thread(target=run, args=(executor, job))
     with device:
         thread.start()
-        wait_for(lambda: any((staging / "prepared").rglob("reply.json")))
+        wait_for(lambda: any((staging / "prepared").rglob("simplified-*")))
         assert not (staging / "steps").exists()
     thread.join(60)
     assert len(answering(staging)) == 3

@@ -22,10 +22,11 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.processes.fork_server import ForkServer
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.running import WorkerCommand
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 from tests.altered_workers import write_start_code
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, needs_qnn
 from tests.jobs.processes.test_process import KEY, LEAVING_FILES, request_for
 from tests.models import network, save
 
@@ -129,6 +130,22 @@ def test_a_fork_answers_as_an_interpreter_does(tmp_path: Path, workers: Workers)
     forked = workers.call(request, tmp_path / "fork", location="reading")
     assert isinstance(forked, CheckReply)
     assert forked == Workers(60).call(request, tmp_path / "interpreter", location="reading")
+
+
+@needs_qnn
+def test_forks_share_the_simulator_of_what_they_compile_for(
+    tmp_path: Path, check: Path, workers: Workers
+) -> None:
+    check.write_text(
+        "maps = open('/proc/self/maps').read()\nraise OSError(str('libQnnHtp.so' in maps))\n",
+        encoding="utf-8",
+    )
+    workers.expect([PROVIDERS["qnn"]])
+    # The first fork begins before that.
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        last = problem(workers, tmp_path / name)
+    assert last.message == "OSError: True"
 
 
 def test_many_threads_share_the_server(tmp_path: Path, workers: Workers) -> None:
@@ -358,14 +375,13 @@ def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
 ) -> None:
     check.write_text("", encoding="utf-8")
     save(network(), tmp_path / "a.onnx")
-    order = WorkerCommand("check", tmp_path)
-    order.request_path.write_text(to_json(request_for(tmp_path / "a.onnx")), encoding="utf-8")
+    order = WorkerCommand("check", to_json(request_for(tmp_path / "a.onnx"), indent=None), tmp_path)
     server = ForkServer()
     try:
         for _ in range(20):
             forks = [server.start() for _ in range(12)]
             for fork in forks:
-                fork.send(order)
+                fork.send(order, 60)
                 fork.wait(0.01)
                 fork.kill()
             for fork in forks:
@@ -382,9 +398,9 @@ def test_a_worker_that_may_end_before_it_reads_its_order_was_started(
     server = ForkServer(tmp_path / "log" if is_for_one else None)
     try:
         fork = server.start()
-        fork.send(WorkerCommand("check", tmp_path))
+        fork.send(WorkerCommand("check", "no request", tmp_path), 60)
         fork.kill()
-        # It has perhaps read the order: there is no request.
+        # It has perhaps read the order, which has no request.
         assert fork.wait(60) in (-signal.SIGKILL, 1)
         fork.close()
     finally:
@@ -542,7 +558,7 @@ UNUSABLE = {
     "a number of 100,000 digits": 'b\'{"models": \' + b"7" * 10**5 + b"}"',
     "NaN": "b'{\"models\": [NaN]}'",
     "a lone surrogate": 'b\'{"models": "\\\\ud800"}\'',
-    "a folder": "None",
+    "none": "None",
 }
 """Replies that are none, as the source of their bytes."""
 
@@ -552,12 +568,12 @@ def test_an_unusable_reply_is_one_message_with_the_end_of_the_log(
 ) -> None:
     for number, (name, source) in enumerate(UNUSABLE.items()):
         check.write_text(
-            "import os, pathlib\n"
+            "import os\n"
             'FACTS = b\'{"inputs": [], "outputs": [], "external_data": []}\'\n'
             "print('compiling', flush=True)\n"
             f"reply = {source}\n"
-            "if reply is None: os.mkdir('reply.json')\n"
-            "else: pathlib.Path('reply.json').write_bytes(reply)\n"
+            "from hatch_epcontext.worker.progress import _listeners\n"
+            "if reply is not None: _listeners[0](b'reply ' + reply + b'\\nanswered 0\\n')\n"
             "os._exit(0)\n",
             encoding="utf-8",
         )
@@ -602,16 +618,14 @@ def test_a_line_that_never_ends_is_shown_by_its_beginning(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
-def test_a_worker_ends_although_neither_log_nor_reply_can_be_written(
+def test_a_worker_answers_although_its_log_cannot_be_written(
     tmp_path: Path, check: Path, workers: Workers
 ) -> None:
     check.write_text(
         "import os\n"
         "full = os.open('/dev/full', os.O_WRONLY)\n"
         "for each in (1, 2): os.dup2(full, each)\n"
-        "os.mkdir('reply.json')\n"
         "raise OSError(28, 'No space left on device')\n",
         encoding="utf-8",
     )
-    ended = problem(workers, tmp_path)
-    assert ended.message == "the worker ended with exit code 1 and without a reply."
+    assert problem(workers, tmp_path).kind is Kind.SYSTEM_ERROR

@@ -222,13 +222,13 @@ def test_the_outputs_of_the_source_are_taken_from_its_preparation(tmp_path: Path
         )
         for each in found.runs
     )
-    path = write_reference(dataclasses.replace(found, runs=runs), tmp_path / "wrong.npz")
+    path = write_reference(dataclasses.replace(found, runs=runs), tmp_path / "wrong.bin")
     with pytest.raises(BuildError, match="differs from the CPU's"):
         handle(dataclasses.replace(request, reference=path))
 
 
 def reference_of(folder: Path) -> str:
-    return str(folder / "prepared" / "reference.npz")
+    return str(folder / "prepared" / "reference.bin")
 
 
 @pytest.mark.parametrize(

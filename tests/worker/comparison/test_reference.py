@@ -278,7 +278,7 @@ def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
     # Names in an archive have at most 65535 bytes.
     made.graph.node[-1].output[0] = made.graph.output[0].name = name * 20_000
     _, expected = referred(made, tmp_path)
-    path = write_reference(expected, tmp_path / "reference.npz")
+    path = write_reference(expected, tmp_path / "reference.bin")
     assert path is not None
     found = read_reference(path)
     assert found.facts == expected.facts
