@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, BinaryIO
 
 from hatch_epcontext.frozen import dataclass
@@ -178,17 +178,24 @@ def _lock(marker: int) -> bool:
     return True
 
 
+def mounts() -> list[list[str]]:
+    """The fields of each mount of this process as proc_pid_mountinfo(5) numbers them, from 0; those behind
+    the optional ones, which are left out, follow. Raises OSError where the system has no such list.
+    """
+    text = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+    lines = (line.partition(" - ") for line in text.splitlines())
+    return [[*mount.split(" ")[:6], *rest.split(" ", 2)] for mount, _, rest in lines]
+
+
 def _has_mounts(folder: Path) -> bool:
     """Whether something is mounted below ``folder``, which would be emptied too."""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    except OSError:
-        return False
     # Not `Path.resolve`, which raises where this user may not look.
-    inside = os.fsencode(os.path.realpath(folder)) + b"/"
-    # Escaped as the system does it: see proc_pid_mountinfo(5).
-    inside = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % found[0][0], inside)
-    return any(mount.split(b" ")[4].startswith(inside) for mount in mounts)
+    inside = f"{os.path.realpath(folder)}/"
+    # Escaped as the system does it.
+    inside = re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", inside)
+    with contextlib.suppress(OSError):
+        return any(mount[4].startswith(inside) for mount in mounts())
+    return False
 
 
 def _remove(folder: Path, marker: int) -> None:
@@ -426,6 +433,16 @@ def is_portable(name: str) -> bool:
     return not re.search(r'[\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]', name) and all(
         part and part[-1] not in ". " and not _DEVICES.match(part) for part in name.split("/")
     )
+
+
+def is_inside(path: str) -> bool:
+    """Whether the relative ``path`` stays in its folder, on any system; also if it is the folder."""
+    pure, windows = PurePosixPath(path), PureWindowsPath(path)
+    if not path or pure.is_absolute() or windows.drive or windows.root:
+        return False
+    # Joined to a folder a part can become a drive, and Windows takes ".. " for the parent folder.
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
+    return all(part.strip(". ") and not PureWindowsPath(part).drive for part in parts)
 
 
 def is_sha256(text: str) -> bool:

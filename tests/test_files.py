@@ -17,6 +17,7 @@ from hatch_epcontext.files import (
     MAX_BYTES,
     FileRecord,
     file_sha256,
+    is_inside,
     is_intact,
     is_portable,
     is_regular,
@@ -426,3 +427,19 @@ def test_what_cannot_be_a_file_is_none(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     names = ("a", "b", ".", "a" * 5000, "a\0")
     assert [name for name in names if is_regular(tmp_path / name)] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "path", [".", "a", "a/b", "./a", "a//b", "a\\b", "a/", "a b", "..a", "a..", "模型"]
+)
+def test_a_path_inside_of_its_folder(path: str) -> None:
+    assert is_inside(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "..", "../a", "a/../b", "a/..", "/", "/a", "//a/b", "C:", "C:a", "c:/a", "C:\\a", "\\a", "\\\\a\\b",
+     "..\\a", "a\\..\\b", "a/..\\b", "./C:/a", ".\\c:a", "a/.. /b", "a/. ./b", "..."],
+)  # fmt: skip
+def test_a_path_outside_of_its_folder(path: str) -> None:
+    assert not is_inside(path)

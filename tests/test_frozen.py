@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
+from typing import Any
+
+import pytest
 
 from hatch_epcontext.frozen import dataclass
 
@@ -35,3 +38,17 @@ def test_instances_of_other_classes_differ() -> None:
 def test_what_is_not_shown_is_not_in_the_text() -> None:
     assert repr(Place("a", key="secret")) == "Place(name='a', sizes=(), note='')"
     assert repr(Named(name="a")) == "Named(name='a', sizes=(), note='', other=0)"
+
+
+@pytest.mark.parametrize(
+    ("values", "given"),
+    [
+        ((), {}),
+        (("a", (), "", "", 0), {}),
+        (("a",), {"name": "b"}),
+        (("a",), {"unknown": 1}),
+    ],
+)
+def test_wrong_fields_are_refused(values: tuple[Any, ...], given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        Named(*values, **given)

@@ -20,11 +20,10 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.doctor import installed_providers
-from hatch_epcontext.tools.init import NewModel, add_models
+from hatch_epcontext.tools.init import NewModel, add_models, suggest
 from hatch_epcontext.tools.inspect import TIMEOUT, inspect_model
 from hatch_epcontext.tools.next_steps import NextSteps, next_steps
 from hatch_epcontext.tools.project import find_models
-from hatch_epcontext.tools.suggest import suggest
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -302,6 +303,31 @@ def replace(
     if count := builder.replace(Scope.of(model, types), rules, nested=nested):
         builder.write()
     return count
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A replacement of nodes by others that compute the same; ``name`` says in messages what it does.
+
+    ``operators``: those that it replaces, as `graph.operator` writes them. ``apply(model, types, refused)``
+    changes the model in place where a node's operator is in ``refused``, and returns how many nodes it has
+    replaced; ``types`` are those of its values, as far as they are known. Nodes that it does not understand
+    stay as they are.
+    """
+
+    name: str
+    operators: frozenset[str]
+    apply: Callable[[onnx.ModelProto, Types, frozenset[str]], int]
+
+
+def by_node(name: str, rules: Rules, *, nested: bool = True) -> Rewrite:
+    """A rewrite that replaces nodes one by one; with ``nested`` in the graphs inside of others too."""
+
+    def apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
+        wanted = {operator: rule for operator, rule in rules.items() if operator in refused}
+        return replace(model, wanted, types, nested=nested)
+
+    return Rewrite(name, frozenset(rules), apply)
 
 
 def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:

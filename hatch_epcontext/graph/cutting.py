@@ -73,16 +73,13 @@ def _part(
         yield from wrong
         return None
     outputs = cut.outputs or tuple(value.name for value in main.output)
-    reached: dict[str, set[str]] = {}
-    nodes: set[int] = set()
     ends = {*cut.inputs, *own}
-    for name in outputs:
-        above = scope.above([name], lambda each: each not in ends)
-        nodes.update(above)
-        # An output of the graph can be the cut's own input, or the graph's.
-        reached[name] = {
-            each for each in (name, *(n for i in above for n in scope.reads[i])) if each in ends
-        }
+    nodes = scope.above(outputs, lambda each: each not in ends)
+    # An output of the graph can be the cut's own input, or the graph's.
+    reached = {
+        name: ends.intersection(scope.ancestors([name], lambda each: each not in ends))
+        for name in outputs
+    }
     needed = {name for its in reached.values() for name in its}
     named = set(cut.inputs) if cut.inputs else set(own)
     for name, its in reached.items():

@@ -14,9 +14,7 @@ from hatch_epcontext.graph.scope import Scope
 _SHAPES = frozenset({"Shape", "Size"})
 """Operators whose outputs depend on the shape of their input only."""
 
-_SAME_VALUES = frozenset(
-    {"Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Expand"}
-)
+_SAME_VALUES = graph.RESHAPING | {"Cast", "Expand"}
 
 _CHOOSING = frozenset({"Gather", "GatherElements", "GatherND"})
 
@@ -37,7 +35,7 @@ class Dependencies(Scope):
                 self._origins.update((name, origins) for name in node.output if name)
 
     @cached_property
-    def nodes(self) -> tuple[onnx.NodeProto, ...]:
+    def counted(self) -> tuple[onnx.NodeProto, ...]:
         """The nodes that depend on the values of inputs, and that an output of the graph needs.
 
         All others are computed once, or are removed, when the graph is prepared.

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 
 import onnx
 
@@ -18,6 +18,7 @@ from hatch_epcontext.files import (
     MAX_BYTES,
     Rejection,
     dangling,
+    is_inside,
     is_lfs_pointer,
     too_large,
 )
@@ -115,12 +116,7 @@ class _Folder:
 
     def has(self, location: str) -> bool:
         """Whether ``location`` is in the folder: on any system, links resolved."""
-        if not location or "\0" in location or _ADDRESS in location:
-            return False
-        if PurePosixPath(location).is_absolute():
-            return False
-        windows = PureWindowsPath(location)
-        if windows.drive or windows.root or ".." in windows.parts:
+        if "\0" in location or _ADDRESS in location or not is_inside(location):
             return False
         try:
             return (self._folder / location).resolve().is_relative_to(self._resolved)

@@ -37,6 +37,9 @@ _RANDOM = frozenset(
 )
 """Operators whose results depend on chance."""
 
+RESHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators whose result has all values of their first input, in the same order."""
+
 _MAX_VALUES = 2**16
 """Values of a stored tensor that can decide shapes: tables of weights are larger."""
 

@@ -5,7 +5,7 @@ Types and stored tensors are those of the graphs around it too; nodes are those 
 
 from __future__ import annotations
 
-from collections import ChainMap, defaultdict
+from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import cached_property
 from types import MappingProxyType
@@ -28,8 +28,9 @@ Sizes = tuple[int | None, ...]
 class Scope:
     """The graph ``part``, which is inside that of ``outer``; its values hide others of the same name.
 
-    ``types``: those of its values that it does not say itself; as an attribute, and so for the tensors that
-    are ``stored``, with those of the graphs around it. None for what is not known.
+    With ``nested`` the graphs inside its nodes are parts of it too, as far as their names differ. ``types``:
+    those of its values that it does not say itself; as an attribute, and so for the tensors that are
+    ``stored``, with those of the graphs around it. None for what is not known.
     """
 
     def __init__(
@@ -37,16 +38,24 @@ class Scope:
         part: onnx.GraphProto,
         outer: Scope | None = None,
         types: Types = MappingProxyType({}),
+        *,
+        nested: bool = False,
     ) -> None:
-        self.part = part
+        self.part, self._outer = part, outer
+        self.nodes: Sequence[onnx.NodeProto] = [*graph.nodes(part)] if nested else part.node
         own: dict[str, onnx.TypeProto | None] = dict(types)
-        own |= {each.name: each.type for each in (*part.input, *part.value_info, *part.output)}
-        stored: dict[str, onnx.TensorProto | None] = dict.fromkeys(own)
-        for node in part.node:
-            for name in node.output:
-                own.setdefault(name, None)
-                stored[name] = graph.constant_tensor(node)
-        stored |= {tensor.name: tensor for tensor in part.initializer}
+        stored: dict[str, onnx.TensorProto | None] = {}
+        for each in graph.graphs(part) if nested else (part,):
+            its = {
+                value.name: value.type for value in (*each.input, *each.value_info, *each.output)
+            }
+            own |= its
+            stored |= dict.fromkeys(its)
+            for node in each.node:
+                for name in node.output:
+                    own.setdefault(name, None)
+                    stored[name] = graph.constant_tensor(node)
+            stored |= {tensor.name: tensor for tensor in each.initializer}
         self.types: MutableMapping[str, onnx.TypeProto | None] = own
         self.stored: MutableMapping[str, onnx.TensorProto | None] = stored
         if outer is not None:
@@ -66,12 +75,12 @@ class Scope:
     @cached_property
     def makers(self) -> Mapping[str, int]:
         """The number of the node of this graph that makes each value."""
-        return {name: i for i, node in enumerate(self.part.node) for name in node.output if name}
+        return {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
 
     @cached_property
     def reads(self) -> Sequence[Sequence[str]]:
         """The values that each node of this graph reads, also in the graphs inside it."""
-        return [tuple(dict.fromkeys(graph.read_by(node))) for node in self.part.node]
+        return [tuple(dict.fromkeys(graph.read_by(node))) for node in self.nodes]
 
     @cached_property
     def readers(self) -> Mapping[str, Set[int]]:
@@ -83,26 +92,35 @@ class Scope:
         return found
 
     def maker(self, name: str) -> onnx.NodeProto | None:
-        """The node of this graph that makes a value; None for inputs and stored tensors."""
-        index = self.makers.get(name)
-        return None if index is None else self.part.node[index]
+        """The node that makes a value, in this graph or around it; None for inputs and stored tensors."""
+        if (index := self.makers.get(name)) is not None:
+            return self.nodes[index]
+        return self._outer.maker(name) if self._outer is not None else None
 
     def above(
         self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True
     ) -> list[int]:
-        """The numbers of the nodes of this graph on which values depend, the last ones first.
+        """The numbers of the nodes of this graph on which values depend, the nearest first.
 
         ``goes_on``: whether what a value depends on is wanted too.
         """
         found: dict[int, None] = {}
-        waiting = list(names)
+        waiting = deque(names)
         while waiting:
-            name = waiting.pop()
+            name = waiting.popleft()
             index = self.makers.get(name)
             if index is not None and index not in found and goes_on(name):
                 found[index] = None
                 waiting += self.reads[index]
         return list(found)
+
+    def ancestors(
+        self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True
+    ) -> list[str]:
+        """The values called ``names`` and those on which they depend, the nearest first; see `above`."""
+        first = list(names)
+        read = (name for index in self.above(first, goes_on) for name in self.reads[index])
+        return list(dict.fromkeys((*first, *read)))
 
     def constant(self, name: str) -> NDArray[Any] | None:
         """The values of a stored tensor; None if it is computed, or if they are in another file."""

@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
@@ -21,10 +21,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import writing
-
-if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import CutResult
-
+from hatch_epcontext.worker.facts import CutResult
 
 FOLDER = "cut"
 """The folder of the cache's layout with cut models, below the hex sha256 of all that they depend on."""
@@ -33,14 +30,12 @@ FOLDER = "cut"
 @dataclass(frozen=True)
 class _Known:
     """What an earlier build knows of a cut model: its files, the hex sha256 of each file of the external
-    data of the whole model, and for each form its dims, its shapes and the names of its constants.
+    data of the whole model, and what each form fixes.
     """
 
     files: Mapping[str, FileRecord]
     data: Mapping[str, str]
-    dims: tuple[Mapping[str, int], ...]
-    shapes: tuple[Mapping[str, tuple[int, ...]], ...]
-    constants: tuple[tuple[str, ...], ...]
+    forms: tuple[CutResult, ...]
 
 
 def cut_plan(made: Plan, index: Index, workers: Workers, staging: Path) -> Plan:
@@ -96,11 +91,11 @@ class _Cutting:
             model.name: dataclasses.replace(
                 model,
                 path=path,
-                dims=known.dims[number],
-                shapes=known.shapes[number],
-                constants={name: model.constants[name] for name in known.constants[number]},
+                dims=fixed.dims,
+                shapes=fixed.shapes,
+                constants={name: model.constants[name] for name in fixed.constants},
             )
-            for number, model in enumerate(forms)
+            for model, fixed in zip(forms, known.forms, strict=True)
         }
 
     def _key(self, forms: Sequence[Model]) -> str:
@@ -148,7 +143,7 @@ class _Cutting:
         self.index.check(first.path)
         data = {name: self.index.sha256(first.path.parent / name) for name in reply.data}
         records = {name: record_file(folder / name) for name in reply.files}
-        return _known(records, data, reply.forms)
+        return _Known(records, data, reply.forms)
 
     def _keep(self, key: str, known: _Known) -> None:
         kept = self._kept(key)
@@ -165,18 +160,6 @@ class _Cutting:
     def _kept(self, key: str) -> Path | None:
         """The folder for the cut model in the user's cache, if there is one."""
         return None if self.index.folder is None else self.index.folder.with_name(FOLDER) / key
-
-
-def _known(
-    files: Mapping[str, FileRecord], data: Mapping[str, str], forms: Sequence[CutResult]
-) -> _Known:
-    return _Known(
-        files,
-        data,
-        tuple(form.dims for form in forms),
-        tuple(form.shapes for form in forms),
-        tuple(form.constants for form in forms),
-    )
 
 
 def _not_known(model: Model) -> Problem:

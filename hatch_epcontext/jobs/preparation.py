@@ -211,7 +211,7 @@ def change(
 
     Raises BuildError when the source model fails.
     """
-    from hatch_epcontext.worker.requests import RewriteRequest, UnrollRequest
+    from hatch_epcontext.worker.requests import RewriteRequest
 
     last = recipe.changes[-1]
     refused = None if last.refused is None else last.refused[index]
@@ -229,15 +229,9 @@ def change(
         compare=_compare(model),
         reference=before.reference,
         tolerance=model.tolerance_for(job.target) if before.preparation.precision else None,
+        unroll_limit=job.target.settings.unroll_limit if last.kind == "unroll" else None,
     )
-    reply = worker.call(
-        UnrollRequest(request, job.target.settings.unroll_limit)
-        if last.kind == "unroll"
-        else request,
-        scratch / "call",
-        location=job.location,
-        step="preparation",
-    )
+    reply = worker.call(request, scratch / "call", location=job.location, step="preparation")
     return _changed(before, reply)
 
 

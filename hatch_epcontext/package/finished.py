@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import csv
 import hashlib
-import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
@@ -18,7 +14,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.package import manifest, model_package
-from hatch_epcontext.package.wheel import differences
+from hatch_epcontext.package.wheel import RecordRow, differences, record_row
 from hatch_epcontext.text import listing, show
 
 _RECORD = "RECORD"
@@ -29,20 +25,7 @@ _REQUIRED = ("METADATA", "WHEEL", _RECORD)
 _NOT_RECORDED = (_RECORD, "RECORD.jws", "RECORD.p7s")
 """The files that RECORD need not describe: itself, and signatures of it."""
 
-_ALGORITHMS = ("sha256", "sha384", "sha512")
-"""The hashes that the format of wheels allows, as far as Python has them everywhere."""
-
-_SIZE = re.compile(r"[0-9]{0,18}")
 _CHUNK = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row of RECORD: the file's hash in hex, and its size in bytes; None if that is left out."""
-
-    algorithm: str
-    digest: str
-    size: int | None
 
 
 def check(
@@ -60,7 +43,7 @@ def check(
         for name, times in sorted(names.items()):
             if times > 1:
                 yield _problem(path.name, f"{name} is in the archive {times} times.")
-        rows: Mapping[str, _Row] = {}
+        rows: Mapping[str, RecordRow] = {}
         if is_wheel:
             rows = yield from _rows(archive, path.name, names)
         found = yield from _contents(archive, path.name, names, rows)
@@ -71,7 +54,7 @@ def check(
 
 def _rows(
     archive: zipfile.ZipFile, wheel: str, names: Mapping[str, int]
-) -> Diagnosed[Mapping[str, _Row]]:
+) -> Diagnosed[Mapping[str, RecordRow]]:
     """The rows of RECORD by file, without those of `_NOT_RECORDED`."""
     folders = {name.partition("/")[0] for name in names if ".dist-info/" in name}
     folders = {each for each in folders if each.endswith(".dist-info")}
@@ -93,10 +76,10 @@ def _rows(
     except (*model_package.DAMAGED_ARCHIVE, ValueError, csv.Error) as error:
         yield _problem(wheel, f"{folder}/{_RECORD} cannot be read: {error}.")
         return {}
-    rows: dict[str, _Row] = {}
+    rows: dict[str, RecordRow] = {}
     for line in lines:
         if line and line[0] not in unrecorded:
-            row = _row(line)
+            row = record_row(line)
             if row is None:
                 yield _problem(wheel, f"RECORD has a row that cannot be read: {show(line)}.")
             else:
@@ -119,22 +102,8 @@ def _name_problems(wheel: str, folder: str) -> Iterator[Problem]:
         yield _problem(wheel, message)
 
 
-def _row(line: list[str]) -> _Row | None:
-    if len(line) != 3:
-        return None
-    algorithm, _, text = line[1].partition("=")
-    if algorithm not in _ALGORITHMS or not _SIZE.fullmatch(line[2]):
-        return None
-    try:
-        # RECORD leaves the padding out.
-        digest = base64.b64decode(text + "=" * (-len(text) % 4), altchars="-_", validate=True)
-    except (binascii.Error, ValueError):
-        return None
-    return _Row(algorithm, digest.hex(), int(line[2]) if line[2] else None)
-
-
 def _contents(
-    archive: zipfile.ZipFile, wheel: str, names: Mapping[str, int], rows: Mapping[str, _Row]
+    archive: zipfile.ZipFile, wheel: str, names: Mapping[str, int], rows: Mapping[str, RecordRow]
 ) -> Diagnosed[dict[str, FileRecord]]:
     """The size and the sha256 of each file that can be read; yields those that differ from RECORD."""
     found: dict[str, FileRecord] = {}

@@ -17,10 +17,11 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol
 
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
+from hatch_epcontext.files import is_inside
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.loader import OUTPUT_OPTIONS, PATH_OPTIONS
 from hatch_epcontext.serialize import InvalidJsonError, from_plain, refuse_constant, to_plain
@@ -506,13 +507,3 @@ def _default_folder(uri: str) -> str:
 def _joined(*parts: str) -> str:
     """A path with forward slashes; parts of an installed package can be absolute on this system."""
     return PurePath(*parts).as_posix()
-
-
-def is_inside(path: str) -> bool:
-    """Whether the relative ``path`` stays in its folder, on any system; also if it is the folder."""
-    pure, windows = PurePosixPath(path), PureWindowsPath(path)
-    if not path or pure.is_absolute() or windows.drive or windows.root:
-        return False
-    # Joined to a folder a part can become a drive, and Windows takes ".. " for the parent folder.
-    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
-    return all(part.strip(". ") and not PureWindowsPath(part).drive for part in parts)

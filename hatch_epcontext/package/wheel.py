@@ -8,6 +8,7 @@ import csv
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -36,7 +37,8 @@ OUTPUT = Key() / "output"
 """The configuration key of the package's folder in the wheel."""
 
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
-_SHA256 = "sha256="
+_ALGORITHMS = ("sha256", "sha384", "sha512")
+"""The hashes that the format of wheels allows, as far as Python has them everywhere."""
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
@@ -122,11 +124,7 @@ def verify(wheel: Path, output: PurePosixPath) -> int:
     Returns the number of files in the manifest. Raises WheelError if one is missing or differs, or if
     the wheel has a file that is not in the manifest.
     """
-    location = f"{wheel.name}: {output}"
-    with zipfile.ZipFile(wheel) as archive:
-        if str(output / model_package.FILE) not in archive.namelist():
-            message = f"{model_package.FILE} is missing."
-            raise WheelError(Problem(Kind.INVALID_WHEEL, location, message))
+    with _opened(wheel, output) as (archive, location):
         files = model_package.ArchiveFiles(archive, output)
         package, invalid = collect(model_package.read(files, location))
         about = manifest.ours(package.metadata, manifest.PackageMetadata) if package else None
@@ -144,13 +142,20 @@ def verify_record(wheel: Path, output: PurePosixPath, files: Mapping[str, FileRe
     packed it made of what was written. Returns the number of files, without the manifest. Raises
     WheelError if one is missing or differs, or if the wheel has another file there.
     """
+    with _opened(wheel, output) as (archive, location):
+        _compare(archive, output, files, location, _record(archive).get)
+    return len(files) - 1
+
+
+@contextlib.contextmanager
+def _opened(wheel: Path, output: PurePosixPath) -> Iterator[tuple[zipfile.ZipFile, str]]:
+    """The archive, which has a manifest at ``output``, and what problems are about; raises WheelError."""
     location = f"{wheel.name}: {output}"
     with zipfile.ZipFile(wheel) as archive:
         if str(output / model_package.FILE) not in archive.namelist():
             message = f"{model_package.FILE} is missing."
             raise WheelError(Problem(Kind.INVALID_WHEEL, location, message))
-        _compare(archive, output, files, location, _record(archive).get)
-    return len(files) - 1
+        yield archive, location
 
 
 def _compare(
@@ -205,14 +210,32 @@ def _record(archive: zipfile.ZipFile) -> dict[str, str]:
     if path is None:
         return {}
     lines = archive.read(path).decode("utf-8", "replace").splitlines()
-    hashes = {}
-    for row in csv.reader(lines):
-        if len(row) == 3 and row[1].startswith(_SHA256):
-            with contextlib.suppress(ValueError):
-                # RECORD leaves the padding out.
-                digest = base64.urlsafe_b64decode(row[1].removeprefix(_SHA256) + "==")
-                hashes[row[0]] = digest.hex()
-    return hashes
+    rows = ((line[0], record_row(line)) for line in csv.reader(lines) if line)
+    return {name: row.digest for name, row in rows if row and row.algorithm == "sha256"}
+
+
+@dataclass(frozen=True)
+class RecordRow:
+    """A row of RECORD: the file's hash in hex, and its size in bytes; None if that is left out."""
+
+    algorithm: str
+    digest: str
+    size: int | None
+
+
+def record_row(line: list[str]) -> RecordRow | None:
+    """The row of RECORD that the columns ``line`` are; None if they are none."""
+    if len(line) != 3:
+        return None
+    algorithm, _, text = line[1].partition("=")
+    if algorithm not in _ALGORITHMS or not re.fullmatch("[0-9]{0,18}", line[2]):
+        return None
+    try:
+        # RECORD leaves the padding out.
+        digest = base64.b64decode(text + "=" * (-len(text) % 4), altchars="-_", validate=True)
+    except ValueError:
+        return None
+    return RecordRow(algorithm, digest.hex(), int(line[2]) if line[2] else None)
 
 
 def refused_options(config: Config) -> Iterator[str]:

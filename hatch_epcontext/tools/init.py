@@ -20,8 +20,10 @@ from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_tab
 from hatch_epcontext.config.lines import is_question, try_parse
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Kind, Problem
+from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Kind, Problem
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.package.wheel import (
     FOLDER,
     check_collisions,
@@ -31,7 +33,7 @@ from hatch_epcontext.package.wheel import (
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import file_name, quoted_key, to_toml
 from hatch_epcontext.tools.project import HATCHLING, Project
-from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply
+from hatch_epcontext.worker.requests import InspectReply, OpenSize, SuggestReply, SuggestRequest
 
 _PACKAGE = "hatch-epcontext"
 _BACKEND = "hatchling.build"
@@ -476,3 +478,24 @@ def _has_all(after: Any, before: Any) -> bool:
     if isinstance(before, list):
         return isinstance(after, list) and after[: len(before)] == before
     return bool(after == before)
+
+
+def suggest(path: Path, facts: InspectReply, workers: Workers) -> SuggestReply:
+    """Return sizes for the open dimensions of the ONNX file at ``path``, and constants; as few as are found.
+
+    ``facts`` are those of the file. Sizes are tried on the CPU, if ONNX Runtime can run the model.
+    """
+    if not any(_can_be_fixed(each) for each in facts.inputs):
+        return SuggestReply()
+    for run in (True, False):
+        request = SuggestRequest(str(path.resolve()), run)
+        with temp_dir() as folder:
+            try:
+                return workers.call(request, folder / "suggest", location=str(path))
+            except BuildError:
+                continue
+    return SuggestReply()
+
+
+def _can_be_fixed(tensor: TensorFacts) -> bool:
+    return not tensor.is_fixed or ("int" in tensor.dtype and tensor.shape in ((), (1,)))

@@ -34,13 +34,13 @@ from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, listing, show_size, to_toml
 from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure
 from hatch_epcontext.worker.requests import (
+    TRIAL_DIMS,
     AssignedNode,
     AssignRequest,
     EpDevice,
     InspectRequest,
     LibraryReply,
     LibraryRequest,
-    TrialGraph,
     TrialsRequest,
 )
 
@@ -430,9 +430,9 @@ def _try_all(
 ) -> tuple[Trial, ...]:
     (folder / "graphs").mkdir()
     request = TrialsRequest(tuple(names), str(folder / "graphs"))
-    graphs = workers.call(request, folder / "trials", location="the graphs").graphs
+    paths = workers.call(request, folder / "trials", location="the graphs").paths
     # Invalid settings are an error of all graphs.
-    trials = [_Tried.make(graph, job_settings, workers, folder) for graph in graphs]
+    trials = [_Tried.make(name, Path(paths[name]), job_settings, workers, folder) for name in names]
 
     def run(tried: _Tried) -> Trial:
         trial = tried.trial()
@@ -454,21 +454,21 @@ class _Tried:
 
     @staticmethod
     def make(
-        graph: TrialGraph, job_settings: JobSettings, workers: Workers, folder: Path
+        graph: str, path: Path, job_settings: JobSettings, workers: Workers, folder: Path
     ) -> _Tried:
-        settings = dict(job_settings.settings)
-        if graph.dims:
+        settings, dims = dict(job_settings.settings), TRIAL_DIMS.get(graph, {})
+        if dims:
             settings["static-shapes"] = False
-        job_settings = dataclasses.replace(job_settings, dims=graph.dims, settings=settings)
-        config = configure({graph.name: Path(graph.path)}, _PROVIDER, job_settings)
+        job_settings = dataclasses.replace(job_settings, dims=dims, settings=settings)
+        config = configure({graph: path}, _PROVIDER, job_settings)
         planned = plan(config.on_this_machine)
         versions = check_environment(planned.local_targets, planned.requirements)
         at_once = jobs_at_once(config.build.jobs, 0)
-        own = folder / graph.name
+        own = folder / graph
         own.mkdir()
         executor = LocalExecutor.make(workers, own, at_once, versions, planned.jobs)
         (job,) = planned.jobs
-        return _Tried(graph.name, job, executor, own)
+        return _Tried(graph, job, executor, own)
 
     def trial(self) -> Trial:
         """Take all steps; one that fails is a result."""

@@ -1,4 +1,4 @@
-"""Fix the constants, shapes and dims of a source model, as its configuration says."""
+"""Fix the constants, shapes and dims of a source model, as its configuration says, and say what it lacks."""
 
 from __future__ import annotations
 
@@ -7,57 +7,63 @@ from collections.abc import Iterator
 import onnx
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, collect
+from hatch_epcontext.errors import Diagnosed, Key, Kind, ModelError, Problem, Setting, collect
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.facts import Range
+from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.values.kinds import dimension_kind
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import suggestion
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, sized
 
 
-def feeds_for(model: onnx.ModelProto, spec: Model) -> dict[str, Array]:
+def feeds_for(onnx_model: onnx.ModelProto, model: Model) -> dict[str, Array]:
     """Return dummy inputs for a model that `fix_inputs` took, within the ranges that it takes."""
-    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    return dummy_inputs(inputs, spec, ranges_for(model, spec))
+    inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
+    return dummy_inputs(inputs, model, ranges_for(onnx_model, model))
 
 
-def ranges_for(model: onnx.ModelProto, spec: Model) -> dict[str, Range]:
+def ranges_for(onnx_model: onnx.ModelProto, model: Model) -> dict[str, Range]:
     """Return the ranges of the inputs of a model that `fix_inputs` took; empty if none are needed."""
-    if spec.validate.inputs != "random":
+    if model.validate.inputs != "random":
         return {}
-    return input_ranges(model, sized(list(map(graph.facts, graph.inputs(model.graph))), spec))
+    return input_ranges(
+        onnx_model, sized(list(map(graph.facts, graph.inputs(onnx_model.graph))), model)
+    )
 
 
-def fix_inputs(model: onnx.ModelProto, spec: Model) -> None:
-    """Fix the constants of ``spec`` in ``model``, in place, and with static shapes its shapes and dims.
-
-    Raises ModelError with everything that does not fit the model's inputs.
-    """
-    fix_constants(model, spec)
-    if spec.static_shapes:
-        fix_shapes(model, spec)
-
-
-def fix_constants(model: onnx.ModelProto, spec: Model) -> None:
-    """Fix the constants of ``spec`` in ``model``, in place, and check its shapes and dims.
+def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:
+    """Fix the constants of ``model`` in ``onnx_model``, in place, and with static shapes its shapes and dims.
 
     Raises ModelError with everything that does not fit the model's inputs.
     """
-    problems = [*_fix_constants(model.graph, spec), *collect(_sizes(model.graph, spec))[1]]
+    fix_constants(onnx_model, model)
+    if model.static_shapes:
+        fix_shapes(onnx_model, model)
+
+
+def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
+    """Fix the constants of ``model`` in ``onnx_model``, in place, and check its shapes and dims.
+
+    Raises ModelError with everything that does not fit the model's inputs.
+    """
+    problems = [
+        *_fix_constants(onnx_model.graph, model),
+        *collect(_sizes(onnx_model.graph, model))[1],
+    ]
     if problems:
         raise ModelError(*problems)
 
 
-def fix_shapes(model: onnx.ModelProto, spec: Model) -> None:
-    """Fix the shapes and dims of ``spec``, which fit, in all graphs of ``model``, in place."""
-    dims, _ = collect(_sizes(model.graph, spec))
-    for value in graph.inputs(model.graph):
-        if value.name in spec.shapes:
+def fix_shapes(onnx_model: onnx.ModelProto, model: Model) -> None:
+    """Fix the shapes and dims of ``model``, which fit, in all graphs of ``onnx_model``, in place."""
+    dims, _ = collect(_sizes(onnx_model.graph, model))
+    for value in graph.inputs(onnx_model.graph):
+        if value.name in model.shapes:
             sizes = value.type.tensor_type.shape.dim
-            for dim, given in zip(sizes, spec.shapes[value.name], strict=True):
+            for dim, given in zip(sizes, model.shapes[value.name], strict=True):
                 dim.dim_value = given
-    for each in graph.graphs(model.graph):
+    for each in graph.graphs(onnx_model.graph):
         for value in [*each.input, *each.output, *each.value_info]:
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_param in dims:
@@ -70,16 +76,16 @@ def unknown_name(key: Key, name: str, noun: str, known: list[str]) -> Problem:
     return Problem.at(key, Kind.UNKNOWN_INPUT, f"the model has no {noun} {name!r}.", hint)
 
 
-def _fix_constants(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
+def _fix_constants(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
     by_name = {value.name: value for value in graph.inputs(main)}
-    for name in spec.constants:
-        key = spec.key / "constants" / name
+    for name in model.constants:
+        key = model.key / "constants" / name
         if name not in by_name:
             yield unknown_name(key, name, "input", list(by_name))
             continue
         facts = graph.facts(by_name[name])
         try:
-            array = constant(spec, facts)
+            array = constant(model, facts)
         except (TypeError, ValueError, OverflowError) as error:
             yield Problem.at(
                 key,
@@ -99,7 +105,7 @@ def _fix_constants(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
         main.input.remove(by_name[name])
 
 
-def _sizes(main: onnx.GraphProto, spec: Model) -> Diagnosed[dict[str, int]]:
+def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
     """Return the sizes of all named dimensions that dims and shapes fix, and yield what does not fit."""
     by_name = {value.name: value for value in graph.inputs(main)}
     known_dims = list(
@@ -110,11 +116,11 @@ def _sizes(main: onnx.GraphProto, spec: Model) -> Diagnosed[dict[str, int]]:
             if isinstance(size, str)
         )
     )
-    for name in spec.dims.keys() - known_dims:
-        yield unknown_name(spec.place("dims") / name, name, "open dimension", known_dims)
-    dims = dict(spec.dims)
-    for name, shape in spec.shapes.items():
-        key = spec.place("shapes") / name
+    for name in model.dims.keys() - known_dims:
+        yield unknown_name(model.place("dims") / name, name, "open dimension", known_dims)
+    dims = dict(model.dims)
+    for name, shape in model.shapes.items():
+        key = model.place("shapes") / name
         if name not in by_name:
             yield unknown_name(key, name, "input", list(by_name))
             continue
@@ -136,3 +142,48 @@ def _sizes(main: onnx.GraphProto, spec: Model) -> Diagnosed[dict[str, int]]:
                     f"the dimension {size!r} is {given} in this shape, but {dims[size]} elsewhere.",
                 )
     return dims
+
+
+def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
+    """The message about an input with open dimensions, for an EP that needs fixed shapes."""
+    return (
+        f"the input {tensor.name!r} has an open dimension ({tensor.shape_text}), and {ep} compiles "
+        "only fixed shapes."
+    )
+
+
+def place_of_sizes(tensor: TensorFacts, model: Model) -> Key:
+    """The table with the sizes of ``tensor``: ``shapes``, or ``dims`` if all its dimensions have names."""
+    return model.place("shapes" if None in tensor.shape else "dims")
+
+
+def _is_batch(tensor: TensorFacts, axis: int) -> bool:
+    return dimension_kind(tensor, axis, is_state=False) == "batch"
+
+
+def _open_axes(tensor: TensorFacts) -> list[int]:
+    return [axis for axis, size in enumerate(tensor.shape) if not isinstance(size, int)]
+
+
+def how_to_fix(tensor: TensorFacts) -> str:
+    """What to do about the open dimensions of ``tensor``: a sentence."""
+    if all(_is_batch(tensor, axis) for axis in _open_axes(tensor)):
+        return "Fix it, for example with size 1."
+    return "Fix it with the size that the app feeds, such as how wide its images or how long its texts are."
+
+
+def sizes_to_fix(tensor: TensorFacts, model: Model) -> list[Setting]:
+    """The settings that fix ``tensor``: 1 for what is a batch, and all else is for the user to choose."""
+    axes = _open_axes(tensor)
+    known = all(_is_batch(tensor, axis) for axis in axes)
+    if None in tensor.shape:
+        shape = [size if isinstance(size, int) else 1 for size in tensor.shape]
+        place = place_of_sizes(tensor, model)
+        return [Setting(place, {tensor.name: shape}) if known else Setting(place / tensor.name)]
+    names = {str(tensor.shape[axis]): axis for axis in axes}
+    if known:
+        return [Setting(place_of_sizes(tensor, model), dict.fromkeys(names, 1))]
+    return [
+        Setting(place_of_sizes(tensor, model) / name, 1 if _is_batch(tensor, axis) else None)
+        for name, axis in names.items()
+    ]

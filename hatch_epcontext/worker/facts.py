@@ -57,6 +57,18 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class CutResult:
+    """What the configuration of one form of a model fixes in the cut model.
+
+    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
+    """
+
+    dims: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """A node that no context covers, and the reason, if it is known.
 

@@ -29,14 +29,14 @@ def read_optimized(name: str, result: Path) -> Context:
     )
 
 
-def read_context(spec: Model, prepared: Path, result: Path, target: Target) -> Context:
+def read_context(model: Model, prepared: Path, result: Path, target: Target) -> Context:
     """Return the facts of the context model ``result``, which was compiled from ``prepared``.
 
     Raises BuildError when it is not what the target asks for.
     """
     provider = target.provider
     try:
-        return _read_context(spec, prepared, result, target, provider)
+        return _read_context(model, prepared, result, target, provider)
     except ModelError as error:
         # What the EP wrote is not to blame on the model.
         problems = (
@@ -47,36 +47,36 @@ def read_context(spec: Model, prepared: Path, result: Path, target: Target) -> C
 
 
 def _read_context(
-    spec: Model, prepared: Path, result: Path, target: Target, provider: Provider
+    model: Model, prepared: Path, result: Path, target: Target, provider: Provider
 ) -> Context:
     source = onnx.load(prepared, load_external_data=False)
-    model = load(result, "")
-    compatibility = graph.compatibility(model).get(provider.ep, "")
-    contexts = graph.contexts(model.graph)
+    onnx_model = load(result, "")
+    compatibility = graph.compatibility(onnx_model).get(provider.ep, "")
+    contexts = graph.contexts(onnx_model.graph)
     problems = [
         *_wrong_contexts(contexts, result, provider),
         *_wrong_chip(compatibility, contexts, provider, target),
-        *_not_embeddable(contexts, spec, provider, target),
-        *_too_large(result, spec, target),
+        *_not_embeddable(contexts, model, provider, target),
+        *_too_large(result, model, target),
     ]
     if problems:
         raise BuildError(*problems)
-    _check_data(model, result, spec, provider)
-    uncovered = [n for n in graph.compute_nodes(model.graph) if n.op_type != graph.CONTEXT_OP]
+    _check_data(onnx_model, result, model, provider)
+    uncovered = [n for n in graph.compute_nodes(onnx_model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))
     fixed = all(graph.facts(value).is_fixed for value in graph.inputs(source.graph))
     open_values = _open_values(source) if uncovered and fixed else frozenset()
     return Context(
-        model=spec.name,
+        model=model.name,
         model_file=result.name,
-        inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
-        outputs=tuple(map(graph.facts, model.graph.output)),
+        inputs=tuple(map(graph.facts, graph.inputs(onnx_model.graph))),
+        outputs=tuple(map(graph.facts, onnx_model.graph.output)),
         coverage=Coverage(
             nodes=total,
             compiled=max(total - len(uncovered), 0),
             partitions=len(contexts),
             uncovered=tuple(_node_facts(node, open_values) for node in uncovered),
-            largest=_largest(spec, source, uncovered, open_values) if uncovered else None,
+            largest=_largest(model, source, uncovered, open_values) if uncovered else None,
         ),
         compatibility=compatibility,
         ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),
@@ -84,13 +84,13 @@ def _read_context(
 
 
 def _largest(
-    spec: Model,
+    model: Model,
     prepared: onnx.ModelProto,
     uncovered: list[onnx.NodeProto],
     open_values: frozenset[str],
 ) -> Cut | None:
-    source = onnx.load(spec.path, load_external_data=False).graph
-    return largest_covered(prepared.graph, uncovered, source, open_values, spec.constants)
+    source = onnx.load(model.path, load_external_data=False).graph
+    return largest_covered(prepared.graph, uncovered, source, open_values, model.constants)
 
 
 def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
@@ -166,9 +166,11 @@ def _wrong_chip(
             )
 
 
-def _check_data(model: onnx.ModelProto, result: Path, spec: Model, provider: Provider) -> None:
+def _check_data(
+    onnx_model: onnx.ModelProto, result: Path, model: Model, provider: Provider
+) -> None:
     try:
-        external_data(model, result.parent, result.name)
+        external_data(onnx_model, result.parent, result.name)
     except ModelError as error:
         raise BuildError(
             *(
@@ -178,7 +180,7 @@ def _check_data(model: onnx.ModelProto, result: Path, spec: Model, provider: Pro
                     f"{provider.ep} left tensors in the source model's external data: "
                     f"{problem.message}",
                     "Give them a file of their own.",
-                    settings=(Setting(spec.key / "external-initializers", True),),
+                    settings=(Setting(model.key / "external-initializers", True),),
                 )
                 for problem in error.problems
             )
@@ -186,7 +188,7 @@ def _check_data(model: onnx.ModelProto, result: Path, spec: Model, provider: Pro
 
 
 def _not_embeddable(
-    contexts: list[onnx.NodeProto], spec: Model, provider: Provider, target: Target
+    contexts: list[onnx.NodeProto], model: Model, provider: Provider, target: Target
 ) -> Iterator[Problem]:
     if target.settings.embed and provider.embeds_one and len(contexts) > 1:
         yield Problem(
@@ -195,11 +197,11 @@ def _not_embeddable(
             f"the model became {len(contexts)} contexts, and {provider.ep} loads only one that is "
             "embedded.",
             "Put the blobs into a file beside the context model.",
-            settings=(Setting(spec.key / "embed", False),),
+            settings=(Setting(model.key / "embed", False),),
         )
 
 
-def _too_large(result: Path, spec: Model, target: Target) -> Iterator[Problem]:
+def _too_large(result: Path, model: Model, target: Target) -> Iterator[Problem]:
     size = result.stat().st_size
     if size <= PROTOBUF_LIMIT:
         return
@@ -212,8 +214,8 @@ def _too_large(result: Path, spec: Model, target: Target) -> Iterator[Problem]:
         if embed
         else "Give large weights a file of their own.",
         settings=(
-            Setting(spec.key / "embed", False)
+            Setting(model.key / "embed", False)
             if embed
-            else Setting(spec.key / "external-initializers", True),
+            else Setting(model.key / "external-initializers", True),
         ),
     )

@@ -19,7 +19,9 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
+from hatch_epcontext.graph.refusals.known_limits import numbered
 from hatch_epcontext.providers import Provider
+from hatch_epcontext.text import listing
 from hatch_epcontext.worker.facts import Context, NodeFacts
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, open_session, options
@@ -80,15 +82,11 @@ def refused_nodes(prepared: Path, target: Target) -> str:
     for node in explained(nodes, logged, main, main, target.provider):
         operators.setdefault(node.reason, Counter())[node.op] += 1
     parts = [
-        f"{_numbered(ops)} ({reason or 'no reason is known'})" for reason, ops in operators.items()
+        f"{listing(numbered(ops))} ({reason or 'no reason is known'})"
+        for reason, ops in operators.items()
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
     return f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
-
-
-def _numbered(operators: Counter[str]) -> str:
-    """How many of each operator there are: ``"2 Loop, Shape"``."""
-    return ", ".join(op if number == 1 else f"{number} {op}" for op, number in operators.items())
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:
@@ -136,7 +134,7 @@ def _deciders(main: onnx.GraphProto, names: Container[str]) -> dict[str, tuple[s
     """
     flow = Dependencies(main)
     found: dict[str, tuple[str, Decided]] = {}
-    for node in flow.nodes:
+    for node in flow.counted:
         for name in node.input if node.name in names else ():
             if (by := decided(flow, name)) is not None:
                 found.setdefault(node.name, (name, by))

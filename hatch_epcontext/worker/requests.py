@@ -6,18 +6,20 @@ What they carry is in `facts`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import (
     Agreement,
     Context,
+    CutResult,
     Magnitude,
     ModelFacts,
     NodeFacts,
@@ -55,18 +57,6 @@ class Request(Generic[ReplyT]):
 @dataclass(frozen=True)
 class CheckReply:
     models: tuple[ModelFacts, ...]
-
-
-@dataclass(frozen=True)
-class CutResult:
-    """What the configuration of one form of a model fixes in the cut model.
-
-    ``shapes`` also has those that the tensors where it begins get from the sizes of the whole model.
-    """
-
-    dims: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-    constants: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
     ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
-    the source if its numbers were changed.
+    the source if its numbers were changed. With an ``unroll_limit`` loops and layers of known length are
+    unrolled instead, up to so many nodes.
     """
 
     model: Model
@@ -181,20 +172,10 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     compare: bool
     reference: str | None = None
     tolerance: Tolerance | None = None
+    unroll_limit: int | None = None
 
     def misfit(self, reply: RewriteReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path,)))
-
-
-@dataclass(frozen=True)
-class UnrollRequest(Request[RewriteReply], action="unroll"):
-    """Unroll the loops and layers of known length that ``rewrite`` names, up to ``limit`` nodes."""
-
-    rewrite: RewriteRequest
-    limit: int
-
-    def misfit(self, reply: RewriteReply) -> str | None:
-        return self.rewrite.misfit(reply)
 
 
 @dataclass(frozen=True)
@@ -510,19 +491,15 @@ TRIALS: Mapping[str, str] = {
 }
 """The graphs that an unknown EP is tried with, by name, and what each is."""
 
-
-@dataclass(frozen=True)
-class TrialGraph:
-    """One of `TRIALS`. ``dims``: sizes for dummy inputs where it leaves dimensions open."""
-
-    name: str
-    path: str
-    dims: Mapping[str, int]
+TRIAL_DIMS: Mapping[str, Mapping[str, int]] = {"dynamic": {"batch": 3}}
+"""Sizes for dummy inputs of those of `TRIALS` that leave dimensions open."""
 
 
 @dataclass(frozen=True)
 class TrialsReply:
-    graphs: tuple[TrialGraph, ...]
+    """The absolute path of each graph, by its name."""
+
+    paths: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -533,9 +510,9 @@ class TrialsRequest(Request[TrialsReply], action="trials"):
     folder: str
 
     def misfit(self, reply: TrialsReply) -> str | None:
-        if tuple(each.name for each in reply.graphs) != self.names:
+        if reply.paths.keys() != {*self.names}:
             return "it is about other graphs"
-        return _misfit_files(self.folder, (each.path for each in reply.graphs))
+        return _misfit_files(self.folder, reply.paths.values())
 
 
 @dataclass(frozen=True)

@@ -24,20 +24,20 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
     """
     folder, target = Path(request.folder), request.target
     provider = target.provider
-    results = [folder / provider.result_file(spec.name) for spec in request.models]
-    for spec, path, result in zip(request.models, request.prepared, results, strict=True):
+    results = [folder / provider.result_file(model.name) for model in request.models]
+    for model, path, result in zip(request.models, request.prepared, results, strict=True):
         sharing = {
             "ep.share_ep_contexts": "1",
             # Their partitions are in one sidecar, where names must differ.
-            _PREFIX: f"{target.settings.session_options.get(_PREFIX, '')}{spec.name}_",
+            _PREFIX: f"{target.settings.session_options.get(_PREFIX, '')}{model.name}_",
         }
         if result == results[-1]:
             sharing["ep.stop_share_ep_contexts"] = "1"
-        compile_context(Path(path), result, target, sharing, spec.key)
+        compile_context(Path(path), result, target, sharing, model.key)
     _equalize_spill_fill(results)
     contexts = tuple(
-        read_context(spec, Path(path), result, target)
-        for spec, path, result in zip(request.models, request.prepared, results, strict=True)
+        read_context(model, Path(path), result, target)
+        for model, path, result in zip(request.models, request.prepared, results, strict=True)
     )
     sidecars = {result.name: _sidecars(result) for result in results}
     if len(set().union(*sidecars.values())) != 1:

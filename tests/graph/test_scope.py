@@ -74,3 +74,27 @@ def test_what_nodes_make_and_read_is_known_also_of_graphs_inside_them() -> None:
     assert scope.maker("x") is None
     assert scope.above(["y"]) == [2, 0]
     assert scope.above(["y"], lambda name: name != "a") == [2]
+    assert scope.ancestors(["y"]) == ["y", "c", "a", "x"]
+
+
+def test_graphs_inside_nodes_are_a_part_of_it_if_they_are_to_be() -> None:
+    constant = helper.make_node("Constant", [], ["two"], value_int=2)
+    branch = helper.make_graph(
+        [constant, helper.make_node("Add", ["a", "two"], ["sum"])], "b", [], [value("sum", [3])]
+    )
+    nodes = [
+        helper.make_node("Exp", ["x"], ["a"]),
+        helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
+    ]
+    main = helper.make_graph(nodes, "g", [value("x", [3]), value("c", [])], [value("y", [3])])
+    outer = Scope(main)
+    assert (outer.maker("sum"), outer.constant("two"), outer.sizes("sum")) == (None, None, None)
+    inner = Scope(branch, outer).maker("a")
+    assert inner is not None
+    assert inner.op_type == "Exp"
+    whole = Scope(main, nested=True)
+    maker = whole.maker("sum")
+    assert maker is not None
+    assert (maker.op_type, whole.shape("sum")) == ("Add", (3,))
+    assert whole.constant("two") == 2
+    assert whole.ancestors(["sum"]) == ["sum", "a", "two", "x"]

@@ -65,7 +65,7 @@ def _compared(nodes: Iterable[onnx.NodeProto], flow: Dependencies) -> Iterator[A
 def undecided(main: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, Decided | None]]:
     """Yield each If of ``main`` whose condition depends on inputs, and what decides it."""
     flow = Dependencies(main)
-    for node in flow.nodes:
+    for node in flow.counted:
         if node.op_type == "If" and flow.depends(node.input[:1]):
             yield node, decided(flow, node.input[0])
 

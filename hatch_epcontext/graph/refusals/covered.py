@@ -38,7 +38,9 @@ def largest_covered(
     parts = sorted(
         (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
     )
-    cuts = (_cut(flow, part, source) for part in parts if len(part) >= _SMALLEST * len(flow.nodes))
+    cuts = (
+        _cut(flow, part, source) for part in parts if len(part) >= _SMALLEST * len(flow.numbers)
+    )
     return next((cut for cut in cuts if cut and _is_possible(source, cut, frozen)), None)
 
 
@@ -60,16 +62,16 @@ def _is_possible(source: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> 
     return True
 
 
-class _Flow:
-    """The ``nodes`` of a graph, without constants, by their numbers, and which of them are covered."""
+class _Flow(Scope):
+    """The graph ``main``: the numbers of its nodes without constants, and which of them are covered."""
 
     def __init__(self, main: onnx.GraphProto, left: Collection[str]) -> None:
         """Nodes of ``main`` with a result in ``left`` are not covered."""
-        self._scope, self._nodes = Scope(main), main.node
-        self.nodes = [i for i, node in enumerate(main.node) if node.op_type != "Constant"]
-        self.covered = {i for i in self.nodes if not set(main.node[i].output) & set(left)}
+        super().__init__(main)
+        self.numbers = [i for i, node in enumerate(main.node) if node.op_type != "Constant"]
+        self.covered = {i for i in self.numbers if not set(main.node[i].output) & set(left)}
         self._outputs = {value.name for value in main.output}
-        made = (name for i in self.nodes for name in main.node[i].output)
+        made = (name for i in self.numbers for name in main.node[i].output)
         self._values = {*(value.name for value in graph.inputs(main)), *made}
 
     def parts(self) -> Iterator[set[int]]:
@@ -78,8 +80,8 @@ class _Flow:
         Nodes are in one part if equally many uncovered nodes are on the longest path to them, or from them.
         """
         for depths in (
-            self._depths(self._before, self.nodes),
-            self._depths(self._after, reversed(self.nodes)),
+            self._depths(self._before, self.numbers),
+            self._depths(self._after, reversed(self.numbers)),
         ):
             levels: dict[int, set[int]] = defaultdict(set)
             for index in self.covered:
@@ -88,24 +90,15 @@ class _Flow:
                 yield from self._connected(level)
 
     def _before(self, index: int) -> Iterator[int]:
-        makers = self._scope.makers
-        return (makers[name] for name in self.reads(index) if name in makers)
+        return (self.makers[name] for name in self._read(index) if name in self.makers)
 
     def _after(self, index: int) -> Iterator[int]:
-        for name in self._nodes[index].output:
-            yield from self.readers(name)
+        for name in self.nodes[index].output:
+            yield from self.readers.get(name, ())
 
-    def reads(self, index: int) -> list[str]:
+    def _read(self, index: int) -> list[str]:
         """What a node reads of inputs and other nodes."""
-        return [name for name in self._scope.reads[index] if name in self._values]
-
-    def readers(self, name: str) -> Set[int]:
-        """The nodes that read a value."""
-        return self._scope.readers.get(name, frozenset())
-
-    def maker(self, name: str) -> int | None:
-        """The node that makes a value; None for an input."""
-        return self._scope.makers.get(name)
+        return [name for name in self.reads[index] if name in self._values]
 
     def _depths(
         self, neighbours: Callable[[int], Iterable[int]], order: Iterable[int]
@@ -130,10 +123,14 @@ class _Flow:
 
     def ends(self, part: Collection[int]) -> tuple[list[str], list[str]]:
         """The values that ``part`` reads from outside, and those of its own that are read there."""
-        made = [name for index in sorted(part) for name in self._nodes[index].output if name]
-        read = dict.fromkeys(name for index in sorted(part) for name in self.reads(index))
-        first = [name for name in read if self.maker(name) not in part]
-        last = [n for n in made if n in self._outputs or not self.readers(n) <= set(part)]
+        made = [name for index in sorted(part) for name in self.nodes[index].output if name]
+        read = dict.fromkeys(name for index in sorted(part) for name in self._read(index))
+        first = [name for name in read if self.makers.get(name) not in part]
+        last = [
+            n
+            for n in made
+            if n in self._outputs or not self.readers.get(n, frozenset()) <= set(part)
+        ]
         return first, last
 
 
@@ -142,8 +139,8 @@ def _within(flow: _Flow, part: set[int], begin: Set[str], end: Set[str]) -> set[
     part = set(part)
     while part:
         first, last = flow.ends(part)
-        wrong = {flow.maker(name) for name in last if name not in end}
-        wrong |= {each for name in first if name not in begin for each in flow.readers(name) & part}
+        wrong = {flow.makers[name] for name in last if name not in end}
+        wrong |= {each for n in first if n not in begin for each in flow.readers[n] & part}
         if not wrong:
             break
         part -= wrong

@@ -24,7 +24,7 @@ from hatch_epcontext.text import count, listing
 _MAX_NAMES = 3
 """Names or reasons in one message."""
 
-_MAKES: Mapping[str, str] = {
+MAKES: Mapping[str, str] = {
     "StringConcat": "string",
     "StringNormalizer": "string",
     "StringSplit": "string",
@@ -42,17 +42,13 @@ _MAKES: Mapping[str, str] = {
 }
 """Operators whose first output is not a tensor of numbers, or is only sometimes one."""
 
-_SAME_KIND = frozenset(
-    {
-        "Compress", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
-        "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where",
-    }
-)  # fmt: skip
+_SAME_KIND = graph.RESHAPING | {
+    *("Compress", "Concat", "Expand", "Gather", "GatherElements", "GatherND", "Slice", "Split"),
+    *("Tile", "Transpose", "Where"),
+}
 """Operators that make strings of strings."""
 
-_TRIVIAL = frozenset(
-    {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
-)
+_TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
 """Operators that are not worth a context of their own."""
 
 
@@ -88,7 +84,7 @@ class Findings:
     @property
     def share(self) -> float:
         """The largest part of the nodes that can be compiled, from 0 to 1."""
-        total, refused = len(self.flow.nodes), len(self.refused)
+        total, refused = len(self.flow.counted), len(self.refused)
         if not refused:
             return 1.0
         if self.growing and refused < total:
@@ -107,12 +103,12 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     kinds = _kinds(model.graph)
     fixed = _fixed_values(model.graph)
     refused = []
-    for node in flow.nodes:
+    for node in flow.counted:
         if (node.domain, node.op_type) in own:
             continue
         if found := _refused(node, limits, flow, kinds, fixed):
             refused.append(found)
-    inside = any(map(graph.inner_graphs, flow.nodes))
+    inside = any(map(graph.inner_graphs, flow.counted))
     return Findings(flow, tuple(refused), inside or bool(own))
 
 
@@ -121,7 +117,7 @@ def problem(model: onnx.ModelProto, findings: Findings, ep: str, key: Key, targe
 
     ``key`` and ``target`` are the places of the model and of the target in the configuration.
     """
-    total, refused = len(findings.flow.nodes), len(findings.refused)
+    total, refused = len(findings.flow.counted), len(findings.refused)
     message = f"{ep} cannot compile {refused} of the {total} nodes: {describe(findings.refused)}."
     hint, settings = _advice(model, key, target, findings)
     return Problem.at(key, Kind.NOT_COMPILABLE, message, hint, *settings)
@@ -144,18 +140,15 @@ def describe(refused: Sequence[Refused]) -> str:
 
 
 def _describe(why: str, refused: Sequence[Refused]) -> str:
-    operators = _operators(Counter(graph.operator(each.node) for each in refused))
-    deciders = list(dict.fromkeys(repr(each.decider) for each in refused if each.decider))
-    more = len(deciders) - _MAX_NAMES
-    which = ", ".join(deciders[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
-    return f"{operators} {why} {which}".rstrip()
+    numbers = Counter(graph.operator(each.node) for each in refused)
+    deciders = dict.fromkeys(repr(each.decider) for each in refused if each.decider)
+    which = listing(deciders, _MAX_NAMES) if deciders else ""
+    return f"{listing(numbered(numbers), _MAX_NAMES)} {why} {which}".rstrip()
 
 
-def _operators(operators: Counter[str]) -> str:
-    names = [name if number == 1 else f"{number} {name}" for name, number in operators.items()]
-    more = len(names) - _MAX_NAMES
-    shown = ", ".join(names[:_MAX_NAMES])
-    return f"{shown} and {count(more, 'other operator')}" if more > 0 else shown
+def numbered(operators: Counter[str]) -> list[str]:
+    """How many of each operator there are: ``["2 Loop", "Shape"]``."""
+    return [op if number == 1 else f"{number} {op}" for op, number in operators.items()]
 
 
 def _advice(
@@ -165,17 +158,17 @@ def _advice(
     if frozen := _frozen(key, findings):
         return frozen
     refused = {name for each in findings.refused for name in each.node.output if name}
-    rest = [n for n in findings.flow.nodes if not refused.intersection(n.output)]
+    rest = [n for n in findings.flow.counted if not refused.intersection(n.output)]
     if all(node.op_type in _TRIVIAL for node in rest):
         return 'Nothing else is worth compiling: use the cpu provider (provider = "cpu").', ()
-    after, before = _reached(findings, refused), _reached(findings, refused, backward=True)
-    if not any(after.intersection(node.output) for node in rest):
+    made = {name for node in rest for name in node.output if name}
+    if refused.isdisjoint(findings.flow.ancestors(made)):
         outputs = _last_outputs(model, rest, findings, refused)
         cut: dict[str, Any] | None = {"outputs": outputs}
         hint = (
             f"Keep the part before them, up to {_quoted(outputs)}, and compute the rest in the app."
         )
-    elif not any(before.intersection(node.output) for node in rest):
+    elif made.isdisjoint(findings.flow.ancestors(refused)):
         used = {name for node in rest for name in node.input}
         inputs = sorted(used & refused)
         cut = {"inputs": inputs}
@@ -198,16 +191,6 @@ def _frozen(key: Key, findings: Findings) -> tuple[str, tuple[Setting, ...]] | N
         found |= by.inputs
     whole = Decided(found)
     return f"Freeze {whole}, which decides it.", whole.settings(key)
-
-
-def _reached(findings: Findings, names: set[str], *, backward: bool = False) -> set[str]:
-    """The values that depend on those called ``names``; with ``backward`` those that these depend on."""
-    found = set(names)
-    for node in reversed(findings.flow.nodes) if backward else findings.flow.nodes:
-        given, taken = (node.output, node.input) if backward else (node.input, node.output)
-        if found.intersection(given):
-            found.update(filter(None, taken))
-    return found
 
 
 def _last_outputs(
@@ -286,7 +269,7 @@ def _made(node: onnx.NodeProto, kinds: Mapping[str, str]) -> str | None:
         return "string" if graph.attribute(node, "to", 0) == TensorProto.STRING else None
     if node.domain == "ai.onnx.ml" and _has_string_classes(node):
         return "string"
-    return _MAKES.get(operator)
+    return MAKES.get(operator)
 
 
 _CLASSES = frozenset({"classlabels_strings", "values_strings", "cats_strings"})

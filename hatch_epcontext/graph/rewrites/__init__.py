@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.rewrites.basics import (
     COMPUTED_BOUNDS,
     DEFAULT_ACTIVATIONS,

@@ -9,8 +9,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
-from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
+from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node, copy_of
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activations
 

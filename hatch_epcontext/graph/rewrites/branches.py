@@ -11,8 +11,7 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.rewrites.base import by_node
+from hatch_epcontext.graph.builder import Builder, Outputs, by_node
 from hatch_epcontext.graph.scope import Scope, Types
 
 _NAMES = """

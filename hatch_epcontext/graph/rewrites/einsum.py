@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.rewrites.base import by_node
+from hatch_epcontext.graph.builder import Builder, Outputs, by_node
 from hatch_epcontext.graph.scope import Scope
 
 _MAX_DIMENSIONS = 4

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import onnx
 import onnx.inliner
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.rewrites.base import Rewrite, by_node
+from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
 from hatch_epcontext.graph.scope import Scope, Types
 
 
@@ -100,63 +101,41 @@ def _biased(node: onnx.NodeProto, builder: Builder) -> str:
     return builder.add("Add", value, bias) if bias else value
 
 
-def _layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    value, scale, bias = graph.operands(node, 3)
-    return _normalized(node, scope, builder, value, scale, bias, centred=True)
+_NORMALIZING: Mapping[str, Sequence[str]] = {
+    "LayerNormalization": ("value", "scale", "bias"),
+    "RMSNormalization": ("value", "scale"),
+    # ONNX Runtime registers it in ONNX's domain.
+    "SimplifiedLayerNormalization": ("value", "scale"),
+    "com.microsoft.SkipLayerNormalization": ("value", "skip", "scale", "bias", "added"),
+    "com.microsoft.SkipSimplifiedLayerNormalization": ("value", "skip", "scale", "added"),
+}
+"""What each of these operators takes. Those that take no bias do not subtract the mean."""
 
 
-def _rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    value, scale = node.input[:2]
-    result = _normalized(node, scope, builder, value, scale, "", centred=False)
-    return None if result is None else [result[0], *result[2:]]
-
-
-def _skip_layer_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    value, skip, scale, bias, added = graph.operands(node, 5)
-    total = _sum(builder, value, skip, added)
-    result = _normalized(node, scope, builder, total, scale, bias, centred=True)
-    return None if result is None else [*result, total]
-
-
-def _skip_rms_norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    value, skip, scale, added = graph.operands(node, 4)
-    total = _sum(builder, value, skip, added)
-    result = _normalized(node, scope, builder, total, scale, "", centred=False)
-    return None if result is None else [*result, total]
-
-
-def _sum(builder: Builder, value: str, skip: str, added: str) -> str:
-    total = builder.add("Add", value, skip)
-    return builder.add("Add", total, added) if added else total
-
-
-def _normalized(
-    node: onnx.NodeProto,
-    scope: Scope,
-    builder: Builder,
-    value: str,
-    scale: str,
-    bias: str,
-    *,
-    centred: bool,
-) -> list[str] | None:
-    """The normalized ``value``, its mean, and the inverse of its standard deviation."""
-    sizes = scope.sizes(node.input[0])
-    if sizes is None:
+def _normalized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    operands = _NORMALIZING[graph.operator(node)]
+    given = dict(zip(operands, graph.operands(node, len(operands)), strict=True))
+    if (sizes := scope.sizes(node.input[0])) is None:
         return None
-    rank, axis = len(sizes), graph.number(node, "axis", -1)
-    axes = range(axis % rank, rank)
-    mean = ""
-    if centred:
+    value, mean = given["value"], ""
+    for name in filter(None, map(given.get, ("skip", "added"))):
+        value = builder.add("Add", value, name)
+    total, rank = value, len(sizes)
+    axes = range(graph.number(node, "axis", -1) % rank, rank)
+    if "bias" in given:
         mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
         value = builder.add("Sub", value, mean)
     square = builder.add("Mul", value, value)
     variance = builder.reduced("ReduceMean", square, axes, keepdims=1)
     epsilon = builder.number(graph.attribute(node, "epsilon", 1e-5))
     deviation = builder.add("Sqrt", builder.add("Add", variance, epsilon))
-    result = builder.add("Mul", builder.add("Div", value, deviation), scale)
+    result = builder.add("Mul", builder.add("Div", value, deviation), given["scale"])
+    if bias := given.get("bias"):
+        result = builder.add("Add", result, bias)
     inverse = builder.add("Reciprocal", deviation) if any(node.output[1:]) else ""
-    return [builder.add("Add", result, bias) if bias else result, mean, inverse]
+    if "skip" in given:
+        return [result, mean, inverse, total]
+    return [result, mean, inverse] if "bias" in given else [result, inverse]
 
 
 FUSED = by_node(
@@ -170,10 +149,9 @@ FUSED = by_node(
         "com.microsoft.Gelu": _gelu,
         "com.microsoft.BiasGelu": _gelu,
         "com.microsoft.FastGelu": _fast_gelu,
-        "com.microsoft.SkipLayerNormalization": _skip_layer_norm,
-        "com.microsoft.SkipSimplifiedLayerNormalization": _skip_rms_norm,
-        # ONNX Runtime registers it in ONNX's domain.
-        "SimplifiedLayerNormalization": _rms_norm,
+        "com.microsoft.SkipLayerNormalization": _normalized,
+        "com.microsoft.SkipSimplifiedLayerNormalization": _normalized,
+        "SimplifiedLayerNormalization": _normalized,
     },
 )
 
@@ -181,8 +159,8 @@ FUNCTIONS = by_node(
     "functions as basic operators",
     {
         "Gelu": _gelu,
-        "LayerNormalization": _layer_norm,
-        "RMSNormalization": _rms_norm,
+        "LayerNormalization": _normalized,
+        "RMSNormalization": _normalized,
     },
 )
 

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, remove_unused, replace
-from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, remove_unused, replace
 from hatch_epcontext.graph.scope import Scope, Types
 
 _FEW = 4
 """Dimensions that every EP takes."""
 
-_RESHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
-"""Operators that change only the shape."""
+_RESHAPING = graph.RESHAPING - {"Identity"}
 
 _OPERATORS = _RESHAPING | {"Transpose"}
 

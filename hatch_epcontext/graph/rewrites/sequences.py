@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, remove_unused
-from hatch_epcontext.graph.rewrites.base import Rewrite
+from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, remove_unused
 from hatch_epcontext.graph.scope import Scope, Types
 
 _MAKERS = frozenset(

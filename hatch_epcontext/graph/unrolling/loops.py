@@ -160,33 +160,29 @@ def _count(
     """
     number, given, *carried = (value.name for value in body.input)
     condition, *results = (value.name for value in body.output)
-    inner = Scope(body)
-    stored = {tensor.name: tensor for tensor in body.initializer}
+    # What a trip makes of a state, the next one gets.
+    following = [
+        helper.make_node("Identity", [result], [state])
+        for result, state in zip(results, carried, strict=False)
+    ]
+    looped = Scope(helper.make_graph([*body.node, *following], "looped", [], []))
+    wanted = set(looped.ancestors([condition]))
+    nodes = [node for node in body.node if not wanted.isdisjoint(node.output)]
+    if any(map(graph.is_random, nodes)):
+        return None
+    stored = [tensor for tensor in body.initializer if tensor.name in wanted]
+    own = {*(name for node in nodes for name in node.output), *(each.name for each in stored)}
+    states = {
+        name: result for name, result in zip(carried, results, strict=False) if name in wanted
+    }
     feeds = {number: _filled(body, 0, 0), given: _filled(body, 1, True)}
-    states: dict[str, str] = {}
-    wanted, waiting = set[str](), [condition]
-    while waiting:
-        name = waiting.pop()
-        if name in wanted:
-            continue
-        wanted.add(name)
-        if (maker := inner.maker(name)) is not None:
-            if graph.is_random(maker):
-                return None
-            waiting += graph.read_by(maker)
-        elif name not in stored and name not in feeds:
-            outer = name
-            if name in carried:
-                index = carried.index(name)
-                outer, states[name] = initial[index], results[index]
-                waiting.append(results[index])
-            value = scope.constant(outer)
-            if value is None:
-                return None
-            feeds[name] = value
+    for name in wanted - own - {number, given}:
+        value = scope.constant(initial[carried.index(name)] if name in states else name)
+        if value is None:
+            return None
+        feeds[name] = value
     # Inputs that are outputs, and outputs of one name, need names of their own.
     ends = [f"epcontext.end{index}" for index in range(1 + len(states))]
-    nodes = [node for node in body.node if wanted & set(node.output)]
     nodes += [
         helper.make_node("Identity", [name], [end])
         for name, end in zip((condition, *states.values()), ends, strict=True)
@@ -196,7 +192,7 @@ def _count(
         "part",
         [onnx.ValueInfoProto(name=name) for name in feeds],
         [onnx.ValueInfoProto(name=name) for name in ends],
-        [tensor for name, tensor in stored.items() if name in wanted],
+        stored,
     )
     model = onnx.ModelProto(ir_version=opsets.ir_version, graph=part)
     model.opset_import.extend(opsets.opset_import)

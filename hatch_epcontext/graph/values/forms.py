@@ -192,7 +192,7 @@ def _divided(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[Line
 
 def _summed(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
     """Sums of up to as many values as there are."""
-    shape = known.shape(node.input[0])
+    shape = known.sizes(node.input[0])
     count = math.prod(size or 1 for size in shape) if shape else 1
     for form in given[0]:
         yield form if form.truth else form.times((1.0, float(max(count, 1))))

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Literal
 
-from hatch_epcontext.graph.facts import Range, Size, TensorFacts
+from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.forms import Bounds
 
 DEVIATIONS = 8.0
@@ -69,16 +69,8 @@ def is_scale(facts: TensorFacts) -> bool:
 
 def looks_like_image(facts: TensorFacts) -> bool:
     """Whether a convolution of this input is one of an image, whose channels are at either end."""
-    if len(facts.shape) != 4 or _NO_IMAGE.search(facts.name):
-        return False
-    return any(
-        facts.shape[channels] in _CHANNELS and not any(_is_short(facts.shape[a]) for a in sides)
-        for channels, sides in _LAYOUTS
-    )
-
-
-def _is_short(size: Size) -> bool:
-    return isinstance(size, int) and size < _SMALLEST_IMAGE
+    sides = [facts.shape[axis] for axis in _sides(facts)]
+    return bool(sides) and all(not isinstance(n, int) or n >= _SMALLEST_IMAGE for n in sides)
 
 
 def image_range(scale: Bounds, offset: Bounds) -> Range:

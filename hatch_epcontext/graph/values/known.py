@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.graph.scope import Sizes
+from hatch_epcontext.graph.scope import Scope, Sizes
 
 _MAX_VALUES = 2**16
 """Values of a constant that is looked at: tables of weights are larger."""
@@ -33,43 +34,35 @@ _IR_VERSION = 8
 """That of a model of one node; it says nothing about the operators."""
 
 
-class Known:
+class Known(Scope):
     """Shapes and small constants of all graphs of ``model`` with these ``inputs``.
 
     Everything is None that cannot be known, also where the model is invalid: opening a session says why.
     """
 
     def __init__(self, model: onnx.ModelProto, inputs: Iterable[TensorFacts]) -> None:
+        super().__init__(model.graph, nested=True)
         self._model = model
-        self._opset = graph.opset(model)
-        self._shapes: dict[str, Sizes] = {
+        self._given: dict[str, Sizes] = {
             each.name: tuple(size if isinstance(size, int) else None for size in each.shape)
             for each in inputs
         }
-        self._tensors: dict[str, onnx.TensorProto] = {}
-        self._producers: dict[str, onnx.NodeProto] = {}
         self._values: dict[str, Array | None] = {}
-        self._is_inferred = False
-        for part in graph.graphs(model.graph):
-            for tensor in graph.stored_tensors(part):
-                self._tensors[tensor.name] = tensor
-                self._shapes.setdefault(tensor.name, tuple(tensor.dims))
-            for node in part.node:
-                self._producers.update(dict.fromkeys(node.output, node))
-        self._add_shapes(model.graph)
 
-    def shape(self, name: str) -> Sizes | None:
-        """The shape of the value ``name``."""
-        if name not in self._shapes and not self._is_inferred:
-            self._is_inferred = True
-            self._add_shapes(graph.inferred(self._model))
-        if name not in self._shapes and (value := self.value(name)) is not None:
-            return value.shape
-        return self._shapes.get(name)
+    @cached_property
+    def _inferred(self) -> Scope:
+        return Scope(graph.inferred(self._model), nested=True)
+
+    def sizes(self, name: str) -> Sizes | None:
+        """The shape of a value, with None for open dimensions; None if its rank is unknown."""
+        found = self._given.get(name, super().sizes(name))
+        found = self._inferred.sizes(name) if found is None else found
+        value = self.value(name) if found is None else None
+        return found if value is None else value.shape
 
     def size(self, name: str, axis: object) -> int | None:
         """The size of the value ``name`` along ``axis``."""
-        shape = self.shape(name)
+        shape = self.sizes(name)
         if shape is None or not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
             return None
         return shape[axis]
@@ -80,17 +73,15 @@ class Known:
             return self._values.get(name)
         # An invalid graph can use a value to compute it.
         self._values[name] = None
-        if name in self._tensors:
-            self._values[name] = _array(self._tensors[name])
-        elif (node := self._producers.get(name)) is not None:
+        if (tensor := self.stored.get(name)) is not None:
+            self._values[name] = _array(tensor)
+        elif (node := self.maker(name)) is not None:
             # onnx and NumPy raise many things for operands that do not fit.
             with contextlib.suppress(Exception):
                 self._values[name] = _small(self._computed(node, depth))
         return self._values[name]
 
     def _computed(self, node: onnx.NodeProto, depth: int) -> Array | None:
-        if node.op_type == "Constant":
-            return _array(graph.constant_tensor(node))
         if node.op_type in ("Shape", "Size"):
             return self._measured(node)
         if node.domain not in graph.STANDARD or node.op_type not in _COMPUTED:
@@ -101,10 +92,14 @@ class Known:
             if each and operand is None:
                 return None
             operands.append(operand)
-        return None if _is_large(node, operands) else _evaluated(node, operands, self._opset)
+        return (
+            None
+            if _is_large(node, operands)
+            else _evaluated(node, operands, graph.opset(self._model))
+        )
 
     def _measured(self, node: onnx.NodeProto) -> Array | None:
-        shape = self.shape(node.input[0]) if node.input else None
+        shape = self.sizes(node.input[0]) if node.input else None
         if shape is None:
             return None
         if node.op_type == "Shape":
@@ -114,12 +109,6 @@ class Known:
         if len(sizes) < len(shape):
             return None
         return np.asarray(math.prod(sizes) if node.op_type == "Size" else sizes, dtype=np.int64)
-
-    def _add_shapes(self, main: onnx.GraphProto) -> None:
-        for part in graph.graphs(main):
-            for value in (*part.input, *part.value_info, *part.output):
-                if (sizes := graph.sizes(value.type)) is not None:
-                    self._shapes.setdefault(value.name, sizes)
 
 
 def _small(array: Array | None) -> Array | None:

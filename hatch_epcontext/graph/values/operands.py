@@ -85,7 +85,7 @@ def _length(operand: int, of: int, axis: _Axis) -> _Rule:
 
 def _axis(operand: int) -> _Rule:
     """The operand is an axis of the first one."""
-    return lambda node, known: _indices(operand, len(known.shape(graph.operand(node, 0)) or ()))
+    return lambda node, known: _indices(operand, len(known.sizes(graph.operand(node, 0)) or ()))
 
 
 def _fixed(*found: Limit) -> _Rule:
@@ -97,7 +97,7 @@ def _all(*rules: _Rule) -> _Rule:
 
 
 def _gather_nd(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    shape = known.shape(graph.operand(node, 0))
+    shape = known.sizes(graph.operand(node, 0))
     depth = known.size(graph.operand(node, 1), -1)
     first = graph.attribute(node, "batch_dims", 0)
     if shape and depth and isinstance(first, int) and first >= 0:
@@ -137,7 +137,7 @@ def _compare(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 
 
 def _slice(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    shape = known.shape(graph.operand(node, 0)) or ()
+    shape = known.sizes(graph.operand(node, 0)) or ()
     axes = known.value(graph.operand(node, 3))
     chosen = range(len(shape)) if axes is None else [int(axis) for axis in axes.ravel()]
     sizes = [shape[axis] for axis in chosen if -len(shape) <= axis < len(shape)]
@@ -154,7 +154,7 @@ def _trilu(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 
 
 def _resize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-    sizes = known.shape(graph.operand(node, 0)) or ()
+    sizes = known.sizes(graph.operand(node, 0)) or ()
     yield Limit(2, 1, 2, usual=1)
     size = max((each for each in sizes if each), default=1)
     yield Limit(3, 1, size)
@@ -180,7 +180,7 @@ def _positions(operand: int, table: int) -> _Rule:
     """Positions in a table of two dimensions."""
 
     def found(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
-        if len(known.shape(graph.operand(node, table)) or ()) == 2:
+        if len(known.sizes(graph.operand(node, table)) or ()) == 2:
             yield from _indices(operand, known.size(graph.operand(node, table), 0))
 
     return found

@@ -25,7 +25,12 @@ _MAX_RECORD = 64 << 20
 
 
 class DamagedError(ValueError):
-    """Something in a cache is not what was written; the text is the reason."""
+    """Something in a cache is not what was written; the text is the reason.
+
+    ``blob``: the file of a shared cache that is damaged or missing, where it is one.
+    """
+
+    blob: FileRecord | None = None
 
 
 def pack(artifact: Path, record: Record, file: Path) -> FileRecord:

@@ -29,6 +29,7 @@ from hatch_epcontext.files import (
     file_sha256,
     is_sha256,
     known_text,
+    mounts,
     record_file,
     write_atomically,
 )
@@ -100,12 +101,8 @@ class Mounts:
 
 
 def _read_mounts() -> Iterator[tuple[str, bool]]:
-    """The number of each mount, and whether its files have a true status: see proc_pid_mountinfo(5)."""
-    text = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
-    for line in text.splitlines():
-        mount, _, file_system = line.partition(" - ")
-        number, _, _, _, _, options, *_ = mount.split(" ")
-        type_, source, more = file_system.split(" ", 2)
+    """The number of each mount, and whether its files have a true status."""
+    for number, _, _, _, _, options, type_, source, more in mounts():
         stays = "ro" not in (*options.split(","), *more.split(",")) and not source.startswith(
             _IMAGES
         )

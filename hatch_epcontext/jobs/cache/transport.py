@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
 from enum import Enum
@@ -80,24 +80,18 @@ _POLL_SECONDS = 0.5
 """Seconds between two looks at whether a request that does not answer must be given up."""
 
 
-def _interrupted() -> TransportError:
-    return TransportError(Failure.STOPPED, "the build was interrupted")
-
-
 @dataclass(frozen=True)
 class _Backend:
     """How requests of one kind of URL are made.
 
     ``options`` are for opening that URL, ``download`` for getting a file, and ``upload`` for sending one of
-    so many bytes. With ``streams`` a document is read in one request, because servers need not know ranges;
-    with ``local`` the files are in a folder.
+    so many bytes. With ``streams`` a document is read in one request, because servers need not know ranges.
     """
 
     options: Callable[[str], Mapping[str, Any]] = lambda _: {}
     download: Mapping[str, Any] = field(default_factory=dict)
     upload: Callable[[int], Mapping[str, Any]] = lambda _: {}
     streams: bool = False
-    local: bool = False
 
 
 def _s3_options(_: str) -> Mapping[str, Any]:
@@ -153,7 +147,6 @@ _AZURE = _Backend(
     upload=lambda _: {"overwrite": True, "max_concurrency": 2},
 )
 _HTTP = _Backend(_http_options, upload=_http_upload, streams=True)
-_FILE = _Backend(lambda _: {"auto_mkdir": True}, local=True)
 
 _BACKENDS: Mapping[str, _Backend] = {
     "s3": _S3,
@@ -163,7 +156,7 @@ _BACKENDS: Mapping[str, _Backend] = {
     "abfss": _AZURE,
     "http": _HTTP,
     "https": _HTTP,
-    "file": _FILE,
+    "file": _Backend(),
 }
 
 
@@ -217,12 +210,8 @@ class _Stopwatch:
         self._since = now
 
 
-class _FullError(Exception):
+class _FullError(OSError):
     """There is no room on this machine for what is downloaded."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Transport:
@@ -241,37 +230,36 @@ class Transport:
         self._backend = _BACKENDS[self._scheme]
         self._signs = signs
         self._stopwatch = _Stopwatch(timeout, in_all)
-        self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._opened: tuple[Any, str] | None = None
         self._stopped = False
-        self._waiting: set[futures.Future[Any]] = set()
-        self._damaged: set[FileRecord] = set()
+        # Whether a file is there as it should be, where that is known.
+        self._known: dict[FileRecord, bool] = {}
 
     def read(self, name: str) -> bytes:
         """The document ``name``; at most as much of it as it may have."""
-        if self._backend.streams:
-            return self._ask(self._read_stream, name)
-        return self._ask(_read_regular if self._backend.local else _read, name)
+        return self._ask(self._read_stream if self._backend.streams else _read, name)
 
     def write(self, name: str, data: bytes) -> None:
         """Write the document ``name``."""
-        self._put(name, lambda files, path: files.pipe_file(path, data))
+        self._ask(lambda files, path: files.pipe_file(path, data), name)
 
     def has_blob(self, blob: FileRecord) -> bool:
         """Whether the file with this content is there with its size, and not known to be damaged.
 
         No listing, which needs a right of its own. Servers need not know the size.
         """
-        if blob in self._damaged:
-            return False
+        if blob in self._known:
+            return self._known[blob]
         try:
             size = self._ask(_size_of, _path(blob))
         except TransportError as error:
             if error.may_be_missing:
                 return False
             raise
-        return size is None or size == blob.size
+        if is_there := size is None or size == blob.size:
+            self._known[blob] = True
+        return is_there
 
     def send_blob(self, source: Path, blob: FileRecord) -> None:
         """Upload the file ``source`` under the name of its content, unless it is there."""
@@ -280,14 +268,10 @@ class Transport:
         options, progress = self._backend.upload(blob.size), self._progress(blob.size)
 
         def put(files: Any, path: str) -> None:
-            if self._backend.local:
-                files.makedirs(str(Path(path).parent), exist_ok=True)
-                _copy(source, Path(path), progress)
-            else:
-                files.put_file(str(source), path, callback=progress, **options)
+            files.put_file(str(source), path, callback=progress, **options)
 
-        self._put(_path(blob), put)
-        self._damaged.discard(blob)
+        self._ask(put, _path(blob))
+        self._known[blob] = True
 
     def fetch_blob(self, blob: FileRecord, target: Path) -> None:
         """Download the file with this content to ``target``, which must not exist.
@@ -297,22 +281,19 @@ class Transport:
         """
         try:
             self._download(blob, target)
-        except DamagedError:
-            self._damaged.add(blob)
+        except DamagedError as error:
+            self.distrust(blob)
+            error.blob = blob
             raise
+        self._known[blob] = True
 
     def distrust(self, blob: FileRecord) -> None:
         """Send the file with this content again the next time, because somebody has found it damaged."""
-        self._damaged.add(blob)
+        self._known[blob] = False
 
     def stop(self) -> None:
         """End all requests of an interrupted build, and begin no others."""
-        with self._lock:
-            self._stopped = True
-            waiting = list(self._waiting)
-        for outcome in waiting:
-            with contextlib.suppress(futures.InvalidStateError):
-                outcome.set_exception(_interrupted())
+        self._stopped = True
 
     def _download(self, blob: FileRecord, target: Path) -> None:
         target.touch(exist_ok=False)
@@ -320,19 +301,14 @@ class Transport:
 
         def get(files: Any, path: str) -> None:
             try:
-                if self._backend.local:
-                    _copy(_regular(path), target, progress)
-                else:
-                    files.get_file(path, str(target), callback=progress, **options)
+                files.get_file(path, str(target), callback=progress, **options)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise _FullError(error) from None
+                    raise _FullError(error.errno, error.strerror, str(target)) from None
                 raise
 
         try:
             self._ask(get, _path(blob))
-        except _FullError as full:
-            raise full.error from None
         except TransportError as error:
             if error.failure is Failure.MISSING:
                 raise DamagedError(f"{self._place(blob)} is missing") from None
@@ -368,21 +344,6 @@ class Transport:
                 data += chunk
             return bytes(data)
 
-    def _put(self, name: str, put: Callable[[Any, str], object]) -> None:
-        def request(files: Any, path: str) -> None:
-            # Others see a file of a folder while it grows.
-            if not self._backend.local:
-                put(files, path)
-                return
-            temporary = f"{path}.{os.urandom(8).hex()}.tmp"
-            try:
-                put(files, temporary)
-                Path(temporary).replace(path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
-
-        self._ask(request, name)
-
     def _ask(self, request: Callable[[Any, str], T], name: str) -> T:
         """The result of ``request``, which gets the file system and the path of ``name``.
 
@@ -393,39 +354,33 @@ class Transport:
         def run() -> None:
             try:
                 files, root = self._files()
-                result = request(files, f"{root}/{LAYOUT}/{name}")
+                outcome.set_result(request(files, f"{root}/{LAYOUT}/{name}"))
             except BaseException as error:
-                with contextlib.suppress(futures.InvalidStateError):
-                    outcome.set_exception(error)
-            else:
-                with contextlib.suppress(futures.InvalidStateError):
-                    outcome.set_result(result)
+                outcome.set_exception(error)
 
-        with self._lock:
-            if self._stopped:
-                raise _interrupted()
-            self._waiting.add(outcome)
         self._stopwatch.begin()
-        threading.Thread(target=run, daemon=True, name="shared cache").start()
         try:
-            return self._wait_for(outcome)
+            self._check()
+            threading.Thread(target=run, daemon=True, name="shared cache").start()
+            while not outcome.done():
+                self._check()
+                # Not all of it at once: bytes that arrive prolong it.
+                futures.wait([outcome], min(self._stopwatch.left, _POLL_SECONDS))
+            return outcome.result()
         except (DamagedError, _FullError):
             raise
         except Exception as error:
             raise self.classified(error) from None
         finally:
             self._stopwatch.end()
-            with self._lock:
-                self._waiting.discard(outcome)
 
-    def _wait_for(self, outcome: futures.Future[T]) -> T:
-        while (left := self._stopwatch.left) > 0:
-            # Not all of it at once: bytes that arrive prolong it.
-            futures.wait([outcome], min(left, _POLL_SECONDS))
-            if outcome.done():
-                return outcome.result()
-        reason = f"{self._stopwatch.limit:g} s without a byte in all; see build.cache-timeout"
-        raise TransportError(Failure.TOO_SLOW, reason)
+    def _check(self) -> None:
+        """Raise TransportError if the build waits no longer."""
+        if self._stopped:
+            raise TransportError(Failure.STOPPED, "the build was interrupted")
+        if self._stopwatch.left <= 0:
+            reason = f"{self._stopwatch.limit:g} s without a byte in all; see build.cache-timeout"
+            raise TransportError(Failure.TOO_SLOW, reason)
 
     def _files(self) -> tuple[Any, str]:
         """The file system, and the path of its root."""
@@ -442,6 +397,7 @@ class Transport:
                     use_listings_cache=False,
                     **self._backend.options(self.url),
                 )
+                files = _Folder() if self._scheme == "file" else files
                 self._opened = files, root.rstrip("/")
             return self._opened
 
@@ -473,6 +429,35 @@ def _size_of(files: Any, path: str) -> int | None:
     return size
 
 
+def _read(files: Any, path: str) -> bytes:
+    # Without a limit some backends ask for the size first.
+    data: bytes = files.cat_file(path, start=0, end=MAX_DOCUMENT)
+    return data
+
+
+class _Folder:
+    """A folder, with the methods of fsspec that are used here. Others see a file when it is whole."""
+
+    def info(self, path: str) -> Mapping[str, int]:
+        return {"size": _regular(path).stat().st_size}
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        with _regular(path).open("rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+    def pipe_file(self, path: str, data: bytes) -> None:
+        with _replaced(Path(path)) as file:
+            file.write_bytes(data)
+
+    def get_file(self, path: str, target: str, callback: Any) -> None:
+        _copy(_regular(path), Path(target), callback)
+
+    def put_file(self, source: str, path: str, callback: Any) -> None:
+        with _replaced(Path(path)) as file:
+            _copy(Path(source), file, callback)
+
+
 def _regular(path: str) -> Path:
     """A file of a folder; raises FileNotFoundError for anything else, such as a pipe, which would wait."""
     if not is_regular(Path(path)):
@@ -480,14 +465,16 @@ def _regular(path: str) -> Path:
     return Path(path)
 
 
-def _read_regular(files: Any, path: str) -> bytes:
-    return _read(files, str(_regular(path)))
-
-
-def _read(files: Any, path: str) -> bytes:
-    # Without a limit some backends ask for the size first.
-    data: bytes = files.cat_file(path, start=0, end=MAX_DOCUMENT)
-    return data
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of ``path`` then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(f"{path}.{os.urandom(8).hex()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _copy(source: Path, target: Path, progress: Any) -> None:

@@ -2,7 +2,7 @@
 
 The client, in the build process, submits each step of a job as a task. Files go through the shared cache,
 named by their content: the client sends what models need, and fetches the archives that workers send.
-Resources, lost workers and the order of tasks are dask's business.
+Resources, lost workers, cancelled tasks and the order of tasks are dask's business.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import itertools
 import pickle
-import queue
 import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -34,7 +34,6 @@ from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
     BuildInfo,
-    DamagedFileError,
     Description,
     Files,
     Outcome,
@@ -42,7 +41,7 @@ from hatch_epcontext.jobs.executors.dask_worker import (
     ToValidate,
 )
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
 from hatch_epcontext.jobs.validation import input_files, reason_not_to_run
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import count, hide_credentials, pairs
@@ -54,23 +53,22 @@ CONNECT_SECONDS = 10.0
 WORKER_SECONDS = 30.0
 """Seconds to wait for a worker with the resources of a target: at first, and when the last one is lost."""
 
-_WATCH_SECONDS = 5.0
-"""Seconds between two looks at whether the cluster still has workers for the tasks that were submitted."""
+_POLL_SECONDS = 0.5
+"""Seconds between two looks at which workers there are."""
 
-_BEAT_SECONDS = 30.0
-"""Seconds between two signs of life to the workers, and between two lines about jobs that wait."""
+_WATCH_SECONDS = 5.0
+"""Seconds between two looks at whether the cluster still has workers for a task that was submitted."""
 
 _END_SECONDS = 10.0
 """Seconds that the end of a build may take on the cluster."""
-
-_CLEANERS = 4
-"""Threads that free what workers keep."""
 
 _MIN_JOBS, _MAX_JOBS = 4, 1000
 """The limits of the number of jobs at once. Each has a thread, which waits."""
 
 _FIRST = 10
 """The priority of validations: their artifact is on a worker already."""
+
+_PACKAGE = "hatch_epcontext"
 
 
 @dataclass(frozen=True)
@@ -87,18 +85,14 @@ class _Fitting:
 
 
 @dataclass
-class _Running:
-    """A task of ``job`` that was submitted, and may run on the workers ``able``; see `_Fitting`.
-
-    ``place`` is the address of the worker that runs it, None while it waits; ``reason`` is why the build
-    gave it up.
+class _RunningJob:
+    """A job that has not ended: its number in their order, its last task, and the address of the worker
+    that runs it, None while it waits.
     """
 
-    job: Job
-    future: Any
-    able: tuple[str, ...] | None
+    number: int
+    future: Any = None
     place: str | None = None
-    reason: BuildError | None = None
 
 
 class DaskExecutor:
@@ -107,46 +101,46 @@ class DaskExecutor:
     def __init__(
         self,
         client: Any,
-        info: BuildInfo,
-        at_once: int,
+        settings: BuildSettings,
         workers: Workers,
         sources: Mapping[str, Source],
         index: Index,
-        transport: Transport,
     ) -> None:
-        self.at_once = at_once
+        assert settings.cache is not None, "a cluster needs one"
+        threads = sum(client.nthreads().values())
+        self.at_once = settings.jobs or min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
+        self.stopped = False
         self._client = client
-        self._info = info
+        self._info = BuildInfo(
+            uuid.uuid4().hex,
+            settings.cache,
+            settings.cache_timeout,
+            workers.timeout,
+            workers.memory_limit,
+            workers.verbose,
+            workers.log is not None,
+            workers.progress is not None,
+        )
         self._workers = workers
         self._sources = sources
         self._index = index
-        self._transport = transport
-        self._lock, self._sending = threading.Lock(), threading.Lock()
-        self._stopped = self._closing = False
-        self._closed = threading.Event()
+        self._transport = Transport(settings.cache, settings.cache_timeout, in_all=False)
+        self._lock, self._looking, self._sending = (threading.Lock() for _ in range(3))
         self._numbers = itertools.count()
         # Those of the target names, with or without the need of an EP.
-        self._fitting: dict[tuple[str, bool], _Fitting | BuildError] = {}
-        self._target_locks: dict[tuple[str, bool], threading.Lock] = {}
-        # What is in the shared cache.
-        self._sent: set[FileRecord] = set()
-        # The archives of the artifacts that were fetched, by their folders.
+        self._fitting: dict[tuple[str, bool], Future[_Fitting]] = {}
+        # The archives of the artifacts that were fetched or sent, by their folders.
         self._archives: dict[Path, FileRecord] = {}
-        # By the token of a job: its last task, and the workers that worked for it.
-        self._running: dict[str, _Running] = {}
-        self._places: dict[str, set[str]] = {}
-        # Since when no worker has these resources.
-        self._missing: dict[frozenset[tuple[str, float]], float] = {}
-        self._addresses: set[str] = set()
-        self._events: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._cleanup_pool = ThreadPoolExecutor(_CLEANERS, "hatch-epcontext-free")
-        self._threads = [
-            threading.Thread(target=each, name=TOPIC, daemon=True)
-            for each in (self._handle_events, self._beat, self._watch)
-        ]
-        client.subscribe_topic(TOPIC, self._receive_event)
-        for thread in self._threads:
-            thread.start()
+        # By their folders, which are their names in this build.
+        self._jobs: dict[str, _RunningJob] = {}
+        # The addresses of the workers that have worked for this build.
+        self._places: set[str] = set()
+        # The workers of the cluster, and when the scheduler said so.
+        self._cluster_seen: tuple[float, Mapping[str, Any]] = (0.0, {})
+        self._beat = Heartbeat()
+        # The thread of the client's connection must not wait for anything.
+        self._events = ThreadPoolExecutor(1, TOPIC)
+        client.subscribe_topic(TOPIC, lambda event: self._events.submit(self._handle, event[1]))
 
     @staticmethod
     def connect(
@@ -158,33 +152,13 @@ class DaskExecutor:
         Raises BuildError when the scheduler cannot be reached or has other versions.
         """
         assert settings.scheduler is not None, "the executor is dask"
-        assert settings.cache is not None, "it needs one"
         client = _connect(settings.scheduler)
         try:
-            _check_scheduler(client)
-            cluster = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
-            threads = sum(each["nthreads"] for each in cluster.values())
-            info = BuildInfo(
-                uuid.uuid4().hex,
-                settings.cache,
-                settings.cache_timeout,
-                workers.timeout,
-                workers.memory_limit,
-                workers.verbose,
-                workers.log is not None,
-                workers.progress is not None,
-            )
-            at_once = settings.jobs or min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
-            transport = Transport(settings.cache, settings.cache_timeout, in_all=False)
-            return DaskExecutor(client, info, at_once, workers, sources, index, transport)
+            _check_installations(client, {}, "the dask cluster")
+            return DaskExecutor(client, settings, workers, sources, index)
         except BaseException:
             client.close(_END_SECONDS)
             raise
-
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopped
 
     def versions(self, job: Job) -> Mapping[str, str]:
         """The versions on the workers that may take ``job``.
@@ -199,10 +173,7 @@ class DaskExecutor:
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` on a worker, and fetch its artifact into ``folder``."""
-        versions = self.versions(job)
-        compiled = cast(
-            "FileRecord | Refused", self._run(job, lambda: self._task(job, versions, recipe))
-        )
+        compiled = cast("FileRecord | Refused", self._run(job, lambda: recipe))
         if isinstance(compiled, Refused):
             return compiled
         with (
@@ -219,47 +190,39 @@ class DaskExecutor:
         self, job: Job, model: Model, artifact: Artifact, context: Context
     ) -> ValidationRun:
         """Validate on a worker, if possible on the one that compiled the artifact."""
-        fitting = self._find(job)
 
-        def task() -> RemoteTask:
-            archive, number = self._archive(job, artifact), job.models.index(model)
-            work = ToValidate(number, artifact.record, archive, context)
-            return self._task(job, fitting.versions, work)
+        def work() -> ToValidate:
+            return ToValidate(artifact.record, self._archive(job, artifact), context)
 
-        return cast("ValidationRun", self._run(job, task, fitting.able))
+        return cast("ValidationRun", self._run(job, work))
 
     def finished(self, job: Job) -> None:
-        """Free what workers keep for ``job``."""
-        token = _token(job)
+        """Let workers free what they keep for ``job``, when they get their next task."""
         with self._lock:
-            self._running.pop(token, None)
-            places = self._places.pop(token, set())
-        for address in places if not self._closing else ():
-            self._cleanup_pool.submit(self._forget, address, token)
+            self._jobs.pop(job.folder, None)
 
     def stop(self) -> None:
-        """Cancel all tasks, and end what runs."""
+        """Cancel all tasks, whose steps workers then end."""
         with self._lock:
-            first, self._stopped = not self._stopped, True
-            running = [each.future for each in self._running.values()]
+            if self.stopped:
+                return
+            self.stopped = True
+            tasks = [each.future for each in self._jobs.values() if each.future is not None]
         self._workers.stop()
         self._transport.stop()
-        if first:
-            _limited(lambda: self._client.cancel(running, force=True))
-            _limited(self._end_everywhere)
+        _limited(lambda: self._client.cancel(tasks, force=True))
 
     def close(self) -> None:
-        """End what runs on the cluster for this build, and the connection."""
-        self._closing = True
-        self._closed.set()
-        self._cleanup_pool.shutdown(wait=False, cancel_futures=True)
-        _limited(self._end_everywhere)
-        with self._lock:
-            self._running.clear()
+        """Free what workers keep for this build, and end the connection."""
+        _limited(self._end)
         _limited(lambda: self._client.close(_END_SECONDS))
-        self._events.put(None)
-        for thread in self._threads:
-            thread.join(_END_SECONDS)
+        self._events.shutdown()
+
+    def _end(self) -> None:
+        if places := self._places & self._cluster("").keys():
+            self._client.run(
+                dask_worker.end, self._info.id, workers=list(places), on_error="ignore"
+            )
 
     # The cluster's workers.
 
@@ -267,24 +230,24 @@ class DaskExecutor:
         """The workers of the job's target, which are examined once."""
         name = (job.target.name, job.target.needs_ep)
         with self._lock:
-            lock = self._target_locks.setdefault(name, threading.Lock())
-        with lock:
-            self._check_running(job)
-            if name not in self._fitting:
-                try:
-                    self._fitting[name] = self._examine(job)
-                except BuildError as error:
-                    self._fitting[name] = error
-        found = self._fitting[name]
-        if isinstance(found, BuildError):
-            raise BuildError(*(replace(each, location=job.location) for each in found.problems))
-        return found
+            is_first = name not in self._fitting
+            found = self._fitting.setdefault(name, Future())
+        if is_first:
+            try:
+                found.set_result(self._examine(job))
+            except BaseException as error:
+                found.set_exception(error)
+        try:
+            return found.result()
+        except BuildError as error:
+            problems = (replace(each, location=job.location) for each in error.problems)
+            raise BuildError(*problems) from None
 
     def _examine(self, job: Job) -> _Fitting:
         found: Mapping[str, Description | Exception] = {}
         while not found:
             names = self._wait_for_workers(job)
-            _check_installation(self._client.get_versions(packages=[_PACKAGE]), names, job)
+            _check_installations(self._client, names, job.location)
             answers = self._client.run(
                 dask_worker.describe,
                 pickle.dumps(_portable(job)),
@@ -298,14 +261,7 @@ class DaskExecutor:
                 for address, each in answers.items()
                 if address in cluster or not isinstance(each, OSError)
             }
-        described = {
-            address: each for address, each in found.items() if isinstance(each, Description)
-        }
-        problems = {
-            names[address]: each if isinstance(each, Exception) else BuildError(*each.problems)
-            for address, each in found.items()
-            if isinstance(each, Exception) or each.problems
-        }
+        problems = {names[a]: each for a, each in found.items() if isinstance(each, Exception)}
         if problems:
             raise BuildError(
                 *(
@@ -313,12 +269,12 @@ class DaskExecutor:
                     for problem, same in _grouped(problems)
                 )
             )
+        described = {a: each for a, each in found.items() if isinstance(each, Description)}
         if len({value_sha256(dict(each.versions)) for each in described.values()}) > 1:
-            versions = {names[address]: pairs(each.versions) for address, each in described.items()}
-            raise _unequal(job, "have different versions", versions)
-        able = tuple(
-            address for address, each in described.items() if each.reason_not_to_run is None
-        )
+            versions = {names[a]: pairs(each.versions) for a, each in described.items()}
+            what = "the workers that may take the job have different versions"
+            raise _unequal(job.location, what, versions, _EQUAL_WORKERS)
+        able = tuple(a for a, each in described.items() if each.reason_not_to_run is None)
         first = next(iter(described.values()))
         return _Fitting(
             first.versions,
@@ -328,161 +284,192 @@ class DaskExecutor:
 
     def _wait_for_workers(self, job: Job) -> Mapping[str, str]:
         """The names of the workers with the job's resources, by their address."""
-        wanted = job.target.resources
-        end = time.monotonic() + WORKER_SECONDS
-        said = False
+        for names in self._fitting_workers(job):
+            if names:
+                break
+            time.sleep(_POLL_SECONDS)
+        return names
+
+    def _fitting_workers(self, job: Job) -> Iterator[Mapping[str, str]]:
+        """The names of the workers with the job's resources, by their address, each time anew.
+
+        Raises BuildError when there have been none for too long: dask lets tasks wait for ever.
+        """
+        wanted, missing_since = job.target.resources, None
         while True:
             self._check_running(job)
-            cluster = self._cluster(job.location)
+            cluster = self._cluster(job.location, _POLL_SECONDS)
             names = {
                 address: _name(address, each["name"])
                 for address, each in cluster.items()
-                if _has(each, wanted)
+                if all(each["resources"].get(name, 0) >= n for name, n in wanted.items())
             }
             if names:
-                return names
-            if time.monotonic() >= end:
+                missing_since = None
+            elif missing_since is None:
+                missing_since = time.monotonic()
+                self._report(
+                    f"{job.location}: the cluster has no {_wanted(wanted)}; waiting for one"
+                )
+            elif time.monotonic() >= missing_since + WORKER_SECONDS:
                 raise _no_worker(job, cluster)
-            if not said and self._workers.progress is not None:
-                said = True
-                self._workers.progress(f"{job.location}: waiting for a {_wanted(wanted)}")
-            time.sleep(_POLL_SECONDS)
+            yield names
 
-    def _cluster(self, location: str) -> Mapping[str, Any]:
-        try:
-            identity = self._client.sync(self._client.scheduler.identity, n_workers=-1)
-        except OSError as error:
-            raise _lost_scheduler(location, error) from None
-        workers: Mapping[str, Any] = identity["workers"]
-        return workers
+    def _cluster(self, location: str, seconds: float = 0.0) -> Mapping[str, Any]:
+        """The cluster's workers by their address, as they were at most ``seconds`` ago."""
+        with self._looking:
+            if time.monotonic() > self._cluster_seen[0] + seconds:
+                try:
+                    found = self._client.sync(self._client.scheduler.identity, n_workers=-1)
+                except OSError as error:
+                    raise _lost_scheduler(location, error) from None
+                self._cluster_seen = (time.monotonic(), found["workers"])
+            return self._cluster_seen[1]
 
     # The tasks.
 
-    def _run(
-        self, job: Job, task: Callable[[], RemoteTask], able: tuple[str, ...] | None = None
-    ) -> Outcome:
+    def _run(self, job: Job, work: Callable[[], Recipe | ToValidate]) -> Outcome:
         """What comes out of a task, which is made again if a file of it is damaged in the shared cache."""
-        found = self._result(self._submit(task(), able))
-        if isinstance(found, DamagedFileError):
-            self._transport.distrust(found.blob)
-            self._sent.discard(found.blob)
-            for folder, archive in list(self._archives.items()):
-                if archive == found.blob:
-                    del self._archives[folder]
-            found = self._result(self._submit(task(), able))
-        if isinstance(found, DamagedFileError):
-            message = f"a worker cannot use a file of the shared cache: {found.reason}."
-            raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message))
-        return found
+        with self._using_cache(job):
+            try:
+                return self._result(job, work())
+            except DamagedError as error:
+                if error.blob is None:
+                    raise
+                self._transport.distrust(error.blob)
+            return self._result(job, work())
 
-    def _submit(self, task: RemoteTask, able: tuple[str, ...] | None) -> _Running:
-        kind = "compile" if isinstance(task.work, Recipe) else "validate"
-        with self._lock:
-            # They have what an earlier task of the job has left.
-            places = tuple(self._places.get(task.token, ()))
-        future = self._client.submit(
-            dask_worker.run_task,
-            pickle.dumps(task),
-            key=f"epcontext-{kind}-{self._info.id}-{next(self._numbers)}",
-            resources=dict(task.job.target.resources) or None,
-            workers=able or places or None,
-            allow_other_workers=not able and bool(places),
-            priority=0 if kind == "compile" else _FIRST,
-            pure=False,
-        )
-        running = _Running(task.job, future, able)
-        with self._lock:
-            self._running[task.token] = running
-        return running
+    def _result(self, job: Job, work: Recipe | ToValidate) -> Outcome:
+        """What comes out of a task, as soon as it has ended; raises DamagedError, and BuildError."""
+        from distributed import CancelledError
 
-    def _result(self, running: _Running) -> Outcome | DamagedFileError:
-        from distributed import CancelledError, KilledWorker
-
-        job, future = running.job, running.future
-        if self._stopped:
-            # Too late for `stop`.
-            future.cancel(force=True)
+        fitting = self._find(job)
+        able = fitting.able if isinstance(work, ToValidate) else None
+        future = self._submit(job, work, fitting.versions, able)
         try:
-            outcome: Outcome | DamagedFileError | EpcontextError = future.result()
+            self._wait(job, future, able)
+            outcome: Outcome | DamagedError | BuildError = future.result()
+        except BuildError:
+            _limited(lambda: future.cancel(force=True))
+            raise
         except CancelledError as error:
             self._check_running(job)
-            raise running.reason or _lost_scheduler(job.location, error) from None
-        except KilledWorker as error:
-            message = (
-                f"{count(error.allowed_failures + 1, 'worker')} ended in the middle of the job; the last one "
-                f"was {error.last_worker.address}."
-            )
-            hint = "Read the logs of the dask workers. Often their machine has too little memory."
-            raise BuildError(Problem(Kind.WORKER_LOST, job.location, message, hint)) from None
+            raise _lost_scheduler(job.location, error) from None
         except Exception as error:
             self._check_running(job)
             message = f"a worker failed: {type(error).__name__}: {error}"
-            raise BuildError(Problem(Kind.WORKER_LOST, job.location, message)) from error
-        if isinstance(outcome, BuildError):
+            hint = "Read the logs of the dask workers. Often their machine has too little memory."
+            raise BuildError(Problem(Kind.WORKER_LOST, job.location, message, hint)) from error
+        if isinstance(outcome, Exception):
             self._check_running(job)
             raise outcome
-        if isinstance(outcome, EpcontextError):
-            raise BuildError(*outcome.problems)
         return outcome
 
+    def _submit(
+        self,
+        job: Job,
+        work: Recipe | ToValidate,
+        versions: Mapping[str, str],
+        able: tuple[str, ...] | None,
+    ) -> Any:
+        """The future of a task, whose files are in the shared cache then."""
+        files = self._files(job)
+        with self._lock:
+            number = next(self._numbers)
+            running = self._jobs.setdefault(job.folder, _RunningJob(number))
+            oldest = min(each.number for each in self._jobs.values())
+            # It has what the job's last task has left.
+            last, running.place = running.place, None
+        task = RemoteTask(self._info, running.number, oldest, _portable(job), files, versions, work)
+        kind = "compile" if isinstance(work, Recipe) else "validate"
+        future = self._client.submit(
+            dask_worker.run_task,
+            pickle.dumps(task),
+            key=f"epcontext-{kind}-{self._info.id}-{number}",
+            resources=dict(job.target.resources) or None,
+            workers=able or last,
+            allow_other_workers=not able and last is not None,
+            priority=0 if kind == "compile" else _FIRST,
+            pure=False,
+        )
+        with self._lock:
+            running.future = future
+        if self.stopped:
+            # Too late for `stop`.
+            future.cancel(force=True)
+        return future
+
+    def _wait(self, job: Job, future: Any, able: tuple[str, ...] | None) -> None:
+        """Return when the task has ended; raises BuildError when no worker is left for it."""
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        looks = self._fitting_workers(job)
+        while not ended.wait(_WATCH_SECONDS):
+            names = next(looks)
+            if able and names and names.keys().isdisjoint(able):
+                message = "the workers that can run its artifact were lost."
+                raise BuildError(Problem(Kind.NO_WORKER, job.location, message))
+            if self._beat.due() and (waiting := self._waiting(job.location)):
+                waits = "waits" if waiting == 1 else "wait"
+                self._report(f"{count(waiting, 'job')} {waits} for a free worker")
+
+    def _waiting(self, location: str) -> int:
+        """How many jobs have a task that no worker has started, or that has lost its worker."""
+        cluster = self._cluster(location, _POLL_SECONDS)
+        with self._lock:
+            return sum(
+                each.future is not None and not each.future.done() and each.place not in cluster
+                for each in self._jobs.values()
+            )
+
     def _check_running(self, job: Job) -> None:
-        if self._stopped:
+        if self.stopped:
             message = "the build was interrupted."
             raise BuildError(Problem(Kind.INTERRUPTED, job.location, message))
 
+    def _handle(self, event: Mapping[str, Any]) -> None:
+        """Handle what a worker says, to this build or to another one."""
+        if event["build"] != self._info.id:
+            return
+        if "log" in event and self._workers.log is not None:
+            self._workers.log(event["log"])
+        elif "progress" in event:
+            self._report(event["progress"])
+        elif "started" in event:
+            with self._lock:
+                self._places.add(event["worker"])
+                if job := self._jobs.get(event["started"]):
+                    job.place = event["worker"]
+
+    def _report(self, line: str) -> None:
+        if self._workers.progress is not None:
+            self._workers.progress(line)
+
     # Files.
 
-    def _task(self, job: Job, versions: Mapping[str, str], work: Recipe | ToValidate) -> RemoteTask:
-        """A task of ``job``, whose files are in the shared cache then."""
-        with self._using_cache(job):
-            return RemoteTask(
-                self._info,
-                _token(job),
-                _portable(job),
-                tuple(self._model(self._sources[model.name]) for model in job.models),
-                tuple(self._inputs(model.validate.inputs) for model in job.models),
-                self._inputs(job.target.calibration),
-                versions,
-                work,
-            )
+    def _files(self, job: Job) -> Mapping[str, Files]:
+        """The files of the paths that ``job`` names, which are in the shared cache then."""
+        found = {
+            str(model.path): self._offered(model.path, self._sources[model.name].files)
+            for model in job.models
+        }
+        for given in (*(model.validate.inputs for model in job.models), job.target.calibration):
+            if given and given not in SYNTHETIC:
+                found[given] = self._offered(Path(given), input_files(given))
+        return found
 
-    def _model(self, source: Source) -> Files:
-        path = source.model.path
-        return self._offered(path.parent, path.name, source.files)
-
-    def _inputs(self, given: str) -> Files | None:
-        if not given or given in SYNTHETIC:
-            return None
-        path = Path(given)
-        return self._offered(path.parent, path.name, input_files(given))
-
-    def _offered(self, folder: Path, name: str, paths: Iterable[Path]) -> Files:
-        """Files that workers find in the shared cache from now on."""
+    def _offered(self, path: Path, files: Iterable[Path]) -> Files:
         records = {}
-        for path in paths:
-            record = FileRecord(path.stat().st_size, self._index.sha256(path))
-            self._send_input(path, record)
-            records[path.relative_to(folder).as_posix()] = record
-        return Files(str(folder), name, records)
-
-    def _archive(self, job: Job, artifact: Artifact) -> FileRecord:
-        """The archive of ``artifact``, which workers find in the shared cache from now on."""
-        if artifact.folder not in self._archives:
-            with (
-                self._using_cache(job),
-                writing("an archive", artifact.folder, job.location),
-                temp_dir() as made,
-            ):
-                archive = pack(artifact.folder, artifact.record, made / "archive")
-                self._transport.send_blob(made / "archive", archive)
-                self._archives[artifact.folder] = archive
-        return self._archives[artifact.folder]
+        for file in files:
+            record = FileRecord(file.stat().st_size, self._index.sha256(file))
+            self._send_input(file, record)
+            records[file.relative_to(path.parent).as_posix()] = record
+        return Files(str(path.parent), path.name, records)
 
     def _send_input(self, path: Path, record: FileRecord) -> None:
         # One after the other: several jobs can need the same file.
         with self._sending:
-            if record in self._sent or self._transport.has_blob(record):
-                self._sent.add(record)
+            if self._transport.has_blob(record):
                 return
             # What the user writes at this moment must not stay there under the name of other content.
             with writing("a copy of a model", path), temp_dir() as made:
@@ -490,7 +477,16 @@ class DaskExecutor:
                 if record_file(made / "file") != record:
                     raise changed_error(path)
                 self._transport.send_blob(made / "file", record)
-            self._sent.add(record)
+
+    def _archive(self, job: Job, artifact: Artifact) -> FileRecord:
+        """The archive of ``artifact``, which is in the shared cache then."""
+        archive = self._archives.get(artifact.folder)
+        if archive is None or not self._transport.has_blob(archive):
+            with writing("an archive", artifact.folder, job.location), temp_dir() as made:
+                archive = pack(artifact.folder, artifact.record, made / "archive")
+                self._transport.send_blob(made / "archive", archive)
+            self._archives[artifact.folder] = archive
+        return archive
 
     @contextlib.contextmanager
     def _using_cache(self, job: Job) -> Iterator[None]:
@@ -503,121 +499,11 @@ class DaskExecutor:
             hint = f"Let this machine and the workers read and write {self._transport.url}."
             raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message, hint)) from None
 
-    # Messages from the workers, and signs of life to them.
-
-    def _receive_event(self, event: tuple[float, Mapping[str, Any]]) -> None:
-        # In the thread of the client's connection, which must not wait for anything.
-        if event[1]["build"] == self._info.id:
-            self._events.put(event[1])
-
-    def _handle_events(self) -> None:
-        while (event := self._events.get()) is not None:
-            address = event["worker"]
-            if "log" in event and self._workers.log is not None:
-                self._workers.log(event["log"])
-            elif "progress" in event and self._workers.progress is not None:
-                self._workers.progress(event["progress"])
-            elif "started" in event:
-                with self._lock:
-                    self._addresses.add(address)
-                    if running := self._running.get(event["started"]):
-                        running.place = address
-                    self._places.setdefault(event["started"], set()).add(address)
-
-    def _beat(self) -> None:
-        while not self._closed.wait(_BEAT_SECONDS):
-            self._everywhere(dask_worker.keep_alive)
-            waiting = sum(each.place is None for each in self._submitted())
-            if waiting and self._workers.progress is not None:
-                self._workers.progress(f"{_who_waits(waiting)} a free worker")
-
-    def _submitted(self) -> list[_Running]:
-        with self._lock:
-            return [each for each in self._running.values() if not each.future.done()]
-
-    def _watch(self) -> None:
-        """Give up the tasks for which there has been no worker for too long: dask lets them wait for ever."""
-        while not self._closed.wait(_WATCH_SECONDS):
-            # A worker that starts a task from now on may be missing in the answer of the scheduler.
-            places = [(each, each.place) for each in self._submitted()]
-            if not places and not self._missing:
-                continue
-            # The connection may be lost, and then the tasks end by themselves.
-            with contextlib.suppress(Exception):
-                cluster = self._cluster("")
-                for each, place in places:
-                    if place not in cluster and each.place == place:
-                        each.place = None
-                self._give_up([each for each, _ in places], cluster)
-
-    def _give_up(self, tasks: Sequence[_Running], cluster: Mapping[str, Any]) -> None:
-        by_resources: dict[frozenset[tuple[str, float]], list[_Running]]
-        by_resources = {resources: [] for resources in self._missing}
-        for task in tasks:
-            by_resources.setdefault(frozenset(task.job.target.resources.items()), []).append(task)
-        given_up = []
-        for resources, same in by_resources.items():
-            wanted = dict(sorted(resources))
-            fitting = {address for address, each in cluster.items() if _has(each, wanted)}
-            if fitting:
-                self._missing.pop(resources, None)
-                lost = [each for each in same if each.able and fitting.isdisjoint(each.able)]
-                for each in lost:
-                    message = "the workers that can run its artifact were lost."
-                    problem = Problem(Kind.NO_WORKER, each.job.location, message)
-                    each.reason = BuildError(problem)
-                given_up += lost
-            elif self._is_missing(
-                resources, f"{_wanted(wanted)}; {_who_waits(len(same))} another one"
-            ):
-                for each in same:
-                    each.reason = _no_worker(each.job, cluster)
-                given_up += same
-        if given_up:
-            self._client.cancel([each.future for each in given_up], force=True)
-
-    def _is_missing(self, resources: frozenset[tuple[str, float]], what: str) -> bool:
-        """Whether no worker has had the resources for too long; says ``what`` when that begins."""
-        now = time.monotonic()
-        if resources not in self._missing and self._workers.progress is not None:
-            self._workers.progress(f"the cluster has lost its last {what}")
-        return now >= self._missing.setdefault(resources, now) + WORKER_SECONDS
-
-    def _end_everywhere(self) -> None:
-        self._everywhere(dask_worker.end)
-
-    def _everywhere(self, function: Callable[..., Any]) -> None:
-        """Run ``function`` with this build on all workers that have worked for it and still exist."""
-        with self._lock:
-            known = set(self._addresses)
-        # The connection may be lost, and then there is nothing to do.
-        with contextlib.suppress(Exception):
-            addresses = known & self._cluster("").keys() if known else known
-            if addresses:
-                self._client.run(
-                    function, self._info.id, workers=list(addresses), on_error="ignore"
-                )
-
-    def _forget(self, address: str, token: str) -> None:
-        # A worker that is lost has nothing to free.
-        with contextlib.suppress(Exception):
-            self._client.run(dask_worker.forget, self._info.id, token, workers=[address])
-
-
-_PACKAGE = "hatch_epcontext"
-
-_POLL_SECONDS = 0.5
-"""Seconds between two looks at which workers there are."""
-
-
-def _token(job: Job) -> str:
-    return value_sha256(job.folder)[:16]
-
 
 def _portable(job: Job) -> Job:
-    """``job`` without paths of this machine, whose type another system may not have."""
+    """``job`` without paths of this system, whose type another one may not have."""
     models = tuple(
-        replace(model, path=cast("Path", PurePosixPath(model.path.name))) for model in job.models
+        replace(model, path=cast("Path", PurePosixPath(str(model.path)))) for model in job.models
     )
     return replace(job, models=models)
 
@@ -627,8 +513,8 @@ def _connect(address: str) -> Any:
 
     make_client: Any = distributed.Client
     try:
-        # A client whose constructor fails holds up the end of the process for 20 seconds. This is done in a
-        # thread, because the caller may have an event loop.
+        # A client waits for ever for a server that never answers, and one whose constructor fails may print a
+        # traceback. This is done in a thread, because the caller may have an event loop.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(lambda: asyncio.run(_probe_scheduler(address))).result()
         return make_client(address, timeout=CONNECT_SECONDS, set_as_default=False, name=TOPIC)
@@ -663,14 +549,27 @@ async def _probe_scheduler(address: str) -> None:
     await connection.close()
 
 
-def _check_scheduler(client: Any) -> None:
+def _check_installations(client: Any, names: Mapping[str, str], location: str) -> None:
+    """Raise BuildError if the scheduler or workers of ``names`` cannot unpickle what this process sends."""
     versions = client.get_versions(packages=[_PACKAGE])
-    wrong = _other_versions(versions["client"], versions["scheduler"])
-    if wrong:
-        message = f"the scheduler has {wrong}."
-        raise BuildError(
-            Problem(Kind.VERSION_MISMATCH, "the dask cluster", message, _SAME_VERSIONS)
-        )
+    found = {"the scheduler": _installation(versions["scheduler"])}
+    for address, each in versions["workers"].items():
+        if address in names:
+            found[names[address]] = _installation(each)
+    ours = _installation(versions["client"])
+    if others := {name: each for name, each in found.items() if each != ours}:
+        raise _unequal(location, f"this machine has {ours}", others, _SAME_VERSIONS)
+
+
+def _installation(versions: Mapping[str, Any]) -> str:
+    python = ".".join(versions["host"]["python"].split(".")[:2])
+    package = versions["packages"].get(_PACKAGE) or "is missing"
+    return f"Python {python}, hatch-epcontext {package}"
+
+
+def _unequal(location: str, what: str, facts: Mapping[str, str], hint: str) -> BuildError:
+    lines = "\n".join(f"{name}: {fact}" for name, fact in sorted(facts.items()))
+    return BuildError(Problem(Kind.VERSION_MISMATCH, location, f"{what}:\n{lines}", hint))
 
 
 _SAME_VERSIONS = (
@@ -678,82 +577,31 @@ _SAME_VERSIONS = (
     "the scheduler and the workers."
 )
 
-
-def _check_installation(versions: Mapping[str, Any], names: Mapping[str, str], job: Job) -> None:
-    """Raise BuildError if workers cannot unpickle what this process pickles."""
-    wrong = {
-        names[address]: found
-        for address, each in versions["workers"].items()
-        if address in names and (found := _other_versions(versions["client"], each))
-    }
-    if wrong:
-        error = _unequal(job, "cannot work for this build", wrong)
-        raise BuildError(*(replace(each, hint=_SAME_VERSIONS) for each in error.problems))
-
-
-def _other_versions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What differs in ``theirs``, in words; empty if nothing does."""
-
-    def facts(versions: Mapping[str, Any]) -> dict[str, str]:
-        python = ".".join(versions["host"]["python"].split(".")[:2])
-        version = versions["packages"].get(_PACKAGE)
-        return {"Python": python, "hatch-epcontext": version or "missing"}
-
-    own, found = facts(ours), facts(theirs)
-    return ", ".join(
-        f"{name} {version} (here {own[name]})"
-        for name, version in found.items()
-        if version != own[name]
-    )
-
-
-def _unequal(job: Job, what: str, facts: Mapping[str, str]) -> BuildError:
-    lines = "\n".join(f"{worker}: {fact}" for worker, fact in sorted(facts.items()))
-    message = f"workers that may take the job {what}:\n{lines}"
-    hint = (
-        "Install the same versions on all of them, or give the target resources that only equal workers "
-        "have."
-    )
-    return BuildError(Problem(Kind.VERSION_MISMATCH, job.location, message, hint))
-
-
-def _has(worker: Mapping[str, Any], wanted: Mapping[str, float]) -> bool:
-    return all(worker["resources"].get(name, 0) >= number for name, number in wanted.items())
+_EQUAL_WORKERS = (
+    "Install the same versions on all of them, or give the target resources that only equal workers "
+    "have."
+)
 
 
 def _wanted(resources: Mapping[str, float]) -> str:
     return f"worker with {_numbers(resources)}" if resources else "worker"
 
 
-def _who_waits(jobs: int) -> str:
-    return f"{count(jobs, 'job')} {'waits' if jobs == 1 else 'wait'} for"
-
-
 def _no_worker(job: Job, cluster: Mapping[str, Any]) -> BuildError:
-    offers: dict[str, int] = {}
-    for each in cluster.values():
-        offer = _numbers(each["resources"]) or "no resources"
-        offers[offer] = offers.get(offer, 0) + 1
+    offers = Counter(_numbers(each["resources"]) or "no resources" for each in cluster.values())
     offered = "; ".join(f"{count(n, 'worker')} with {offer}" for offer, n in sorted(offers.items()))
-    return BuildError(
-        Problem(
-            Kind.NO_WORKER,
-            job.location,
-            f"the job needs a {_wanted(job.target.resources)}, and none came in {WORKER_SECONDS:.0f} s. "
-            f"The cluster has {offered or 'no workers'}.",
-            f'Start one: dask worker <scheduler> --resources "{_flag(job.target.resources)}"'
-            if job.target.resources
-            else "Start one: dask worker <scheduler>",
-        )
+    resources = job.target.resources
+    message = (
+        f"the job needs a {_wanted(resources)}, and none came in {WORKER_SECONDS:.0f} s. The cluster has "
+        f"{offered or 'no workers'}."
     )
+    flag = ",".join(f"{name}={number:g}" for name, number in resources.items())
+    hint = "Start one: dask worker <scheduler>" + (f' --resources "{flag}"' if flag else "")
+    return BuildError(Problem(Kind.NO_WORKER, job.location, message, hint))
 
 
 def _numbers(resources: Mapping[str, float]) -> str:
     return pairs({name: f"{number:g}" for name, number in resources.items()})
-
-
-def _flag(resources: Mapping[str, float]) -> str:
-    return ",".join(f"{name}={number:g}" for name, number in resources.items())
 
 
 def _lost_scheduler(location: str, error: BaseException) -> BuildError:

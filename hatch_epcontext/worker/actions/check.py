@@ -15,15 +15,18 @@ from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.states import state_pairs
-from hatch_epcontext.worker.configured import feeds_for, fix_constants, fix_shapes, unknown_name
-from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.facts import ModelFacts
-from hatch_epcontext.worker.open_sizes import (
+from hatch_epcontext.worker.configured import (
+    feeds_for,
+    fix_constants,
+    fix_shapes,
     how_to_fix,
     open_dimension_message,
     place_of_sizes,
     sizes_to_fix,
+    unknown_name,
 )
+from hatch_epcontext.worker.dummy.inputs import sized
+from hatch_epcontext.worker.facts import ModelFacts
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest
 
@@ -32,9 +35,9 @@ def handle(request: CheckRequest) -> CheckReply:
     """Return the facts of all models; raises ModelError with all problems of all models."""
     models = []
     problems: list[Problem] = []
-    for spec in request.models:
+    for model in request.models:
         try:
-            models.append(_check_model(spec))
+            models.append(_check_model(model))
         except ModelError as error:
             problems += error.problems
     if problems:
@@ -43,56 +46,56 @@ def handle(request: CheckRequest) -> CheckReply:
     return CheckReply(tuple(models))
 
 
-def _check_model(spec: Model) -> ModelFacts:
-    step(f"reading {spec.path.name}")
-    model = reading.read(spec.path, spec.key)
-    data = external.external_data(model, spec.path.parent, spec.key)
-    own_inputs = _inputs(model)
-    fix_constants(model, spec)
-    open_inputs = _inputs(model)
-    if spec.static_shapes:
-        fix_shapes(model, spec)
-    inputs = _inputs(model)
-    outputs_problems = list(_check_outputs(model.graph, spec))
+def _check_model(model: Model) -> ModelFacts:
+    step(f"reading {model.path.name}")
+    onnx_model = reading.read(model.path, model.key)
+    data = external.external_data(onnx_model, model.path.parent, model.key)
+    own_inputs = _inputs(onnx_model)
+    fix_constants(onnx_model, model)
+    open_inputs = _inputs(onnx_model)
+    if model.static_shapes:
+        fix_shapes(onnx_model, model)
+    inputs = _inputs(onnx_model)
+    outputs_problems = list(_check_outputs(onnx_model.graph, model))
     # The EPs that take only fixed shapes, by whether their targets fix them.
     eps = {
         target.settings.static_shapes: target.settings.ep
-        for target in spec.targets
+        for target in model.targets
         if target.provider.static_shapes
     }
     problems = [
-        *_check_types(inputs, spec),
-        *check_fixed(inputs, spec, eps.get(True)),
-        *_check_left_open(open_inputs, spec, eps.get(False)),
+        *_check_types(inputs, model),
+        *check_fixed(inputs, model, eps.get(True)),
+        *check_fixed(open_inputs, model, eps.get(False), left_open=True),
     ]
-    for target in spec.targets:
+    for target in model.targets:
         problems += _check_profiles(
             target, inputs if target.settings.static_shapes else open_inputs
         )
-    refused = list(not_compilable(model, spec, spec.targets))
+    refused = list(not_compilable(onnx_model, model, model.targets))
     # Other outputs do not help where nothing is worth compiling; otherwise what makes them is refused too.
     hopeless = [each for each in refused if not each.settings]
     problems += hopeless or outputs_problems or refused
     if problems:
         raise ModelError(*problems)
-    state_pairs(model, spec.validate.states, spec.key / "validate" / "states")
+    state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Dummy inputs that do not fit are an error before anything is compiled.
-    feeds_for(model, spec)
-    outputs = tuple(map(graph.facts, model.graph.output))
+    feeds_for(onnx_model, model)
+    outputs = tuple(map(graph.facts, onnx_model.graph.output))
     # `fix_constants` made them initializers.
     constants = tuple(
         TensorFacts(facts.name, facts.dtype, tuple(value.dims))
         for facts in own_inputs
-        for value in model.graph.initializer
-        if value.name == facts.name and facts.name in spec.constants
+        for value in onnx_model.graph.initializer
+        if value.name == facts.name and facts.name in model.constants
     )
-    return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(model))
+    return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(onnx_model))
 
 
 def not_compilable(
-    model: onnx.ModelProto, spec: Model, targets: Iterable[Target]
+    onnx_model: onnx.ModelProto, model: Model, targets: Iterable[Target]
 ) -> Iterator[Problem]:
-    """Yield a problem for each of ``targets`` that ``model``, with its constants, cannot become whole for.
+    """Yield a problem for each of ``targets`` for which the model, with its constants, cannot become whole.
 
     Only where its coverage stays below the target's ``min_coverage`` whatever preparation does.
     """
@@ -100,9 +103,9 @@ def not_compilable(
         provider = target.provider
         if provider.limits is None or provider.product != "context" or target.from_cache:
             continue
-        findings = refusals.find(model, provider.limits)
+        findings = refusals.find(onnx_model, provider.limits)
         if findings.share < target.min_coverage:
-            problem = refusals.problem(model, findings, provider.ep, spec.key, target.key)
+            problem = refusals.problem(onnx_model, findings, provider.ep, model.key, target.key)
             yield replace(problem, targets=(target.name,))
 
 
@@ -110,103 +113,63 @@ def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
     return tuple(map(graph.facts, graph.inputs(model.graph)))
 
 
-def _check_types(inputs: tuple[TensorFacts, ...], spec: Model) -> Iterator[Problem]:
+def _check_types(inputs: tuple[TensorFacts, ...], model: Model) -> Iterator[Problem]:
     for each in inputs:
         if each.dtype.endswith("_type") or each.dtype in ("unknown", "undefined"):
             yield Problem.at(
-                spec.key,
+                model.key,
                 Kind.UNSUPPORTED_INPUT,
                 f"the input {each.name!r} is not a tensor: {each.dtype}.",
             )
 
 
-def _check_outputs(main: onnx.GraphProto, spec: Model) -> Iterator[Problem]:
+def _check_outputs(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
     """The outputs that are no tensors, each with the tensors that it is made of."""
-    tensors: list[str] = []
-    others: list[str] = []
-    for value in main.output:
-        if graph.facts(value).dtype.endswith("_type"):
-            others.append(value.name)
-            tensors += _tensors_of(Scope(main), value.name)
-        else:
-            tensors.append(value.name)
+    others = [each.name for each in main.output if graph.facts(each).dtype.endswith("_type")]
     if not others:
         return
-    kept = list(dict.fromkeys(tensors))
+    scope = Scope(main)
+    tensors = dict.fromkeys(name for each in main.output for name in _tensors_of(scope, each.name))
+    kept = [name for name in tensors if name not in others]
     names = listing(map(repr, others))
     what = "is no tensor" if len(others) == 1 else "are no tensors"
     yield Problem.at(
-        spec.key,
+        model.key,
         Kind.UNSUPPORTED_OUTPUT,
         f"the output {names} {what}, but a sequence, a map or an optional value, which no EP compiles.",
         "Keep these tensors as the outputs instead." if kept else "Change the model there.",
-        *([Setting(spec.key / "cut", {"outputs": kept})] if kept else []),
+        *([Setting(model.key / "cut", {"outputs": kept})] if kept else []),
     )
 
 
 def _tensors_of(scope: Scope, output: str) -> list[str]:
-    """The tensors of which nodes make sequences, maps and optional values, up to ``output``."""
+    """The tensors of which nodes make the value ``output``, or itself if it is no sequence or the like."""
     # Which values are no tensors, the operators say: files have types of few values.
     node = scope.maker(output)
-    if node is None or graph.operator(node) not in _MAKERS:
-        return []
-    names = node.input if node.op_type == "SequenceConstruct" else node.input[:1]
-    if node.op_type == "SequenceInsert":
-        names = node.input[:2]
-    result: list[str] = []
-    for name in names:
-        maker = scope.maker(name)
-        inner = maker is not None and graph.operator(maker) in _MAKERS
-        result += _tensors_of(scope, name) if inner else [name]
-    return result
+    if node is None or refusals.MAKES.get(graph.operator(node)) not in ("sequence", "optional"):
+        return [output]
+    count = {"SequenceConstruct": len(node.input), "SequenceInsert": 2}.get(node.op_type, 1)
+    return [tensor for name in node.input[:count] for tensor in _tensors_of(scope, name)]
 
 
-_MAKERS = frozenset(
-    {
-        "Optional",
-        "SequenceConstruct",
-        "SequenceEmpty",
-        "SequenceErase",
-        "SequenceInsert",
-        "SplitToSequence",
-        "ai.onnx.ml.ZipMap",
-    }
-)
-"""The operators whose outputs are no tensors."""
-
-
-def check_fixed(inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None) -> Iterator[Problem]:
-    """The inputs for ``ep``, which takes only fixed shapes; None where no EP needs them."""
-    for each in inputs if ep else ():
-        if each.is_fixed:
-            continue
-        assert ep is not None
-        yield Problem.at(
-            place_of_sizes(each, spec),
-            Kind.OPEN_DIMENSION,
-            open_dimension_message(each, ep),
-            how_to_fix(each),
-            *sizes_to_fix(each, spec),
-        )
-
-
-def _check_left_open(
-    inputs: tuple[TensorFacts, ...], spec: Model, ep: str | None
+def check_fixed(
+    inputs: tuple[TensorFacts, ...], model: Model, ep: str | None, *, left_open: bool = False
 ) -> Iterator[Problem]:
-    """The inputs for ``ep``, which takes only fixed shapes, although its target leaves them open."""
-    for each, fixed in zip(inputs, sized(inputs, spec), strict=True) if ep else ():
-        if each.is_fixed:
+    """The open inputs for ``ep``, which takes only fixed shapes; None where no EP needs them.
+
+    ``left_open``: whether its target leaves them open, although there may be sizes for them.
+    """
+    for each, fixed in zip(inputs, sized(inputs, model), strict=True):
+        if ep is None or each.is_fixed:
             continue
-        assert ep is not None
-        yield Problem.at(
-            spec.key,
-            Kind.OPEN_DIMENSION,
-            f"{open_dimension_message(each, ep)} It is left open because static-shapes is false.",
-            "Remove static-shapes = false."
-            if fixed.is_fixed
-            else f"Remove static-shapes = false, too. {how_to_fix(fixed)}",
-            *([] if fixed.is_fixed else sizes_to_fix(fixed, spec)),
-        )
+        place, message = place_of_sizes(each, model), open_dimension_message(each, ep)
+        hint = "" if fixed.is_fixed else how_to_fix(fixed)
+        if left_open:
+            place = model.key
+            message += " It is left open because static-shapes is false."
+            hint = f"Remove static-shapes = false{', too' if hint else ''}. {hint}".strip()
+        settings = [] if fixed.is_fixed else sizes_to_fix(fixed, model)
+        yield Problem.at(place, Kind.OPEN_DIMENSION, message, hint, *settings)
 
 
 def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ import onnx
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph, reading
 from hatch_epcontext.worker.compiler import compile_buffers, explained, lower_ir_version
-from hatch_epcontext.worker.open_sizes import open_dimension_message
+from hatch_epcontext.worker.configured import open_dimension_message
 from hatch_epcontext.worker.requests import CompileBytesReply, CompileBytesRequest
 
 

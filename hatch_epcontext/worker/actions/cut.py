@@ -14,8 +14,9 @@ from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.cutting import Part, extract, part_between
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.worker.configured import fix_inputs
+from hatch_epcontext.worker.facts import CutResult
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.requests import CutReply, CutRequest, CutResult
+from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.session import cpu_options, set_model_path
 from hatch_epcontext.worker.value_types import types_of_runtime
 
@@ -30,19 +31,19 @@ def handle(request: CutRequest) -> CutReply:
     first = request.forms[0]
     source = Path(first.path)
     step(f"cutting {source.name}")
-    model = reading.read(source, first.key)
-    data = external.external_data(model, source.parent, first.key)
+    onnx_model = reading.read(source, first.key)
+    data = external.external_data(onnx_model, source.parent, first.key)
     key = first.key / "cut"
-    part = part_between(model.graph, first.cut, first.constants, key)
+    part = part_between(onnx_model.graph, first.cut, first.constants, key)
     names = (*part.inputs, *part.outputs)
-    values = _values(model, source, names)
+    values = _values(onnx_model, source, names)
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
         message = f"the type of {unknown[0]!r} is not known before the model runs."
         hint = "Cut at another tensor, or save the model with the types of all its tensors."
         raise ModelError(Problem.at(key, Kind.INVALID_CUT, message, hint))
-    forms = tuple(_form(spec, model, source, part, values) for spec in request.forms)
-    extract(model, part, values)
-    return CutReply(_save(model, source, Path(request.folder)), data, forms)
+    forms = tuple(_form(model, onnx_model, source, part, values) for model in request.forms)
+    extract(onnx_model, part, values)
+    return CutReply(_save(onnx_model, source, Path(request.folder)), data, forms)
 
 
 def _values(model: onnx.ModelProto, source: Path, names: Iterable[str]) -> _Values:
@@ -71,34 +72,34 @@ def _is_known(value: onnx.ValueInfoProto | None) -> bool:
 
 
 def _form(
-    spec: Model, model: onnx.ModelProto, source: Path, part: Part, values: _Values
+    model: Model, onnx_model: onnx.ModelProto, source: Path, part: Part, values: _Values
 ) -> CutResult:
-    """Return what ``spec`` fixes in the cut model.
+    """Return what ``model`` fixes in the cut model.
 
     Names that neither the model nor the part has stay, so that the check of the cut model reports them.
     """
-    inputs = {each.name: graph.facts(each) for each in graph.inputs(model.graph)}
+    inputs = {each.name: graph.facts(each) for each in graph.inputs(onnx_model.graph)}
     ends = {name: graph.facts(values[name]) for name in part.inputs}
     of_model, of_part = _named_sizes(inputs.values()), _named_sizes(ends.values())
-    shapes = {n: s for n, s in spec.shapes.items() if n in ends or n not in inputs}
-    constants = tuple(n for n in spec.constants if n in ends or n not in inputs)
+    shapes = {n: s for n, s in model.shapes.items() if n in ends or n not in inputs}
+    constants = tuple(n for n in model.constants if n in ends or n not in inputs)
     inner = [
         n for n, each in ends.items() if n not in inputs and n not in shapes and not each.is_fixed
     ]
     if inner:
         own = dataclasses.replace(
-            spec,
-            dims={name: size for name, size in spec.dims.items() if name in of_model},
-            shapes={name: shape for name, shape in spec.shapes.items() if name in inputs},
-            constants={name: each for name, each in spec.constants.items() if name in inputs},
+            model,
+            dims={name: size for name, size in model.dims.items() if name in of_model},
+            shapes={name: shape for name, shape in model.shapes.items() if name in inputs},
+            constants={name: each for name, each in model.constants.items() if name in inputs},
             static_shapes=True,
         )
         fixed = onnx.ModelProto()
-        fixed.CopyFrom(model)
+        fixed.CopyFrom(onnx_model)
         fix_inputs(fixed, own)
         found = {name: graph.facts(each) for name, each in _values(fixed, source, inner).items()}
         shapes |= {name: _sizes(found[name]) for name in inner if found[name].is_fixed}
-    dims = {n: size for n, size in spec.dims.items() if n in of_part or n not in of_model}
+    dims = {n: size for n, size in model.dims.items() if n in of_part or n not in of_model}
     return CutResult(dims, shapes, constants)
 
 

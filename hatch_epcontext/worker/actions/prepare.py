@@ -12,8 +12,8 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Dequantize, Model
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.dequantize import dequantize
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.graph.precision.dequantize import dequantize
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
 from hatch_epcontext.worker.comparison.reference import reference

@@ -19,53 +19,53 @@ from hatch_epcontext.worker.requests import PreviewReply, PreviewRequest
 
 
 def _likely(
-    flow: Dependencies, model: onnx.ModelProto, request: PreviewRequest
+    flow: Dependencies, onnx_model: onnx.ModelProto, request: PreviewRequest
 ) -> Iterator[Problem]:
     """What keeps EPs from compiling all of a model, unless preparation finds a way."""
-    spec = request.model
-    if found := advice(model.graph, spec.key):
+    model = request.model
+    if found := advice(onnx_model.graph, model.key):
         hint, settings = found
         message = "a condition depends on an input, and few EPs compile branches."
-        yield Problem.at(spec.key, Kind.LOW_COVERAGE, message, hint, *settings)
+        yield Problem.at(model.key, Kind.LOW_COVERAGE, message, hint, *settings)
     lacks = request.target.provider.lacks
     # Some EPs take parts of it; where nothing is known of an EP, none is expected.
     refused = DYNAMIC_QUANTIZATION & lacks if lacks else DYNAMIC_QUANTIZATION
-    dynamic = any(graph.operator(node) in refused for node in flow.nodes)
+    dynamic = any(graph.operator(node) in refused for node in flow.counted)
     if dynamic and not request.target.settings.dequantize:
         yield Problem.at(
-            spec.key,
+            model.key,
             Kind.LOW_COVERAGE,
             "the model quantizes its activations while it runs, which NPUs do not take.",
             "Undo that.",
-            Setting(spec.key / "dequantize", True),
+            Setting(model.key / "dequantize", True),
         )
 
 
 def handle(request: PreviewRequest) -> PreviewReply:
     """Return what the package knows; raises ModelError when the model does not fit its configuration."""
-    spec = request.model
-    model = reading.read(spec.path, spec.key)
-    fix_inputs(model, spec)
+    model = request.model
+    onnx_model = reading.read(model.path, model.key)
+    fix_inputs(onnx_model, model)
     provider = request.target.provider
     limits = provider.limits or Limits(frozenset(), kinds=frozenset())
-    findings = refusals.find(model, limits)
+    findings = refusals.find(onnx_model, limits)
     refused = {id(each.node): each.reason for each in findings.refused}
     lacks = provider.lacks - (DYNAMIC_QUANTIZATION if request.target.settings.dequantize else set())
-    for node in findings.flow.nodes:
+    for node in findings.flow.counted:
         if graph.operator(node) in lacks:
             refused.setdefault(id(node), "the EP does not have this operator")
-    inputs = tuple(map(graph.facts, graph.inputs(model.graph)))
+    inputs = tuple(map(graph.facts, graph.inputs(onnx_model.graph)))
     fixed_for = provider.ep if provider.static_shapes else None
     problems = [
-        *check_fixed(inputs, spec, fixed_for),
-        *not_compilable(model, spec, [request.target]),
-        *(_likely(findings.flow, model, request) if provider.product == "context" else ()),
+        *check_fixed(inputs, model, fixed_for, left_open=not model.static_shapes),
+        *not_compilable(onnx_model, model, [request.target]),
+        *(_likely(findings.flow, onnx_model, request) if provider.product == "context" else ()),
     ]
     return PreviewReply(
-        len(findings.flow.nodes),
+        len(findings.flow.counted),
         tuple(
             NodeFacts(node.name, graph.operator(node), refused[id(node)])
-            for node in findings.flow.nodes
+            for node in findings.flow.counted
             if id(node) in refused
         ),
         tuple(problems),

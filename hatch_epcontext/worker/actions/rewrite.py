@@ -1,8 +1,9 @@
-"""Rewrite a prepared model where an EP refuses it, and compare the result with the source."""
+"""Rewrite or unroll a prepared model where an EP refuses it, and compare the result with the source."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import onnxruntime as ort
 from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
-from hatch_epcontext.graph.rewrites.base import Rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
 from hatch_epcontext.graph.scope import Types
+from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
@@ -31,15 +33,21 @@ from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
 
+_MAX_ROUNDS = 8
+"""How often what was unrolled is simplified and looked at again."""
+
 
 def handle(request: RewriteRequest) -> RewriteReply:
-    """Write the request's model, rewritten, into its folder.
+    """Write the request's model, rewritten or unrolled, into its folder.
 
-    A rewrite after which the model cannot be run, or gives other results than the source, is dropped.
+    A change after which the model cannot be run, or gives other results than the source, is dropped.
     Raises ModelError when the source model cannot be run on the CPU.
     """
+    if request.unroll_limit is not None:
+        step("unrolling what the EP refuses")
+        return _unroll(_RewriteSession.begin(request), request.unroll_limit)
     step("rewriting what the EP refuses")
-    work = RewriteSession.begin(request)
+    work = _RewriteSession.begin(request)
     wanted = work.wanted()
     if not wanted:
         return RewriteReply(None)
@@ -47,11 +55,11 @@ def handle(request: RewriteRequest) -> RewriteReply:
         return work.write(wanted)
     except Exception as error:
         if len(wanted) == 1:
-            return RewriteReply(None, dropped=(dropped(wanted[0].name, error),))
+            return RewriteReply(None, dropped=(_dropped(wanted[0].name, error),))
     return _without_faults(work, wanted)
 
 
-def _without_faults(work: RewriteSession, wanted: tuple[Rewrite, ...]) -> RewriteReply:
+def _without_faults(work: _RewriteSession, wanted: tuple[Rewrite, ...]) -> RewriteReply:
     """The result of those of ``wanted`` that change nothing, each after those before it."""
     best = RewriteReply(None)
     kept: tuple[Rewrite, ...] = ()
@@ -60,20 +68,60 @@ def _without_faults(work: RewriteSession, wanted: tuple[Rewrite, ...]) -> Rewrit
         try:
             best = work.write((*kept, each))
         except Exception as error:
-            notes.append(dropped(each.name, error))
+            notes.append(_dropped(each.name, error))
         else:
             kept = (*kept, each)
     return replace(best, dropped=tuple(notes))
 
 
-def dropped(name: str, error: Exception) -> str:
+def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
+    request = work.request
+    done: list[str] = []
+    path = Path(request.prepared)
+    try:
+        # The length of a loop can follow from what another one makes: it is constant only then.
+        for _ in range(_MAX_ROUNDS if request.simplify else 1):
+            model = onnx.load(path, load_external_data=False)
+            if not (names := unroll(model, work.refused, limit, work.types)):
+                break
+            done += names
+            folder = Path(tempfile.mkdtemp(prefix="unrolled-", dir=request.folder))
+            path, session = work.write_model(model, path.parent, folder)
+        if not done:
+            return RewriteReply(None, dropped=_unknown_lengths(model, work.refused))
+        work.compare(session)
+    except Exception as error:
+        return RewriteReply(None, dropped=(_dropped("; ".join(done) or "Unrolling", error),))
+    return _reply(path, done)
+
+
+def _unknown_lengths(model: onnx.ModelProto, refused: frozenset[str]) -> tuple[str, ...]:
+    """Why the refused loops and layers in ``model``, if there are any, were not unrolled."""
+    operators = {graph.operator(node) for node in graph.nodes(model.graph)}
+    found = sorted(operators & refused & UNROLLED)
+    if not found:
+        return ()
+    fixed = all(graph.facts(value).is_fixed for value in graph.inputs(model.graph))
+    hint = (
+        "" if fixed else ", because the shapes of inputs are open; static-shapes = true fixes them"
+    )
+    return (f"unrolling {' and '.join(found)}: no length is fixed{hint}",)
+
+
+def _reply(path: Path, done: Iterable[str]) -> RewriteReply:
+    main = onnx.load(path, load_external_data=False).graph
+    nodes, names = len(graph.compute_nodes(main)), tuple(dict.fromkeys(done))
+    return RewriteReply(str(path), nodes, graph.control_flow(main), names)
+
+
+def _dropped(name: str, error: Exception) -> str:
     """Why the change ``name`` was dropped; ONNX Runtime raises many things, for graphs it cannot open."""
     message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
     return f"{name}: {message}"
 
 
 @dataclass(frozen=True)
-class RewriteSession:
+class _RewriteSession:
     """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared.
 
     ``types``: those of the values of the prepared model.
@@ -85,7 +133,7 @@ class RewriteSession:
     types: Types
 
     @staticmethod
-    def begin(request: RewriteRequest) -> RewriteSession:
+    def begin(request: RewriteRequest) -> _RewriteSession:
         model = onnx.load(request.prepared, load_external_data=False)
         refused = request.refused
         if refused is None:
@@ -98,7 +146,7 @@ class RewriteSession:
                 else read_reference(request.reference)
             )
         types = value_types(model, Path(request.prepared))
-        return RewriteSession(request, frozenset(refused), expected, types)
+        return _RewriteSession(request, frozenset(refused), expected, types)
 
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.prepared, load_external_data=False)
@@ -120,9 +168,7 @@ class RewriteSession:
         self.compare(session)
         if self.expected is not None and (conditions := removed(self.read(), model)):
             self._compare_branches(model, conditions, self.expected, folder)
-        model = onnx.load(result, load_external_data=False)
-        nodes = len(graph.compute_nodes(model.graph))
-        return RewriteReply(str(result), nodes, graph.control_flow(model.graph), names)
+        return _reply(result, names)
 
     def write_model(
         self, model: onnx.ModelProto, source: Path, folder: Path
@@ -143,17 +189,21 @@ class RewriteSession:
         """Raise BuildError if ``session`` gives other results than the source, where that is compared."""
         if self.expected is None:
             return
-        spec, what = self.request.model, "the rewritten model on the CPU"
+        model, what = self.request.model, "the rewritten model on the CPU"
         tolerance, expected = self.request.tolerance, self.expected
         if tolerance is not None:
             expected = for_other_numbers(expected)
-        check_runs(session, expected, tolerance or SIMPLIFIED, spec, what, "the source model's")
+        check_runs(session, expected, tolerance or SIMPLIFIED, model, what, "the source model's")
 
     def _compare_branches(
-        self, model: onnx.ModelProto, conditions: tuple[str, ...], expected: Reference, folder: Path
+        self,
+        onnx_model: onnx.ModelProto,
+        conditions: tuple[str, ...],
+        expected: Reference,
+        folder: Path,
     ) -> None:
-        """Compare ``model`` with the prepared one where ``conditions`` are true, and where they are not."""
-        spec, source = self.request.model, Path(self.request.prepared).parent
+        """Compare the model with the prepared one where ``conditions`` are true, and where they are not."""
+        model, source = self.request.model, Path(self.request.prepared).parent
         before, after = (
             open_session(
                 self._save(
@@ -161,15 +211,15 @@ class RewriteSession:
                 ),
                 cpu_options(),
             )
-            for name, each in (("branches-before", self.read()), ("branches-after", model))
+            for name, each in (("branches-before", self.read()), ("branches-after", onnx_model))
         )
         shapes = {each.name: each.shape for each in before.get_inputs()}
         for fed in assignments(conditions, shapes):
             for each in expected.runs:
                 feeds = {**each.feeds[0], **fed}
-                wanted = run_model(before, feeds, spec, "a branch of the model on the CPU")
-                outputs = run_model(after, feeds, spec, "the rewritten branch on the CPU")
-                check_outputs(outputs, wanted, SIMPLIFIED, spec, "the branch's")
+                wanted = run_model(before, feeds, model, "a branch of the model on the CPU")
+                outputs = run_model(after, feeds, model, "the rewritten branch on the CPU")
+                check_outputs(outputs, wanted, SIMPLIFIED, model, "the branch's")
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import onnx
 import onnxruntime as ort
@@ -16,12 +16,12 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph, reading
-from hatch_epcontext.graph.facts import Size, TensorFacts
-from hatch_epcontext.graph.values.forms import Forms, LinearForm, follow
+from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.kinds import DimensionKind, dimension_kind, is_length_name
-from hatch_epcontext.graph.values.known import Known
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing
+from hatch_epcontext.worker.comparison.states import first_states
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
 from hatch_epcontext.worker.requests import (
     OpenSize,
@@ -58,20 +58,19 @@ _LARGEST = 100_000_000
 _MAX_HALVED = 512
 """The largest product of strides that is suggested as a factor of sizes."""
 
-_UNKNOWN: Mapping[DimensionKind, str] = {
-    "batch": "which size?",
+_QUESTIONS: Mapping[DimensionKind, str] = {
     "height": "how high are the images?",
     "width": "how wide are the images?",
     "length": "how long is it?",
-    "other": "which size?",
 }
+_SIDE_KEYS = ("imgsz", "image_size", "img_size", "input_size")
+_RATE_KEYS = ("sample_rate", "sampling_rate", "samplerate", "sr")
 
+_Dim = str | tuple[str, int]
+"""An open dimension: its name, which has one size in the whole model, or an input and its axis."""
 
-_Place = tuple[str, int]
-"""The name of an input, and an axis of it."""
-
-_Sizes = dict[_Place, tuple[int, str]]
-"""The size of each place, and where it comes from."""
+_Sizes = dict[_Dim, tuple[int, str]]
+"""The sizes of dimensions, each with where it comes from."""
 
 
 def handle(request: SuggestRequest) -> SuggestReply:
@@ -82,65 +81,54 @@ def handle(request: SuggestRequest) -> SuggestReply:
     path = Path(request.path)
     model = reading.load(path, "")
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    states = _states(model, inputs)
-    kinds = {
-        (each.name, axis): dimension_kind(each, axis, is_state=each.name in states)
-        for each in inputs
-        for axis, size in enumerate(each.shape)
-        if not isinstance(size, int)
-    }
-    sizes = _with_same_names(inputs, _from_metadata(model, inputs, kinds))
-    guessed: _Sizes = {
-        place: (1, "1 is a guess") for place, kind in kinds.items() if kind == "batch"
-    }
-    sizes = {**_with_same_names(inputs, guessed), **sizes}
-    factors: dict[DimensionKind, int] = {
+    kinds, metadata = _kinds(model, inputs), _metadata(model)
+    sizes: _Sizes = {dim: (1, "1 is a guess") for dim, kind in kinds.items() if kind == "batch"}
+    for each in inputs:
+        for axis, dim in _open(each):
+            given = _given(each, axis, kinds[dim], metadata)
+            if _is_int(given) and 0 < given < 2**31:
+                sizes[dim] = given, "from the metadata of the file"
+    factors: Mapping[DimensionKind, int] = {
         "height": _factor(model, inputs, -2),
         "width": _factor(model, inputs, -1),
     }
-    fitting: list[int] = []
-    if request.run and path.stat().st_size <= _LARGEST:
-        tried, fitting = _tried(path, model, inputs, kinds, sizes, factors)
-        sizes = {**tried, **sizes}
-    hints = {"length": _length_hints(fitting, _sample_rate(model))}
-    hints |= {
-        side: [f"Multiples of {factor} fit, others may not"]
-        for side, factor in factors.items()
-        if factor > 1
-    }
+    hints = {side: f"Multiples of {f} fit, others may not" for side, f in factors.items() if f > 1}
+    of_lengths: list[str] = []
+    if request.run and sizes.keys() < kinds.keys() and path.stat().st_size <= _LARGEST:
+        fitting = _try_sizes(_Trial(path, model, inputs, sizes), kinds, factors)
+        if fitting:
+            of_lengths = [f"For example {listing(map(str, fitting))} fit, and not all others do"]
+    if _is_int(rate := next((metadata[key] for key in _RATE_KEYS if key in metadata), None)):
+        of_lengths.append(f"The file names a sample rate of {rate}")
+    hints["length"] = ". ".join(of_lengths)
+
+    def question(kind: DimensionKind) -> str:
+        return f"{_QUESTIONS.get(kind, 'which size?')} {hints.get(kind, '')}".strip()
+
     found = (
-        OpenSize(*place, *sizes.get(place, (None, _question(kind, hints.get(kind, [])))))
-        for place, kind in kinds.items()
+        OpenSize(each.name, axis, *sizes.get(dim, (None, question(kinds[dim]))))
+        for each in inputs
+        for axis, dim in _open(each)
     )
     return SuggestReply(tuple(found), tuple(_constants(model, _sized(inputs, sizes))))
 
 
-def _forms(inputs: Sequence[TensorFacts]) -> Forms:
-    return {each.name: (LinearForm(((each.name, (1.0, 1.0)),)),) for each in inputs}
+def _open(facts: TensorFacts) -> Iterator[tuple[int, _Dim]]:
+    """The axis of each open dimension of an input."""
+    for axis, size in enumerate(facts.shape):
+        if not isinstance(size, int):
+            yield axis, size or (facts.name, axis)
 
 
-def _states(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> set[str]:
-    """The inputs that are states of recurrent layers."""
-    forms = _forms(inputs)
-    found = set()
-    for node in follow(model.graph, forms, Known(model, inputs)):
-        if node.op_type in ("LSTM", "GRU", "RNN"):
-            for name in node.input[5:7]:
-                found |= {each for form in forms.get(name, ()) for each, _ in form.scales}
-    return found
-
-
-def _with_same_names(inputs: Sequence[TensorFacts], sizes: _Sizes) -> _Sizes:
-    """``sizes``, and those of all dimensions that have the name of one in it."""
-    shapes = {each.name: each.shape for each in inputs}
-    by_name = {shapes[name][axis]: size for (name, axis), size in sizes.items()}
-    same = {
-        (each.name, axis): by_name[dim]
-        for each in inputs
-        for axis, dim in enumerate(each.shape)
-        if isinstance(dim, str) and dim in by_name
-    }
-    return {**same, **sizes}
+def _kinds(model: onnx.ModelProto, inputs: Sequence[TensorFacts]) -> dict[_Dim, DimensionKind]:
+    states = first_states(model.graph)
+    kinds: dict[_Dim, DimensionKind] = {}
+    for each in inputs:
+        for axis, dim in _open(each):
+            kind = dimension_kind(each, axis, is_state=each.name in states)
+            if kind == "batch" or dim not in kinds:
+                kinds[dim] = kind
+    return kinds
 
 
 def _metadata(model: onnx.ModelProto) -> dict[str, Any]:
@@ -156,53 +144,22 @@ def _metadata(model: onnx.ModelProto) -> dict[str, Any]:
     return found
 
 
-_SIDE_KEYS = ("imgsz", "image_size", "img_size", "input_size")
-
-_RATE_KEYS = ("sample_rate", "sampling_rate", "samplerate", "sr")
-
-
-def _from_metadata(
-    model: onnx.ModelProto,
-    inputs: Sequence[TensorFacts],
-    kinds: Mapping[_Place, DimensionKind],
-) -> _Sizes:
-    """The sizes that stand in the metadata: of images, under a dimension's name, or as a whole shape."""
-    metadata = _metadata(model)
-    found: _Sizes = {}
-    shapes = {each.name: each.shape for each in inputs}
-    sides = next((metadata[key] for key in _SIDE_KEYS if key in metadata), None)
-    for (name, axis), kind in kinds.items():
-        dim = shapes[name][axis]
-        given: object = metadata.get(dim.lower()) if isinstance(dim, str) else None
-        for key in (f"{name}_shape".lower(), "input_shape", "shape"):
-            shape = metadata.get(key)
-            if isinstance(shape, list) and len(shape) == len(shapes[name]):
-                given = given or shape[axis]
-        if kind in ("height", "width"):
-            both = sides if isinstance(sides, list) and len(sides) == 2 else [sides, sides]
-            given = given or both[kind == "width"]
-        if isinstance(given, int) and not isinstance(given, bool) and 0 < given < 2**31:
-            found[name, axis] = given, "from the metadata of the file"
-    return found
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _sample_rate(model: onnx.ModelProto) -> int | None:
-    metadata = _metadata(model)
-    rate = next((metadata[key] for key in _RATE_KEYS if key in metadata), None)
-    return rate if isinstance(rate, int) and not isinstance(rate, bool) else None
-
-
-def _length_hints(fitting: Sequence[int], rate: int | None) -> list[str]:
-    hints = []
-    if fitting:
-        hints.append(f"For example {listing(map(str, sorted(fitting)))} fit, and not all others do")
-    if rate:
-        hints.append(f"The file names a sample rate of {rate}")
-    return hints
-
-
-def _question(kind: DimensionKind, hints: Sequence[str]) -> str:
-    return " ".join([_UNKNOWN[kind], ". ".join(hints)]).strip()
+def _given(
+    facts: TensorFacts, axis: int, kind: DimensionKind, metadata: Mapping[str, Any]
+) -> object:
+    """What stands in the metadata: of images, under a dimension's name, or as a whole shape."""
+    found = [metadata.get(str(facts.shape[axis]).lower())]
+    shapes = (metadata.get(key) for key in (f"{facts.name}_shape".lower(), "input_shape", "shape"))
+    found += [s[axis] for s in shapes if isinstance(s, list) and len(s) == len(facts.shape)]
+    if kind in ("height", "width"):
+        sides = next((metadata[key] for key in _SIDE_KEYS if key in metadata), None)
+        both = sides if isinstance(sides, list) and len(sides) == 2 else [sides, sides]
+        found.append(both[kind == "width"])
+    return next(filter(None, found), None)
 
 
 def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) -> int:
@@ -222,89 +179,24 @@ def _factor(model: onnx.ModelProto, inputs: Sequence[TensorFacts], axis: int) ->
 
 
 def _sized(inputs: Sequence[TensorFacts], sizes: _Sizes) -> list[TensorFacts]:
-    def size(each: TensorFacts, axis: int, given: Size) -> Size:
-        return given if isinstance(given, int) else sizes.get((each.name, axis), (given,))[0]
-
-    return [
-        replace(each, shape=tuple(size(each, axis, given) for axis, given in enumerate(each.shape)))
-        for each in inputs
-    ]
-
-
-def _tried(
-    path: Path,
-    model: onnx.ModelProto,
-    inputs: Sequence[TensorFacts],
-    kinds: Mapping[_Place, DimensionKind],
-    sizes: _Sizes,
-    factors: Mapping[DimensionKind, int],
-) -> tuple[_Sizes, list[int]]:
-    """The sizes of what ``sizes`` does not have, as far as the model runs on the CPU with only one of them.
-
-    Also some with which it runs, if it does not with others. ``factors``: by what the graph divides sides.
-    """
-    still_open = [place for place in kinds if place not in sizes]
-    if not still_open:
-        return {}, []
-    trial = _Trial(path, model)
-    found = _only_multiples(trial, inputs, kinds, sizes, factors)
-    sizes = {**found, **sizes}
-    still_open = [place for place in still_open if place not in found]
-    is_image = any(kinds[place] in ("height", "width") for place in still_open)
-    taken: list[int] = []
-    refused = 0
-    for number in _SIDES if is_image else _LENGTHS:
-        if not still_open or trial.is_over or len(taken) == _ENOUGH:
-            break
-        if trial.takes(_sized(inputs, {**sizes, **_all_of(still_open, number)})):
-            taken.append(number)
-        else:
-            refused += 1
-    if len(taken) == 1 and not trial.is_over:
-        note = f"{taken[0]} is the only size found that the graph takes"
-        return {**found, **dict.fromkeys(still_open, (taken[0], note))}, []
-    return found, (taken if refused else [])
-
-
-def _all_of(places: Sequence[_Place], size: int) -> _Sizes:
-    return dict.fromkeys(places, (size, ""))
-
-
-def _only_multiples(
-    trial: _Trial,
-    inputs: Sequence[TensorFacts],
-    kinds: Mapping[_Place, DimensionKind],
-    sizes: _Sizes,
-    factors: Mapping[DimensionKind, int],
-) -> _Sizes:
-    """The sides of images of which the graph takes only one multiple of what it divides them by."""
-    still_open = [place for place in kinds if place not in sizes]
-    # Multiples of the factors, so that only the side that is tried can be what the graph refuses.
-    usual = {
-        place: (-(-_BASE // f) * f, "")
-        for place in still_open
-        if (f := factors.get(kinds[place], 1))
-    }
-    found: _Sizes = {}
-    for place in still_open:
-        kind, factor = kinds[place], factors.get(kinds[place], 1)
-        same = [each for each in still_open if kinds[each] == kind]
-        tried = (
-            _sized(inputs, {**sizes, **usual, **_all_of(same, factor * times)})
-            for times in (1, 2, 3)
-        )
-        if factor > 1 and trial.takes(next(tried)) and not any(map(trial.takes, tried)):
-            found[place] = factor, f"{factor} is the only multiple of it that the graph takes"
-    return {} if trial.is_over else found
+    """``inputs`` with the sizes that are known."""
+    found = []
+    for each in inputs:
+        known = {axis: sizes[dim][0] for axis, dim in _open(each) if dim in sizes}
+        shape = (known.get(axis, size) for axis, size in enumerate(each.shape))
+        found.append(replace(each, shape=tuple(shape)))
+    return found
 
 
 class _Trial:
-    """Runs a model on the CPU with dummy inputs of several sizes, until its time is over."""
+    """Runs a model on the CPU with dummy inputs, until its time is over; ``sizes``: those that are known."""
 
-    def __init__(self, path: Path, model: onnx.ModelProto) -> None:
+    def __init__(
+        self, path: Path, model: onnx.ModelProto, inputs: Sequence[TensorFacts], sizes: _Sizes
+    ) -> None:
+        self.sizes = sizes
+        self._model, self._inputs, self._named = model, inputs, Model("model", path, Key(()))
         self._end = time.monotonic() + _SECONDS
-        self._model = model
-        self._spec = Model("model", path, Key(()))
         self._session: ort.InferenceSession | None = None
         with contextlib.suppress(Exception):
             self._session = open_session(path, cpu_options())
@@ -313,30 +205,73 @@ class _Trial:
     def is_over(self) -> bool:
         return self._session is None or time.monotonic() >= self._end
 
-    def takes(self, inputs: Sequence[TensorFacts]) -> bool:
-        """Whether the model runs with ``inputs``; False also when the time is over."""
+    def takes(self, others: Mapping[_Dim, int]) -> bool:
+        """Whether the model runs with the sizes ``others`` too; False also when the time is over."""
         left = self._end - time.monotonic()
         if self._session is None or left <= 0:
             return False
         with contextlib.suppress(Exception):
-            feeds = dummy_inputs(inputs, self._spec, input_ranges(self._model, inputs))
+            tried = {dim: (size, "") for dim, size in others.items()}
+            inputs = _sized(self._inputs, {**tried, **self.sizes})
+            feeds = dummy_inputs(inputs, self._named, input_ranges(self._model, inputs))
             run(self._session, feeds, left)
             return True
         return False
+
+
+def _try_sizes(
+    trial: _Trial, kinds: Mapping[_Dim, DimensionKind], factors: Mapping[DimensionKind, int]
+) -> list[int]:
+    """Add the sizes to those of ``trial`` without which the model does not run on the CPU.
+
+    Returns some with which it runs, if it does not with others. ``factors``: by what the graph divides sides.
+    """
+    unknown = {dim: kind for dim, kind in kinds.items() if dim not in trial.sizes}
+    # Multiples of the factors, so that only the side that is tried can be what the graph refuses.
+    usual = {dim: -(-_BASE // f) * f for dim in unknown if (f := factors.get(unknown[dim], 1))}
+    found: _Sizes = {}
+    for dim, kind in unknown.items():
+        factor = factors.get(kind, 1)
+        same = [each for each in unknown if unknown[each] == kind]
+        fits = (
+            trial.takes({**usual, **dict.fromkeys(same, factor * times)}) for times in (1, 2, 3)
+        )
+        if factor > 1 and next(fits) and not any(fits):
+            found[dim] = factor, f"{factor} is the only multiple of it that the graph takes"
+    if trial.is_over:
+        return []
+    trial.sizes.update(found)
+    unknown = {dim: kind for dim, kind in unknown.items() if dim not in found}
+    is_image = not {"height", "width"}.isdisjoint(unknown.values())
+    taken: list[int] = []
+    refused = 0
+    for size in (_SIDES if is_image else _LENGTHS) if unknown else ():
+        if trial.is_over or len(taken) == _ENOUGH:
+            break
+        if trial.takes(dict.fromkeys(unknown, size)):
+            taken.append(size)
+        else:
+            refused += 1
+    if len(taken) == 1 and not trial.is_over:
+        note = f"{taken[0]} is the only size found that the graph takes"
+        trial.sizes.update(dict.fromkeys(unknown, (taken[0], note)))
+        return []
+    return sorted(taken) if refused else []
 
 
 def _constants(
     model: onnx.ModelProto, inputs: Sequence[TensorFacts]
 ) -> Iterator[SuggestedConstant]:
     """The inputs that can be constants: numbers with a usual value, and those that choose a branch."""
-    ranges = input_ranges(model, inputs)
-    deciding = _deciding(model)
+    ranges, scope = input_ranges(model, inputs), Scope(model.graph, nested=True)
+    conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
+    deciding = scope.ancestors(conditions)
     for each in inputs:
         if "int" not in each.dtype or any(size != 1 for size in each.shape) or len(each.shape) > 1:
             continue
         range_ = ranges[each.name]
         if is_length_name(each.name) or (range_.usual is not None and range_.low == 1):
-            known = all(isinstance(s, int) for other in inputs for s in other.shape)
+            known = all(other.is_fixed for other in inputs)
             value = int(range_.usual) if known and range_.usual is not None else None
             yield SuggestedConstant(each.name, value, "the length, if it never changes")
         elif range_.known and range_.low == range_.high:
@@ -344,19 +279,3 @@ def _constants(
             yield SuggestedConstant(each.name, int(range_.low), note, needed=each.name in deciding)
         else:
             yield SuggestedConstant(each.name, None, "for an input that never changes")
-
-
-def _deciding(model: onnx.ModelProto) -> set[str]:
-    """What the conditions of ``model``, which choose between graphs, are computed from."""
-    producers = {output: node for node in graph.nodes(model.graph) for output in node.output}
-    waiting = [
-        node.input[0] for node in graph.nodes(model.graph) if node.op_type == "If" and node.input
-    ]
-    found = set(waiting)
-    while waiting:
-        node = producers.get(waiting.pop())
-        for name in node.input if node is not None else ():
-            if name not in found:
-                found.add(name)
-                waiting.append(name)
-    return found

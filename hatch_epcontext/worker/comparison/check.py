@@ -34,7 +34,7 @@ def check_runs(
     session: ort.InferenceSession,
     expected: Reference,
     tolerance: Tolerance,
-    spec: Model,
+    model: Model,
     what: str,
     reference_name: str,
     *,
@@ -57,13 +57,13 @@ def check_runs(
         if first is not None and index == 0:
             outputs: Iterable[Arrays] = (first,)
         else:
-            outputs = run_steps(session, each.feeds, expected.facts.states, spec, what)
+            outputs = run_steps(session, each.feeds, expected.facts.states, model, what)
         try:
             for number, (own, wanted) in enumerate(zip(outputs, each.outputs, strict=True)):
                 step(f"comparing the outputs with {reference_name}")
                 place = _place(each, number)
                 found += check_outputs(
-                    own, wanted, tolerance, spec, reference_name, expected, place, only_target
+                    own, wanted, tolerance, model, reference_name, expected, place, only_target
                 )
         except ModelError:
             raise
@@ -103,7 +103,7 @@ def check_outputs(
     outputs: Arrays,
     wanted: Arrays,
     tolerance: Tolerance,
-    spec: Model,
+    model: Model,
     reference_name: str,
     expected: Reference | None = None,
     place: str = "",
@@ -139,7 +139,7 @@ def check_outputs(
             agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
         agreements.append(agreement)
         if compared.excesses:
-            problems.append(_differs(compared, spec, reference_name, place, facts, only_target))
+            problems.append(_differs(compared, model, reference_name, place, facts, only_target))
     if problems:
         raise BuildError(*problems)
     return agreements
@@ -147,7 +147,7 @@ def check_outputs(
 
 def _differs(
     compared: Comparison,
-    spec: Model,
+    model: Model,
     reference_name: str,
     place: str,
     facts: Facts,
@@ -164,8 +164,8 @@ def _differs(
             f"\nThe value {large.value!r} inside the model reaches {large.largest:.3g}, and float16 "
             "ends at 65504."
         )
-    key = spec.key / "validate"
-    are_given = spec.validate.inputs not in SYNTHETIC
+    key = model.key / "validate"
+    are_given = model.validate.inputs not in SYNTHETIC
     if facts.guessed and not are_given:
         names = ", ".join(map(repr, facts.guessed))
         return Problem(

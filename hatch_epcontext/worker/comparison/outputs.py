@@ -11,13 +11,11 @@ from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import Nature
 
-_SAME_VALUES = frozenset(
-    {
-        *("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice"),
-        *("Gather", "Split", "Expand", "Tile", "Dropout", "ReduceMean", "ReduceMax", "ReduceMin"),
-        *("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "DepthToSpace"),
-    }
-)
+_SAME_VALUES = graph.RESHAPING | {
+    *("Cast", "Transpose", "Slice", "Gather", "Split", "Expand", "Tile", "Dropout", "ReduceMean"),
+    *("ReduceMax", "ReduceMin", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"),
+    "DepthToSpace",
+}
 """Operators whose results are some of the values of their first input, or means of them."""
 
 _WHOLE = _SAME_VALUES - {"Slice", "Gather", "Split", "ReduceMean", "ReduceMax", "ReduceMin"}
@@ -27,42 +25,31 @@ _UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softs
 
 _INDICES = frozenset({"ArgMax", "ArgMin", "NonZero"})
 
-Makers = Mapping[str, onnx.NodeProto]
-"""The nodes by the values that they make."""
-
 
 def natures(main: onnx.GraphProto) -> dict[str, Nature]:
     """The nature of the values of each output of ``main``."""
-    makers = _makers(main)
-    return {value.name: _nature(value.name, makers) for value in main.output}
+    scope = Scope(main)
+    return {value.name: _nature(value.name, scope) for value in main.output}
 
 
-def _makers(part: onnx.GraphProto, around: Makers | None = None) -> Makers:
-    own = {name: node for node in part.node for name in node.output if name}
-    return {**(around or {}), **own}
-
-
-def _nature(name: str, makers: Makers) -> Nature:
+def _nature(name: str, scope: Scope) -> Nature:
     whole = True
-    # Each step goes back to an earlier value; a graph with a cycle would be invalid.
-    for _ in range(len(makers) + 1):
-        node = makers.get(name)
-        if node is None:
-            break
+    # Each step goes back to an earlier value.
+    while (node := scope.maker(name)) is not None:
         if node.op_type not in _SAME_VALUES or not node.input:
-            nature = _made(node, name, makers)
+            nature = _made(node, name, scope)
             return "unit" if nature == "probabilities" and not whole else nature
         whole = whole and node.op_type in _WHOLE
         name = node.input[0]
     return "any"
 
 
-def _made(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
+def _made(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
     """The nature of the value ``name``, which ``node`` makes anew."""
     if node.op_type == "If":
-        return _of_branches(node, name, makers)
+        return _of_branches(node, name, scope)
     if node.op_type == "Concat":
-        parts = {_nature(each, makers) for each in node.input}
+        parts = {_nature(each, scope) for each in node.input}
         return "unit" if parts <= {"unit", "probabilities"} else "any"
     if node.op_type in _INDICES or (node.op_type == "TopK" and name == node.output[-1]):
         return "indices"
@@ -70,11 +57,11 @@ def _made(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
     return "probabilities" if node.op_type == "Softmax" else "unit" if is_unit else "any"
 
 
-def _of_branches(node: onnx.NodeProto, name: str, makers: Makers) -> Nature:
+def _of_branches(node: onnx.NodeProto, name: str, scope: Scope) -> Nature:
     """The nature of an output of an If: that of both branches, if they have the same."""
     index = list(node.output).index(name)
     found = {
-        _nature(branch.output[index].name, _makers(branch, makers))
+        _nature(branch.output[index].name, Scope(branch, scope))
         for branch in graph.inner_graphs(node)
         if index < len(branch.output)
     }
@@ -101,9 +88,4 @@ def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
 def ancestors(main: onnx.GraphProto) -> Mapping[str, frozenset[str]]:
     """For each output of ``main`` the values that it is computed from, itself included."""
     scope = Scope(main)
-    return {
-        output.name: frozenset((output.name,)).union(
-            *(scope.reads[index] for index in scope.above([output.name]))
-        )
-        for output in main.output
-    }
+    return {output.name: frozenset(scope.ancestors([output.name])) for output in main.output}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.graph.refusals.conditions import advice
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.comparison.sizes import only_sizes_matter
+from hatch_epcontext.worker.configured import place_of_sizes, sizes_to_fix
 from hatch_epcontext.worker.dummy.inputs import sized
-from hatch_epcontext.worker.open_sizes import place_of_sizes, sizes_to_fix
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 
@@ -37,7 +38,7 @@ _DECIDING = {
 """The operand because of which a node of these operators fails."""
 
 
-def source_failed(spec: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
+def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
     """The problem of a source model for which ONNX Runtime raised ``error``.
 
     ``fixed``: the model with what its configuration fixes.
@@ -46,54 +47,55 @@ def source_failed(spec: Model, fixed: onnx.ModelProto, error: Exception) -> Prob
     if _NOT_LOADED in text:
         reason = text.split(_NOT_LOADED, 1)[1]
         return Problem.at(
-            spec.key,
+            model.key,
             Kind.SOURCE_FAILED,
             "the source model itself cannot be run on the CPU, because ONNX Runtime cannot load it: "
             f"{reason}",
             "Mend the model, or switch off the comparison.",
-            Setting(spec.key / "validate" / "tolerance", False),
+            Setting(model.key / "validate" / "tolerance", False),
         )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
-    node = _node(fixed, text)
+    scope = Scope(fixed.graph, nested=True)
+    node = _node(scope, text)
     named: list[TensorFacts] = []
     if node is not None:
         operator = graph.operator(node)
-        named = _inputs_of(node, fixed, inputs)
+        named = _inputs_of(node, scope, inputs)
         reason = text.rsplit("Status Message: ", 1)[-1].strip()
         message = (
             f"the source model itself cannot be run on the CPU: its node {node.name!r} "
             f"({operator}) fails: {reason}{'' if reason.endswith('.') else '.'}"
         )
-        if only_sizes_matter(node, fixed.graph):
-            hint, settings = _other_sizes(inputs, spec)
-            return Problem.at(spec.key, Kind.SOURCE_FAILED, message, hint, *settings)
+        if _only_sizes_matter(node, fixed.graph):
+            hint, settings = _other_sizes(inputs, model)
+            return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint, *settings)
         if named:
             names = listing(repr(each.name) for each in named)
             message += (
                 f"\nIt depends on {'the input' if len(named) == 1 else 'the inputs'} {names}."
             )
-    if without_size := [each for each in sized(inputs, spec) if not each.is_fixed]:
-        return _without_size(spec, message, without_size)
-    hint, settings = (not spec.constants and advice(fixed.graph, spec.key)) or ("", ())
+    if without_size := [each for each in sized(inputs, model) if not each.is_fixed]:
+        return _without_size(model, message, without_size)
+    hint, settings = (not model.constants and advice(fixed.graph, model.key)) or ("", ())
     return Problem.at(
-        spec.key,
+        model.key,
         Kind.SOURCE_FAILED,
         message,
-        f"{hint}\n{_hint(named, spec)}".strip(),
+        f"{hint}\n{_hint(named, model)}".strip(),
         *settings,
-        *_settings(named, spec),
-        Setting(spec.key / "validate" / "tolerance", False),
+        *_settings(named, model),
+        Setting(model.key / "validate" / "tolerance", False),
     )
 
 
-def _without_size(spec: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
+def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> Problem:
     """The problem if open dimensions of ``inputs``, which have no size, can be the cause."""
     names = listing(repr(each.name) for each in inputs)
     dimensions = f"of the input {names} have" if len(inputs) == 1 else f"of the inputs {names} have"
-    settings = [each for tensor in inputs for each in sizes_to_fix(tensor, spec)]
+    settings = [each for tensor in inputs for each in sizes_to_fix(tensor, model)]
     return Problem.at(
-        place_of_sizes(inputs[0], spec),
+        place_of_sizes(inputs[0], model),
         Kind.SOURCE_FAILED,
         f"{message}\nOpen dimensions {dimensions} no size in the configuration, and get 1.",
         "Give them the sizes that the app feeds.",
@@ -101,92 +103,147 @@ def _without_size(spec: Model, message: str, inputs: Sequence[TensorFacts]) -> P
     )
 
 
-def _node(model: onnx.ModelProto, text: str) -> onnx.NodeProto | None:
+def _node(scope: Scope, text: str) -> onnx.NodeProto | None:
     """The innermost node that the message of ONNX Runtime names, if the model has it."""
-    nodes = {(node.op_type, node.name): node for node in graph.nodes(model.graph) if node.name}
-    made = {output: node for node in graph.nodes(model.graph) for output in node.output if output}
+    nodes = {(node.op_type, node.name): node for node in scope.nodes if node.name}
     # An outer node is named first.
     found = (
-        nodes.get((operator, name)) or made.get(name.removesuffix(_OTHER_LAYOUT))
+        nodes.get((operator, name)) or scope.maker(name.removesuffix(_OTHER_LAYOUT))
         for operator, name in reversed(_FAILED.findall(text))
     )
     return next((node for node in found if node is not None), None)
 
 
 def _inputs_of(
-    node: onnx.NodeProto, model: onnx.ModelProto, inputs: Sequence[TensorFacts]
+    node: onnx.NodeProto, scope: Scope, inputs: Sequence[TensorFacts]
 ) -> list[TensorFacts]:
     """The inputs on which ``node`` depends, the nearest first: those that decide whether it fails."""
     by_name = {each.name: each for each in inputs}
-    producers = {
-        output: each for each in graph.nodes(model.graph) for output in each.output if output
-    }
     deciding = _DECIDING.get(node.op_type)
-    waiting = deque(node.input if deciding is None else node.input[deciding : deciding + 1])
-    seen = set(waiting)
-    found: list[TensorFacts] = []
-    while waiting and len(found) < _MAX_NAMED:
-        name = waiting.popleft()
-        if name in by_name:
-            found.append(by_name[name])
-        producer = producers.get(name)
-        for source in graph.read_by(producer) if producer is not None else ():
-            if source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return found
+    given = node.input if deciding is None else node.input[deciding : deciding + 1]
+    return [by_name[name] for name in scope.ancestors(given) if name in by_name][:_MAX_NAMED]
 
 
-def _other_sizes(inputs: Sequence[TensorFacts], spec: Model) -> tuple[str, tuple[Setting, ...]]:
+def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tuple[Setting, ...]]:
     """What to do where no values help, because the sizes of the inputs do not fit the model."""
-    given = sized(inputs, spec)
+    given = sized(inputs, model)
     sizes = ", ".join(f"{each.name}: {each.shape_text}" for each in given)
     whole = f"No values help: the model does not take inputs of these sizes ({sizes})."
-    if spec.validate.inputs not in SYNTHETIC:
-        return f"{whole} Give others.", (Setting(spec.key / "validate" / "inputs"),)
+    if model.validate.inputs not in SYNTHETIC:
+        return f"{whole} Give others.", (Setting(model.key / "validate" / "inputs"),)
     if not all(each.is_fixed for each in given):
         whole = (
             f"No values help: the sizes that were chosen for open dimensions ({sizes}) do not fit."
         )
-        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(given, spec))
-    if spec.dims or spec.shapes:
-        names = [name for name in ("dims", "shapes") if getattr(spec, name)]
+        return f"{whole} Give those that the app feeds.", tuple(_open_sizes(given, model))
+    if model.dims or model.shapes:
+        names = [name for name in ("dims", "shapes") if getattr(model, name)]
         hint = f"{whole} Give the sizes that the app feeds."
-        return hint, tuple(Setting(spec.place(name)) for name in names)
+        return hint, tuple(Setting(model.place(name)) for name in names)
     return f"{whole} They are those in its file: mend the model.", ()
 
 
-def _open_sizes(inputs: Sequence[TensorFacts], spec: Model) -> Iterator[Setting]:
+def _open_sizes(inputs: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
     """The settings for the dimensions of ``inputs`` that are open."""
     for name in dict.fromkeys(size for each in inputs for size in each.shape):
         if isinstance(name, str):
-            yield Setting(spec.place("dims") / name)
+            yield Setting(model.place("dims") / name)
     for each in inputs:
         if None in each.shape:
-            yield Setting(spec.place("shapes") / each.name)
+            yield Setting(model.place("shapes") / each.name)
 
 
 def _is_number(facts: TensorFacts) -> bool:
     return "int" in facts.dtype and all(size == 1 for size in facts.shape)
 
 
-def _hint(named: Sequence[TensorFacts], spec: Model) -> str:
-    given = "random" if spec.validate.inputs == "random" else spec.validate.inputs
+def _hint(named: Sequence[TensorFacts], model: Model) -> str:
+    given = "random" if model.validate.inputs == "random" else model.validate.inputs
     if not named:
         return "Give inputs that the model takes, or switch off the comparison."
     numbers = [each.name for each in named if _is_number(each)]
     whole = f"Give inputs that it takes instead of {given} ones"
     if numbers:
         whole += f", or a value that never changes for {listing(map(repr, numbers))}"
-    sizes = ", or other sizes" if spec.dims or spec.shapes else ""
+    sizes = ", or other sizes" if model.dims or model.shapes else ""
     return f"{whole}{sizes}, or switch off the comparison."
 
 
-def _settings(named: Sequence[TensorFacts], spec: Model) -> Iterator[Setting]:
-    yield Setting(spec.key / "validate" / "inputs")
+def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
+    yield Setting(model.key / "validate" / "inputs")
     if any(_is_number(each) for each in named):
-        yield Setting(spec.key / "constants")
-    if spec.dims:
-        yield Setting(spec.place("dims"))
-    elif spec.shapes:
-        yield Setting(spec.place("shapes"))
+        yield Setting(model.key / "constants")
+    if model.dims:
+        yield Setting(model.place("dims"))
+    elif model.shapes:
+        yield Setting(model.place("shapes"))
+
+
+_OF_EQUAL_SIZES = (
+    "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Equal", "Greater",
+    "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mul", "Or", "PRelu", "Pow", "Sub",
+    "Sum", "Where", "Xor",
+)  # fmt: skip
+"""Operators whose operands are broadcast. Not those that divide: integers can be zero."""
+
+_OF_CERTAIN_SIZES = (
+    "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvInteger", "ConvTranspose", "DepthToSpace",
+    "Einsum", "Flatten", "Gemm", "GlobalAveragePool", "GroupNormalization", "InstanceNormalization",
+    "LayerNormalization", "LpPool", "MatMul", "MatMulInteger", "MaxPool", "QLinearConv", "QLinearMatMul",
+    "SpaceToDepth", "Transpose",
+)  # fmt: skip
+"""Operators that take operands of certain sizes, and all values."""
+
+_VALUES: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys((*_OF_EQUAL_SIZES, *_OF_CERTAIN_SIZES), ()),
+    **dict.fromkeys(("Expand", "Reshape", "Split", "Squeeze", "Tile", "Gather"), (1,)),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), (4,)),
+    "Slice": (1, 2, 3, 4),
+}
+"""Operators, with their operands because of whose values they can fail."""
+
+
+def _only_sizes_matter(node: onnx.NodeProto, main: onnx.GraphProto) -> bool:
+    """Whether ``node``, which fails, does so for all values of the inputs of ``main``.
+
+    False where that is not known, as for a node inside another one.
+    """
+    flow = Dependencies(main)
+    values = _VALUES.get(graph.operator(node))
+    if values is None or not node.output or flow.maker(node.output[0]) is None:
+        return False
+    if _depends(flow, node, values):
+        return False
+    behind = [other for name in node.input for other in flow.behind(name)]
+    return not any(_has_size_of_values(other, flow) for other in behind)
+
+
+def _has_size_of_values(node: onnx.NodeProto, flow: Dependencies) -> bool:
+    """Whether the sizes of what ``node`` makes can depend on the values of inputs."""
+    # Nobody looks into these.
+    if node.domain not in graph.STANDARD or graph.inner_graphs(node):
+        return True
+    operator = graph.operator(node)
+    if operator.startswith(("Sequence", "Optional", "SplitToSequence", "ConcatFromSequence")):
+        return True
+    values = FIXED_SHAPES.shapes_from.get(operator, _MORE_SIZES_FROM.get(operator, ()))
+    return _depends(flow, node, values)
+
+
+_MORE_SIZES_FROM: Mapping[str, tuple[int, ...]] = {
+    "NonMaxSuppression": (0, 1, 2),
+    "OneHot": (1,),
+    "Pad": (1, 3),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+    "Upsample": (1,),
+}
+"""The same as in `Limits.shapes_from`, for what some EPs take nevertheless."""
+
+
+def _depends(flow: Dependencies, node: onnx.NodeProto, operands: tuple[int, ...]) -> bool:
+    names = (node.input[index] for index in operands if index < len(node.input))
+    return flow.depends(name for name in names if name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx
 
@@ -11,12 +13,9 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.text import suggestion
 
-_SAME_VALUES = frozenset(
-    {
-        *("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Split"),
-        *("Gather", "Concat", "Expand"),
-    }
-)
+_SAME_VALUES = graph.RESHAPING | {
+    *("Cast", "Concat", "Expand", "Gather", "Slice", "Split", "Transpose")
+}
 _LAYERS: Mapping[str, Mapping[int, int]] = {
     "LSTM": {5: 1, 6: 2},
     "DynamicQuantizeLSTM": {5: 1, 6: 2},
@@ -86,61 +85,56 @@ def _fit(first: TensorFacts, last: TensorFacts) -> bool:
 
 def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
     """The values that begin and end a layer's state, followed back to inputs and on to outputs."""
-    nodes = [*graph.nodes(main), *_branch_ends(main)]
-    makers: dict[str, list[onnx.NodeProto]] = {}
-    users: dict[str, list[onnx.NodeProto]] = {}
-    for node in nodes:
-        for name in filter(None, node.output):
-            makers.setdefault(name, []).append(node)
-        for name in filter(None, node.input):
-            users.setdefault(name, []).append(node)
+    onward, back = _moves(main)
     inputs = [value.name for value in main.input]
     outputs = [value.name for value in main.output]
-    for node in nodes:
+    for node in graph.nodes(main):
         for first, last in _LAYERS.get(node.op_type, {}).items():
             if len(node.input) <= first or len(node.output) <= last:
                 continue
-            begins = _reached_back(node.input[first], makers)
+            begins = _reached([node.input[first]], back)
             # An exporter may take the last of all hidden states instead of the layer's own output.
-            ends = {*_reached(node.output[last], users)}
+            ends = _reached([node.output[last]], onward)
             if last == 1 and not ends.intersection(outputs):
-                ends |= {*_reached(node.output[0], users)}
-            for begin in inputs:
-                for end in outputs:
-                    if begin in begins and end in ends:
-                        yield begin, end
+                ends |= _reached([node.output[0]], onward)
+            yield from ((b, e) for b in inputs if b in begins for e in outputs if e in ends)
 
 
-def _branch_ends(main: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """The outputs of the branches of each If, as nodes that pass them on to the If's own outputs."""
+def first_states(main: onnx.GraphProto) -> set[str]:
+    """The values that the first states of layers in ``main`` and the graphs inside it come from."""
+    states = (
+        graph.operand(node, index)
+        for node in graph.nodes(main)
+        for index in _LAYERS.get(node.op_type, ())
+    )
+    return _reached(states, _moves(main)[1])
+
+
+_Moves = Mapping[str, Sequence[str]]
+
+
+def _moves(main: onnx.GraphProto) -> tuple[_Moves, _Moves]:
+    """To which other values nodes pass each one on as it is, and from which other ones they do."""
+    onward, back = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for node in graph.nodes(main):
-        for branch in graph.inner_graphs(node) if node.op_type == "If" else ():
-            for end, output in zip(branch.output, node.output, strict=False):
-                yield onnx.helper.make_node("Identity", [end.name], [output])
+        pairs: list[tuple[str, str]] = []
+        if node.op_type == "If":
+            for branch in graph.inner_graphs(node):
+                pairs += zip((each.name for each in branch.output), node.output, strict=False)
+        elif node.op_type in _SAME_VALUES:
+            data = node.input if node.op_type == "Concat" else node.input[:1]
+            pairs += itertools.product(data, node.output)
+        for origin, to in pairs:
+            onward[origin].append(to)
+            back[to].append(origin)
+    return onward, back
 
 
-def _reached_back(name: str, makers: Mapping[str, list[onnx.NodeProto]]) -> set[str]:
-    found = {name}
-    waiting = [name]
+def _reached(names: Iterable[str], moves: _Moves) -> set[str]:
+    """``names``, and all values that ``moves`` lead to from there."""
+    found, waiting = set[str](), list(names)
     while waiting:
-        for node in makers.get(waiting.pop(), ()):
-            if node.op_type in _SAME_VALUES:
-                values = node.input if node.op_type == "Concat" else node.input[:1]
-                new = [each for each in values if each not in found]
-                found.update(new)
-                waiting += new
-    return found
-
-
-def _reached(name: str, users: Mapping[str, list[onnx.NodeProto]]) -> set[str]:
-    found = {name}
-    waiting = [name]
-    while waiting:
-        current = waiting.pop()
-        for node in users.get(current, ()):
-            moved = node.op_type in _SAME_VALUES
-            if moved and (node.op_type == "Concat" or node.input[0] == current):
-                new = [each for each in node.output if each and each not in found]
-                found.update(new)
-                waiting += new
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += moves.get(name, ())
     return found

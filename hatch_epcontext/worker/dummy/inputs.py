@@ -29,43 +29,48 @@ _MAX_VALUES = 2**29
 
 
 def dummy_inputs(
-    inputs: Sequence[TensorFacts], spec: Model, ranges: Mapping[str, Range] | None = None
+    inputs: Sequence[TensorFacts], model: Model, ranges: Mapping[str, Range] | None = None
 ) -> dict[str, Array]:
-    """Return an array for each of ``inputs``, of its shape and dtype, as ``spec.validate.inputs`` says.
+    """Return an array for each of ``inputs``, of its shape and dtype, as ``model.validate.inputs`` says.
 
     These are ``"ones"``, ``"zeros"``, ``"random"``, or the path of an ``.npz`` or of a folder
     with ``input_*.pb``. Random values are the same in every run, and within their range in ``ranges``:
     without one, floats have a normal distribution, integers are 0 or 1 like booleans, and strings are one
-    of two words. An open dimension gets its size in ``spec``, or else 1. Raises ModelError when the file
+    of two words. An open dimension gets its size in ``model``, or else 1. Raises ModelError when the file
     does not fit the model, or a dtype cannot be generated.
     """
-    if spec.validate.inputs == "random":
-        return generated_inputs("random", inputs, spec, ranges or {})
-    if (same := _SAME.get(spec.validate.inputs)) is not None:
-        return generated_inputs("zeros", inputs, spec, {each.name: same for each in inputs})
-    path = Path(spec.validate.inputs)
-    found = _read(path, inputs, spec)
-    return {each.name: _checked(found, each, path, spec) for each in inputs}
+    if model.validate.inputs == "random":
+        return generated_inputs("random", inputs, model, ranges or {})
+    if (same := _SAME.get(model.validate.inputs)) is not None:
+        return generated_inputs("zeros", inputs, model, {each.name: same for each in inputs})
+    path, key = Path(model.validate.inputs), _key(model)
+    found = read_arrays(path, inputs, key)
+    arrays = {each.name: array_for(found, each, path, key) for each in inputs}
+    for each in inputs:
+        array = arrays[each.name]
+        if array.dtype != numpy_dtype(each.dtype) or not each.takes(array.shape):
+            raise misfit(array, each, path, key)
+    return arrays
 
 
 def generated_inputs(
     name: SampleName,
     inputs: Sequence[TensorFacts],
-    spec: Model,
+    model: Model,
     ranges: Mapping[str, Range],
 ) -> dict[str, Array]:
     """Return synthetic values of the kind ``name`` for ``inputs``; see `dummy_inputs`."""
     rng = np.random.default_rng(_SEED)
     return {
-        each.name: _generate(name, each, rng, ranges.get(each.name), spec)
-        for each in sized(inputs, spec)
+        each.name: _generate(name, each, rng, ranges.get(each.name), model)
+        for each in sized(inputs, model)
     }
 
 
-def sized(inputs: Sequence[TensorFacts], spec: Model) -> list[TensorFacts]:
-    """Return ``inputs`` with the sizes that ``spec`` has for their open dimensions."""
-    shapes = {e.name: spec.shapes.get(e.name, e.shape) for e in inputs}
-    sizes: dict[Size, Size] = dict(spec.dims.items())
+def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:
+    """Return ``inputs`` with the sizes that ``model`` has for their open dimensions."""
+    shapes = {e.name: model.shapes.get(e.name, e.shape) for e in inputs}
+    sizes: dict[Size, Size] = dict(model.dims.items())
     for each in inputs:
         # A named dimension has one size in the whole model.
         for size, given in zip(each.shape, shapes[each.name], strict=True):
@@ -77,31 +82,31 @@ def sized(inputs: Sequence[TensorFacts], spec: Model) -> list[TensorFacts]:
     ]
 
 
-def expected_outputs(outputs: Sequence[TensorFacts], spec: Model) -> dict[str, Array]:
+def expected_outputs(outputs: Sequence[TensorFacts], model: Model) -> dict[str, Array]:
     """Return the outputs that ONNX's test data record: ``output_*.pb`` beside the inputs, if any."""
-    path = Path(spec.validate.inputs)
-    if spec.validate.inputs in SYNTHETIC or not path.is_dir():
+    path = Path(model.validate.inputs)
+    if model.validate.inputs in SYNTHETIC or not path.is_dir():
         return {}
-    return read_folder(path, "output", outputs, _key(spec))
+    return _read_folder(path, "output", outputs, _key(model))
 
 
-def constant(spec: Model, facts: TensorFacts) -> Array:
-    """Return the constant of ``spec`` for an input: of its dtype, and of its rank if it is one number.
+def constant(model: Model, facts: TensorFacts) -> Array:
+    """Return the constant of ``model`` for an input: of its dtype, and of its rank if it is one number.
 
     Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
     """
-    array: Array = np.asarray(spec.constants[facts.name], dtype=numpy_dtype(facts.dtype))
+    array: Array = np.asarray(model.constants[facts.name], dtype=numpy_dtype(facts.dtype))
     if len(facts.shape) != array.ndim and array.size == 1:
         array = array.reshape([1] * len(facts.shape))
     return array
 
 
-def _key(spec: Model) -> Key:
-    return spec.key / "validate" / "inputs"
+def _key(model: Model) -> Key:
+    return model.key / "validate" / "inputs"
 
 
-def _invalid(spec: Model, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
-    return ModelError(Problem.at(_key(spec), Kind.INVALID_INPUTS, message, hint, *settings))
+def _invalid(model: Model, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
+    return ModelError(Problem.at(_key(model), Kind.INVALID_INPUTS, message, hint, *settings))
 
 
 def _generate(
@@ -109,7 +114,7 @@ def _generate(
     tensor: TensorFacts,
     rng: np.random.Generator,
     range_: Range | None,
-    spec: Model,
+    model: Model,
 ) -> Array:
     count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
@@ -117,7 +122,7 @@ def _generate(
             return values(name, tensor, range_ or assumed_range(tensor), rng)
     except TypeError:
         raise _invalid(
-            spec,
+            model,
             f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
             "Give an .npz with an array for each input.",
         ) from None
@@ -125,11 +130,11 @@ def _generate(
         # NumPy's errors for a size that it cannot count, and for more memory than there is.
         pass
     raise _invalid(
-        spec,
+        model,
         f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
         "Check the sizes of the model's inputs.",
-        Setting(spec.place("dims")),
-        Setting(spec.place("shapes")),
+        Setting(model.place("dims")),
+        Setting(model.place("shapes")),
     )
 
 
@@ -147,12 +152,12 @@ _UNREADABLE = (
 )
 
 
-def _read(path: Path, inputs: Sequence[TensorFacts], spec: Model) -> dict[str, Array]:
-    key = _key(spec)
-    return read_folder(path, "input", inputs, key) if path.is_dir() else read_npz(path, key)
+def read_arrays(path: Path, inputs: Sequence[TensorFacts], key: Key) -> dict[str, Array]:
+    """Return the arrays in an ``.npz`` or a folder; raises ModelError, at ``key``, if it is none."""
+    return _read_folder(path, "input", inputs, key) if path.is_dir() else _read_npz(path, key)
 
 
-def read_npz(path: Path, key: Key) -> dict[str, Array]:
+def _read_npz(path: Path, key: Key) -> dict[str, Array]:
     """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is none."""
     _refuse_pipe(path, key)
     try:
@@ -177,7 +182,7 @@ def _plain_array(found: object) -> Array:
     return found
 
 
-def read_folder(
+def _read_folder(
     path: Path, prefix: str, tensors: Sequence[TensorFacts], key: Key
 ) -> dict[str, Array]:
     """Return ONNX's test data: ``<prefix>_<n>.pb`` for the tensor that it names, or else the n-th.
@@ -211,18 +216,21 @@ def _refuse_pipe(path: Path, key: Key) -> None:
         raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
 
 
-def _checked(found: Mapping[str, Array], tensor: TensorFacts, path: Path, spec: Model) -> Array:
+def array_for(found: Mapping[str, Array], tensor: TensorFacts, path: Path, key: Key) -> Array:
+    """The array for an input in the file ``path``; raises ModelError, at ``key``, if there is none."""
     if tensor.name not in found:
-        raise _invalid(
-            spec,
-            f"{path.name} has no array for the input {tensor.name!r}.",
-            f"It has: {', '.join(sorted(found)) or 'none'}.",
-        )
-    array = found[tensor.name]
-    if array.dtype != numpy_dtype(tensor.dtype) or not tensor.takes(array.shape):
-        raise _invalid(
-            spec,
-            f"{path.name} has {array.dtype.name} {list(array.shape)} for the input "
-            f"{tensor.name!r}, which takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}.",
-        )
-    return array
+        message = f"{path.name} has no array for the input {tensor.name!r}."
+        hint = f"It has: {', '.join(sorted(found)) or 'none'}."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+    return found[tensor.name]
+
+
+def misfit(
+    array: Array, tensor: TensorFacts, path: Path, key: Key, hint: str | None = None
+) -> ModelError:
+    """The error at ``key`` for an ``array`` of the file ``path`` that an input does not take."""
+    message = (
+        f"{path.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
+        f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
+    )
+    return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))

@@ -39,16 +39,16 @@ class Sample:
 
 
 def samples(
-    inputs: Sequence[TensorFacts], spec: Model, ranges: Mapping[str, Range]
+    inputs: Sequence[TensorFacts], model: Model, ranges: Mapping[str, Range]
 ) -> tuple[Sample, ...]:
     """Return up to seven different samples, the first of which is what `dummy_inputs` returns.
 
-    There is one alone where the inputs of ``spec`` are not ``"random"``, or where a sample is large.
+    There is one alone where the inputs of ``model`` are not ``"random"``, or where a sample is large.
     ``ranges``: those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
     """
-    first = dummy_inputs(inputs, spec, ranges)
-    if spec.validate.inputs != "random":
-        name = spec.validate.inputs if spec.validate.inputs in ("zeros", "ones") else "given"
+    first = dummy_inputs(inputs, model, ranges)
+    if model.validate.inputs != "random":
+        name = model.validate.inputs if model.validate.inputs in ("zeros", "ones") else "given"
         return (Sample(name, first, bounded=True),)
     chosen = [Sample("random", first, bounded=True)]
     if sum(array.nbytes for array in first.values()) <= _MAX_BYTES:
@@ -57,7 +57,7 @@ def samples(
         has_open = any((ranges.get(each.name) or assumed_range(each)).is_open for each in inputs)
         for sample in (
             Sample("sorted", smooth, bounded=not has_open),
-            *_further(inputs, spec, ranges, has_open=has_open),
+            *_further(inputs, model, ranges, has_open=has_open),
         ):
             if not any(_are_equal(sample.feeds, other.feeds) for other in chosen):
                 chosen.append(sample)
@@ -66,7 +66,7 @@ def samples(
 
 def _further(
     inputs: Sequence[TensorFacts],
-    spec: Model,
+    model: Model,
     ranges: Mapping[str, Range],
     *,
     has_open: bool,
@@ -75,7 +75,7 @@ def _further(
     for name in ("zeros", "ones", *_EXTREMES):
         # Without open floats it would be one more random sample.
         if name != "scaled" or has_open:
-            yield Sample(name, generated_inputs(name, inputs, spec, ranges), bounded=not has_open)
+            yield Sample(name, generated_inputs(name, inputs, model, ranges), bounded=not has_open)
 
 
 def _sorted(array: Array) -> Array:

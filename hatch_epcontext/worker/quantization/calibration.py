@@ -10,7 +10,7 @@ import numpy as np
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.arrays import Array, numpy_dtype
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.worker.dummy.inputs import read_folder, read_npz
+from hatch_epcontext.worker.dummy.inputs import array_for, misfit, read_arrays
 
 Sample = dict[str, Array]
 
@@ -43,8 +43,7 @@ def samples(path: Path, inputs: Sequence[TensorFacts], key: Key) -> Iterator[Sam
     arrays of one archive have different numbers of samples.
     """
     for file in sample_files(path, key):
-        found = read_folder(file, "input", inputs, key) if file.is_dir() else read_npz(file, key)
-        yield from _split(found, file, inputs, key)
+        yield from _split(read_arrays(file, inputs, key), file, inputs, key)
 
 
 def _split(
@@ -64,11 +63,7 @@ def _parts(
     found: Mapping[str, Array], tensor: TensorFacts, file: Path, key: Key
 ) -> Sequence[Array]:
     """The samples of one input in an archive."""
-    if tensor.name not in found:
-        message = f"{file.name} has no array for the input {tensor.name!r}."
-        hint = f"It has: {', '.join(sorted(found)) or 'none'}."
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
-    array = found[tensor.name]
+    array = array_for(found, tensor, file, key)
     if array.dtype == numpy_dtype(tensor.dtype) and array.size:
         if tensor.takes(array.shape):
             return [array]
@@ -79,12 +74,5 @@ def _parts(
             parts = np.split(array, len(array) // batch)
             if tensor.takes(parts[0].shape):
                 return parts
-    raise ModelError(
-        Problem.at(
-            key,
-            Kind.INVALID_INPUTS,
-            f"{file.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
-            f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}.",
-            "Save arrays as the model takes them, or many of them along a first axis.",
-        )
-    )
+    hint = "Save arrays as the model takes them, or many of them along a first axis."
+    raise misfit(array, tensor, file, key, hint)

@@ -32,7 +32,7 @@ _QUANTIZED = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "DynamicQuant
 """Operators that only a quantized model has."""
 
 
-def write_quantized(source: Path, result: Path, spec: Model, precision: Precision) -> str:
+def write_quantized(source: Path, result: Path, model: Model, precision: Precision) -> str:
     """Write the model at ``source``, quantized for the calibration data of ``precision``, to ``result``.
 
     Returns what was done in words. Raises ModelError when the data does not fit the model, or the model
@@ -41,13 +41,13 @@ def write_quantized(source: Path, result: Path, spec: Model, precision: Precisio
     step("quantizing the model")
     how = precision.quantize
     assert how is not None, "only then it is called"
-    key = spec.key / "quantize"
-    model = onnx.load(source, load_external_data=False)
-    if any(node.op_type in _QUANTIZED for node in graph.nodes(model.graph)):
+    key = model.key / "quantize"
+    onnx_model = onnx.load(source, load_external_data=False)
+    if any(node.op_type in _QUANTIZED for node in graph.nodes(onnx_model.graph)):
         message = "the model is quantized already."
         hint = "Remove quantize: static quantization is compiled as it is, and dequantize undoes another one."
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
-    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
     data = _Reader(samples(Path(precision.calibration), inputs, key / "inputs"))
     fused = result.with_name("fused.onnx")
     try:

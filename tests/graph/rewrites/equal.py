@@ -12,8 +12,8 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.rewrites import rewrite
-from hatch_epcontext.graph.rewrites.base import Rewrite
 from hatch_epcontext.worker.value_types import value_types
 from tests.models import Shape, value
 

@@ -24,14 +24,14 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord, file_sha256
-from hatch_epcontext.jobs.artifact import Record, Result, Times, ValidationStatus
+from hatch_epcontext.jobs.artifact import Artifact, Record, Result, Times, ValidationStatus
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.jobs.cache.transport import Transport
 from hatch_epcontext.jobs.executors import dask as dask_module
 from hatch_epcontext.jobs.executors.dask import DaskExecutor
-from hatch_epcontext.jobs.executors.dask_worker import ToValidate
-from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.processes import process
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import DryRun, build, dry_run, open_cache
@@ -39,8 +39,11 @@ from tests.conftest import REPOSITORY, needs_qnn
 from tests.models import network, save, save_with_data, unknown_operator
 
 PRELOAD = """
+import os
+from hatch_epcontext.jobs.executors import dask_worker
 from hatch_epcontext.jobs.processes import process
 process._FIRST_BEAT = process._NEXT_BEATS = 0.5
+dask_worker._IDLE_SECONDS = float(os.environ.get("IDLE_SECONDS", 300))
 """
 """What each dask worker runs at its start, so that no test waits for long."""
 
@@ -105,18 +108,22 @@ class Cluster:
             environ = {"PYTHONPATH": str(folder), "SLOW_FOLDER": str(folder), "SLOW_NAME": name}
             self.start(name, resources, **environ)
 
+    def kept(self) -> set[Path]:
+        """What workers keep for builds, a folder each; workers that were killed leave theirs."""
+        return set(self.folder.glob("dask-scratch-space/*/hatch-epcontext/*"))
+
     def wait(self) -> None:
         """Return when all workers are connected."""
-        for name, process in self.workers.items():
+        for name, worker in self.workers.items():
             log = self.folder / f"{name}.log"
             while "Registered to" not in log.read_text(encoding="utf-8"):
-                assert process.poll() is None, log.read_text(encoding="utf-8")
+                assert worker.poll() is None, log.read_text(encoding="utf-8")
                 time.sleep(0.05)
 
     def stop(self) -> None:
-        for process in (*self.workers.values(), self._scheduler):
-            process.kill()
-            process.wait()
+        for each in (*self.workers.values(), self._scheduler):
+            each.kill()
+            each.wait()
 
     def _start(
         self, role: str, *arguments: str, log: str = "scheduler", **environ: str
@@ -174,8 +181,8 @@ resources = { NPU = 1 }
 class Builder:
     """Builds the project in ``root`` on a cluster; all builds share one cache of this machine."""
 
-    def __init__(self, root: Path, folder: Path, address: str) -> None:
-        self.root, self.folder, self.address = root, folder, address
+    def __init__(self, root: Path, folder: Path, cluster: Cluster) -> None:
+        self.root, self.folder, self.cluster = root, folder, cluster
         self.log: list[str] = []
         self.lines: list[str] = []
         self.progress: list[str] = []
@@ -188,19 +195,21 @@ class Builder:
         environ: Mapping[str, str] | None = None,
         log: Callable[[str], None] | None = None,
     ) -> Result:
-        variables = {
-            "EXECUTOR": "dask",
-            "SCHEDULER": self.address,
-            "CACHE": f"file://{self.shared}",
-            "CACHE_TRUST": "all",
-            "CACHE_DIR": str(self.folder / "cache"),
-            **(environ or {}),
-        }
+        variables = {**self.variables(), **(environ or {})}
         named = {f"HATCH_EPCONTEXT_{name}": value for name, value in variables.items()}
         config = load(self.root, parse(toml), {}, named)
         workers = Workers(config.build.timeout, self.lines.append, progress=self.progress.append)
         cache = open_cache(config, self.log.append) if self.use_shared else self.cache()
         return build(plan(config), self.staging(), cache, log or self.log.append, workers)
+
+    def variables(self) -> Mapping[str, str]:
+        return {
+            "EXECUTOR": "dask",
+            "SCHEDULER": self.cluster.address,
+            "CACHE": f"file://{self.shared}",
+            "CACHE_TRUST": "all",
+            "CACHE_DIR": str(self.folder / "cache"),
+        }
 
     def staging(self) -> Path:
         self._count += 1
@@ -215,7 +224,7 @@ class Builder:
 @pytest.fixture
 def run(project: Path, tmp_path: Path, cluster: Cluster) -> Builder:
     save(network(), project / "models" / "a.onnx")
-    return Builder(project, tmp_path, cluster.address)
+    return Builder(project, tmp_path, cluster)
 
 
 LOCAL = {"EXECUTOR": "local"}
@@ -232,7 +241,7 @@ def test_the_result_is_that_of_a_local_build(run: Builder, tmp_path: Path) -> No
     assert built.loads.keys() == {"a"}
     # The same fingerprint, and the same validation.
     assert run(CPU, LOCAL).built[0].cached
-    alone = Builder(run.root, tmp_path / "alone", "")
+    alone = Builder(run.root, tmp_path / "alone", run.cluster)
     alone.folder.mkdir()
     (local,) = alone(CPU, LOCAL).built
     assert without_times(local.artifact.record) == without_times(built.artifact.record)
@@ -281,6 +290,7 @@ def test_all_files_go_through_the_shared_cache_once(run: Builder) -> None:
     np.savez(run.root / "x.npz", x=np.full((2, 1, 8, 8), 0.5, np.float32))
     table = '{ name = "b", path = "models/a.onnx", validate = { inputs = "x.npz" } }'
     toml = CPU.replace('"models/a.onnx"', f'"models/a.onnx", {table}')
+    kept = run.cluster.kept()
     result = run(toml)
     assert [each.validations[each.job.name].status for each in result.built] == [
         ValidationStatus.RAN,
@@ -300,6 +310,7 @@ def test_all_files_go_through_the_shared_cache_once(run: Builder) -> None:
     shutil.rmtree(run.folder / "cache")
     run(toml)
     assert {path.name for path in (run.shared / "v5" / "blobs").iterdir()} >= sent.keys()
+    assert not run.cluster.kept() - kept
     assert changed == {name: path.stat().st_mtime_ns for name, path in sent.items()}
 
 
@@ -312,7 +323,7 @@ def test_a_build_with_the_key_signs_what_workers_compiled(
     run.use_shared = True
     (built,) = run(toml, signing).built
     assert not built.cached
-    other = Builder(run.root, tmp_path / "other", "")
+    other = Builder(run.root, tmp_path / "other", run.cluster)
     other.folder.mkdir()
     other.use_shared, other.shared = True, run.shared
     (taken,) = other(toml, {"CACHE_TRUST": "", "FROM_CACHE": "all"}).built
@@ -343,18 +354,18 @@ def test_a_damaged_archive_in_the_shared_cache_is_sent_again(
     run: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged: list[Path] = []
-    task = DaskExecutor._task
+    archive_of = DaskExecutor._archive
 
-    def damage(self: Any, job: Any, versions: Any, work: Any) -> Any:
-        if isinstance(work, ToValidate) and not damaged:
-            damaged.append(run.shared / "v5" / "blobs" / work.archive.sha256)
+    def damage(self: DaskExecutor, job: Job, artifact: Artifact) -> FileRecord:
+        archive = archive_of(self, job, artifact)
+        if not damaged:
+            damaged.append(run.shared / "v5" / "blobs" / archive.sha256)
             damaged[0].write_bytes(bytes(damaged[0].stat().st_size))
-            # As if another worker had compiled it.
-            made = task(self, job, versions, work)
-            return dataclasses.replace(made, token="of another job")  # noqa: S106
-        return task(self, job, versions, work)
+            # The worker that compiled it frees its own.
+            self.finished(job)
+        return archive
 
-    monkeypatch.setattr(DaskExecutor, "_task", damage)
+    monkeypatch.setattr(DaskExecutor, "_archive", damage)
     (built,) = run(CPU).built
     assert built.validations["a"].status is ValidationStatus.RAN
     assert file_sha256(damaged[0]) == damaged[0].name
@@ -420,7 +431,7 @@ def test_a_job_that_no_worker_can_take_is_an_error_and_the_others_run(
     assert "the job needs a worker with NPU 3, TPU 1" in problem.message
     assert "1 worker with GPU 1; " in problem.message
     assert '--resources "NPU=3,TPU=1"' in problem.advice()
-    assert "a -> y: waiting for a worker with NPU 3, TPU 1" in run.progress
+    assert f"a -> y: {WAITING.format('NPU 3, TPU 1')}" in run.progress
     assert run.log[0].startswith("a -> x (cpu): optimized graph")
 
 
@@ -438,7 +449,7 @@ def test_another_version_of_the_package_is_refused(run: Builder) -> None:
         run(CPU.replace("NPU", "OLD"))
     (problem,) = raised.value.problems
     assert problem.kind is Kind.VERSION_MISMATCH
-    assert re.search(r"old \(tcp://.*\): hatch-epcontext 0\.0\.1 \(here .+\)", problem.message)
+    assert re.search(r"old \(tcp://.*\): Python 3\.\d+, hatch-epcontext 0\.0\.1", problem.message)
 
 
 def test_what_a_worker_misses_is_an_error_that_names_it(run: Builder) -> None:
@@ -475,7 +486,7 @@ def test_an_empty_variable_contacts_nobody(run: Builder) -> None:
 def test_a_dry_run_knows_the_fingerprints(run: Builder) -> None:
     farm = {
         "HATCH_EPCONTEXT_EXECUTOR": "dask",
-        "HATCH_EPCONTEXT_SCHEDULER": run.address,
+        "HATCH_EPCONTEXT_SCHEDULER": run.cluster.address,
         "HATCH_EPCONTEXT_CACHE": f"file://{run.shared}",
         "HATCH_EPCONTEXT_CACHE_TRUST": "all",
     }
@@ -508,6 +519,9 @@ provider = "qnn"
 library = "slow_qnn"
 resources = { SLOW = 1 }
 """
+
+
+WAITING = "the cluster has no worker with {}; waiting for one"
 
 
 class Slow:
@@ -592,8 +606,9 @@ def test_a_build_that_loses_the_only_worker_for_a_job_says_so_and_ends(
     run: Builder, slow: Slow, aside: Callable[..., Future[Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dask_module, "WORKER_SECONDS", 4.0)
-    for name in ("_WATCH_SECONDS", "_BEAT_SECONDS"):
-        monkeypatch.setattr(dask_module, name, 0.2)
+    monkeypatch.setattr(dask_module, "_WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(process, "_FIRST_BEAT", 0.2)
+    monkeypatch.setattr(process, "_NEXT_BEATS", 0.2)
     slow.cluster.start_slow({"alone"}, "ALONE=1")
     slow.cluster.wait()
     save(network(1), run.root / "models" / "a.onnx")
@@ -610,9 +625,9 @@ def test_a_build_that_loses_the_only_worker_for_a_job_says_so_and_ends(
         (Kind.NO_WORKER, "b -> npu"),
     }
     assert all("the job needs a worker with ALONE 1" in each.message for each in error.problems)
-    lost = "the cluster has lost its last worker with ALONE 1; 2 jobs wait for another one"
-    assert run.progress.count(lost) == 1
-    assert "2 jobs wait for a free worker" in run.progress[run.progress.index(lost) :]
+    lost = [f"{name} -> npu: {WAITING.format('ALONE 1')}" for name in ("a", "b")]
+    assert [run.progress.count(line) for line in lost] == [1, 1]
+    assert "2 jobs wait for a free worker" in run.progress[run.progress.index(lost[0]) :]
 
 
 def is_running(process_id: int) -> bool:
@@ -646,6 +661,45 @@ def test_an_interrupted_build_ends_its_steps_on_the_workers(run: Builder, slow: 
     # The workers go on.
     slow.hold.unlink()
     assert len(run(SLOW).built) == 1
+
+
+@needs_qnn
+def test_the_steps_of_a_build_that_was_killed_end(run: Builder, slow: Slow) -> None:
+    save(network(1), run.root / "models" / "a.onnx")
+    table = SLOW.replace("[targets", "[tool.epcontext.targets")
+    (run.root / "pyproject.toml").write_text(f"[tool.epcontext]{table}", encoding="utf-8")
+    named = {f"HATCH_EPCONTEXT_{name}": value for name, value in run.variables().items()}
+    kept = slow.cluster.kept()
+    killed = subprocess.Popen(
+        [sys.executable, "-c", "from hatch_epcontext.cli import main; main()", "build"],
+        cwd=run.root,
+        env={**os.environ, **named},
+    )
+    (name,) = slow.taken()
+    killed.kill()
+    killed.wait()
+    while is_running(slow.pid(name)) or slow.cluster.kept() - kept:
+        time.sleep(0.05)
+
+
+@needs_qnn
+def test_a_worker_that_gets_no_tasks_of_a_build_frees_what_it_keeps(
+    run: Builder, slow: Slow, aside: Callable[..., Future[Result]]
+) -> None:
+    slow.cluster.start("idle", "IDLE=1", IDLE_SECONDS="0")
+    slow.cluster.wait()
+    save(network(1), run.root / "models" / "a.onnx")
+    quick = '{ name = "quick", path = "models/a.onnx", targets = ["x"] }, { path'
+    toml = SLOW.replace("{ path", quick) + CPU.partition("\n[")[2].join(["[", ""])
+    kept = slow.cluster.kept()
+    building = aside(run, toml.replace("NPU", "IDLE"))
+    (name,) = slow.taken()
+    while not run.log or len(slow.cluster.kept() - kept) != 1:
+        time.sleep(0.05)
+    assert is_running(slow.pid(name))
+    slow.hold.unlink()
+    assert len(building.result().built) == 2
+    slow.kill("idle")
 
 
 @needs_qnn

@@ -11,10 +11,9 @@ from onnx import TensorProto, helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
-from hatch_epcontext.graph.builder import Builder, copy_of
+from hatch_epcontext.graph.builder import Builder, by_node, copy_of
 from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites import rewrite as rewritten_in_place
-from hatch_epcontext.graph.rewrites.base import by_node
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare, rewrite

@@ -8,8 +8,8 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.actions.unroll import handle
-from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest, UnrollRequest
+from hatch_epcontext.worker.actions.rewrite import handle
+from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
 from tests.graph.unrolling.models import parsed, recurrent
 from tests.models import save, save_with_data
 
@@ -38,8 +38,10 @@ def unroll(
 ) -> RewriteReply:
     spec = Model(name="model", key=Key(("models", 0)), path=path)
     folder.mkdir()
-    request = RewriteRequest(spec, str(path), refused, str(folder), simplify=True, compare=compare)
-    return handle(UnrollRequest(request, limit))
+    request = RewriteRequest(
+        spec, str(path), refused, str(folder), simplify=True, compare=compare, unroll_limit=limit
+    )
+    return handle(request)
 
 
 def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_what_changes_the_results_is_dropped(
             node.op_type = "Add"
         return ("Sub as Add",) if nodes else ()
 
-    monkeypatch.setattr("hatch_epcontext.worker.actions.unroll.unroll", faulty)
+    monkeypatch.setattr("hatch_epcontext.worker.actions.rewrite.unroll", faulty)
     text = "main (float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
     reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
     assert reply.path is None

@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.worker.comparison.states import state_pairs
+from hatch_epcontext.worker.comparison.states import first_states, state_pairs
 from tests.models import model, value, weights
 
 KEY = Key(("states",))
@@ -50,6 +50,8 @@ def test_the_states_of_a_layer_are_found() -> None:
     assert state_pairs(lstm(), {}, KEY) == {"h0": "h1", "c0": "c1"}
     assert state_pairs(lstm(stacked=True), {}, KEY) == {"state": "state_out"}
     assert state_pairs(lstm(branch=True), {}, KEY) == {"h0": "h", "c0": "c"}
+    assert first_states(lstm(stacked=True).graph) >= {"state", "h0", "c0"}
+    assert first_states(lstm(branch=True).graph).isdisjoint({"x", "h", "c"})
 
 
 def test_only_layers_have_states_unless_they_are_given() -> None:

@@ -6,7 +6,8 @@ Dynamic quantization measures each activation when the model runs, which NPUs ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +24,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 _QUANTIZATION = {*DYNAMIC_QUANTIZATION, "QuantizeLinear", "DequantizeLinear"}
 
-_MOVING = frozenset(
-    {"Gather", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Identity", "Flatten"}
-)
+_MOVING = graph.RESHAPING | {"Gather", "Slice", "Transpose"}
 """Operators that only move the values of their first input."""
 
 _SAME_NUMBERS = _MOVING | {"MaxPool", "Split"}
@@ -52,9 +51,7 @@ def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     surroundings are not those of a known quantizer stays as it is. All tensors must have their values.
     """
     before = _count(model)
-    _replace(model, _Dynamic().rules())
-    if static:
-        _replace(model, _Pairs().rules())
+    _replace(model, _Undoing(static=static).rules())
     if static or not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         # Nodes that only the integers go through are removed at the end.
         _replace(model, {"DequantizeLinear": _stored_floats})
@@ -118,14 +115,25 @@ class _Bias:
 _Known = _Quantized | _Scale | _Sum | _Bias
 
 
-class _Dynamic:
-    """Undoes dynamic quantization where the scales of the results are known; ``known``: what is of values."""
+class _Undoing:
+    """Puts floats beside integers, where the scales of the results are known; ``known``: what is of values.
 
-    def __init__(self) -> None:
+    With ``static`` what goes into QuantizeLinear too is connected with what comes out of DequantizeLinear
+    behind it.
+    """
+
+    def __init__(self, *, static: bool) -> None:
+        self.static = static
         self.known: dict[str, _Known] = {}
 
     def rules(self) -> Mapping[str, Rule]:
+        static = {
+            **dict.fromkeys(("Concat", "Resize"), self._move),
+            **dict.fromkeys(("QuantizeLinear", "com.microsoft.QuantizeLinear"), self._clip),
+            "com.microsoft.DequantizeLinear": self._dequantize,
+        }
         return {
+            **(static if self.static else {}),
             **dict.fromkeys(_SAME_NUMBERS, self._move),
             "DynamicQuantizeLinear": self._quantize,
             "ConvInteger": self._product,
@@ -149,13 +157,29 @@ class _Dynamic:
         self.known[quantized] = _Quantized(node.input[0], scale, zero_point)
         self.known[scale] = _Scale(scale, np.ones((), np.float32))
 
-    def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        """A copy of ``node`` for the floats of quantized integers, beside the node itself."""
-        known = self.known.get(node.input[0]) if node.input else None
-        if not isinstance(known, _Quantized):
+    def _clip(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        """Keep the range of the integers: quantizers leave out a Relu that it replaces."""
+        value, scale, zero = graph.operands(node, 3)
+        bounds = _bounds(scope, scale, zero)
+        if bounds is None:
             return None
-        reals = _copied(node, {node.input[0]: known.real}, builder)
-        self.known |= {name: replace(known, real=real) for name, real in reals.items()}
+        self.known[node.output[0]] = _Quantized(builder.clip(value, *bounds), scale, zero)
+        builder.append(node)
+        return node.output
+
+    def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        """A copy of ``node`` for the floats of quantized integers, beside the node itself, which goes if
+        nobody reads it any more.
+        """
+        data = node.input if node.op_type == "Concat" else node.input[:1]
+        known = {name: its for name in data if isinstance(its := self.known.get(name), _Quantized)}
+        if not known or len(known) < len(set(data)):
+            return None
+        renamed = {name: its.real for name, its in known.items()}
+        builder.copy([node], renamed, _SUFFIX)
+        builder.append(node)
+        for name in filter(None, node.output):
+            self.known[name] = replace(known[data[0]], real=renamed[name])
         return node.output
 
     def _reshape(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -166,15 +190,14 @@ class _Dynamic:
         known = self.known.get(node.input[0])
         if not isinstance(known, _Quantized):
             return None
-        return [known.real] if list(node.input[1:]) == [known.scale, known.zero_point] else None
+        same = list(node.input[1:]) == [known.scale, known.zero_point]
+        return [known.real] if same or self.static else None
 
     def _product(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, right, left_zero, right_zero = graph.operands(node, 4)
-        if (weight := _floats(scope, right)) is None:
-            return None
         # The zero point of a convolution is that of each output channel.
-        channels = weight.ndim if node.op_type == "ConvInteger" else None
-        zero = _zero_point(scope, right_zero, weight, channels)
+        spread = _per_channel(0) if node.op_type == "ConvInteger" else _per_column
+        weight = _real(scope, _floats(scope, right), "", right_zero, spread)
         known = self.known.get(left)
         if not isinstance(known, _Quantized) and (path := _to_stored(scope, left)):
             # Rows of a table that is stored as integers, which have a stored scale.
@@ -182,9 +205,9 @@ class _Dynamic:
             if table is not None and offset is not None and offset.size == 1:
                 real = _moved(path, table - offset.reshape(()), builder)
                 known = _Quantized(real, "", left_zero)
-        if not isinstance(known, _Quantized) or left_zero != known.zero_point or zero is None:
+        if not isinstance(known, _Quantized) or left_zero != known.zero_point or weight is None:
             return None
-        self.known[node.output[0]] = _Sum(node, known.real, known.scale, weight - zero)
+        self.known[node.output[0]] = _Sum(node, known.real, known.scale, weight)
         builder.append(node)
         return node.output
 
@@ -236,27 +259,27 @@ class _Dynamic:
         self, node: onnx.NodeProto, scope: Scope, builder: Builder
     ) -> Outputs:
         real, weight, scale, zero, bias = graph.operands(node, 5)
-        floats = _weight(scope, weight, scale, zero)
+        floats = _real(scope, _floats(scope, weight), scale, zero)
         return None if floats is None else _matrix_product(real, floats, bias, builder)
 
     def _multiply_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
-        real = self._real(left, scale, zero)
-        floats = _weight(scope, weight, its_scale, its_zero)
+        real = self._activation(left, scale, zero)
+        floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
         if real is None or floats is None:
             return None
         return _matrix_product(real, floats, bias, builder)
 
     def _attention(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, bias, scale, its_scale, mask, zero, its_zero, past = graph.operands(node, 9)
-        real = self._real(left, scale, zero)
-        floats = _weight(scope, weight, its_scale, its_zero)
+        real = self._activation(left, scale, zero)
+        floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
         if real is None or floats is None:
             return None
         inputs = [real, builder.store(floats), bias, mask, past]
         return builder.add_like(node, "Attention", inputs, domain=graph.MICROSOFT)
 
-    def _real(self, name: str, scale: str, zero: str) -> str | None:
+    def _activation(self, name: str, scale: str, zero: str) -> str | None:
         """The floats of the integers ``name``, if these are their scale and their zero point."""
         known = self.known.get(name)
         if not isinstance(known, _Quantized) or (scale, zero) != (known.scale, known.zero_point):
@@ -266,54 +289,13 @@ class _Dynamic:
     def _lstm(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         names = graph.operands(node, 12)
         weights = []
-        for its in ((names[1], *names[8:10]), (names[2], *names[10:12])):
-            stored, factor, offset = (_floats(scope, name) for name in its)
-            if stored is None or factor is None or offset is None:
+        for name, scale, zero in ((names[1], *names[8:10]), (names[2], *names[10:12])):
+            floats = _real(scope, _floats(scope, name), scale, zero, _per_direction)
+            if floats is None:
                 return None
-            # One for each direction, or for each direction and gate.
-            floats = (stored - _per_direction(offset)) * _per_direction(factor)
             # Directions x inputs x gates here, directions x gates x inputs in LSTM.
             weights.append(builder.store(floats.transpose(0, 2, 1)))
         return builder.add_like(node, "LSTM", [names[0], *weights, *names[3:8]])
-
-
-class _Pairs:
-    """Connects what goes into QuantizeLinear with what comes out of DequantizeLinear behind it.
-
-    The range of the integers stays, as a Clip: quantizers leave out a Relu that it replaces. ``floats``: the
-    name of the floats of each value of integers.
-    """
-
-    def __init__(self) -> None:
-        self.floats: dict[str, str] = {}
-
-    def rules(self) -> Mapping[str, Rule]:
-        rules = dict.fromkeys((*_SAME_NUMBERS, "Concat", "Resize"), self._move)
-        for domain in ("", "com.microsoft."):
-            rules |= {f"{domain}QuantizeLinear": self._quantize}
-            rules |= {f"{domain}DequantizeLinear": self._dequantize}
-        return rules
-
-    def _quantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        value, scale, zero = graph.operands(node, 3)
-        bounds = _bounds(scope, scale, zero)
-        if bounds is None:
-            return None
-        self.floats[node.output[0]] = builder.clip(value, *bounds)
-        builder.append(node)
-        return node.output
-
-    def _dequantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        found = self.floats.get(node.input[0])
-        return None if found is None else [found]
-
-    def _move(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        """The same with floats, beside the node itself, which goes if nobody reads it any more."""
-        data = node.input if node.op_type == "Concat" else node.input[:1]
-        if not data or not all(name in self.floats for name in data):
-            return None
-        self.floats |= _copied(node, {name: self.floats[name] for name in data}, builder)
-        return node.output
 
 
 def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:
@@ -340,22 +322,14 @@ def _stored_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
 
 def _dequantized(node: onnx.NodeProto, scope: Scope, first: str, *, moved: bool) -> Floats | None:
     """What the DequantizeLinear ``node`` makes of the stored tensor ``first``."""
-    integers, factor = scope.constant(first), _floats(scope, node.input[1])
-    zero = graph.operand(node, 2)
-    offset = _floats(scope, zero) if zero else np.zeros((), np.float32)
-    if integers is None or factor is None or offset is None:
+    integers, factor = scope.constant(first), scope.shape(node.input[1])
+    # Which axis has the scales is another one before it is moved.
+    several = factor is not None and math.prod(factor) > 1
+    if integers is None or graph.attribute(node, "block_size", 0) or (several and moved):
         return None
-    integers = np.asarray(integers, np.float32)
-    if graph.attribute(node, "block_size", 0):
-        return None
-    if factor.size == 1:
-        return (integers - offset.reshape(())) * factor.reshape(())
-    if moved:
-        # Which axis has the scales is another one before it is moved.
-        return None
-    shape = [1] * integers.ndim
-    shape[graph.attribute(node, "axis", 1)] = -1
-    return (integers - offset.reshape(shape if offset.size > 1 else ())) * factor.reshape(shape)
+    _, scale, zero = graph.operands(node, 3)
+    axis = graph.attribute(node, "axis", 1)
+    return _real(scope, np.asarray(integers, np.float32), scale, zero, _per_channel(axis))
 
 
 _Path = tuple[list[onnx.NodeProto], str]
@@ -382,13 +356,6 @@ def _moved(path: _Path, values: Floats, builder: Builder) -> str:
     return renamed[moves[-1].output[0] if moves else name]
 
 
-def _copied(node: onnx.NodeProto, renamed: dict[str, str], builder: Builder) -> dict[str, str]:
-    """Add a copy of ``node`` with other inputs, and then itself; returns the copy's name of each output."""
-    builder.copy([node], renamed, _SUFFIX)
-    builder.append(node)
-    return {name: renamed[name] for name in node.output if name}
-
-
 _SUFFIX = "_dequantized"
 
 
@@ -401,33 +368,47 @@ def _floats(scope: Scope, name: str) -> Floats | None:
     return None if array is None else np.asarray(array, np.float32)
 
 
-def _zero_point(scope: Scope, name: str, weight: Floats, channels: int | None) -> Floats | None:
-    if not name:
-        return np.zeros((), np.float32)
-    if (zero := _floats(scope, name)) is None:
-        return None
-    if zero.size > 1 and channels is not None:
-        return zero.reshape(-1, *[1] * (channels - 1))
-    return _per_column(zero)
+_Spread = Callable[[Floats, int], Floats]
+"""Gives scales and zero points the dimensions of integers of this rank."""
 
 
-def _weight(scope: Scope, weight: str, scale: str, zero: str) -> Floats | None:
-    """The floats of a stored matrix with a scale for all, or for each column."""
-    stored, factor = _floats(scope, weight), _floats(scope, scale)
-    offset = None if stored is None else _zero_point(scope, zero, stored, None)
-    if stored is None or factor is None or offset is None:
-        return None
-    return (stored - offset) * _per_column(factor)
-
-
-def _per_column(values: Floats) -> Floats:
+def _per_column(values: Floats, rank: int) -> Floats:
     """``values`` of one matrix, of each column, or of each column of each matrix."""
     return values if values.size == 1 or values.ndim > 1 else values[..., np.newaxis, :]
 
 
-def _per_direction(values: Floats) -> Floats:
+def _per_direction(values: Floats, rank: int) -> Floats:
     """``values`` (directions, or directions x gates) for a weight of directions x inputs x gates."""
     return values.reshape(len(values), 1, -1) if values.ndim else values
+
+
+def _per_channel(axis: int) -> _Spread:
+    """Values of all channels, or of each one along ``axis``."""
+
+    def spread(values: Floats, rank: int) -> Floats:
+        shape = [1] * rank
+        shape[axis] = -1
+        return values.reshape(shape if values.size > 1 else ())
+
+    return spread
+
+
+def _real(
+    scope: Scope,
+    integers: Floats | None,
+    scale: str,
+    zero: str,
+    spread: _Spread = _per_column,
+) -> Floats | None:
+    """The floats of stored ``integers``; None if these, the scale or the zero point are not stored.
+
+    Without a name the scale is 1, and the zero point is 0.
+    """
+    factor = _floats(scope, scale) if scale else np.ones((), np.float32)
+    offset = _floats(scope, zero) if zero else np.zeros((), np.float32)
+    if integers is None or factor is None or offset is None:
+        return None
+    return (integers - spread(offset, integers.ndim)) * spread(factor, integers.ndim)
 
 
 def _as_floats(product: _Sum, scale: _Scale, builder: Builder) -> list[str] | None:
@@ -436,8 +417,8 @@ def _as_floats(product: _Sum, scale: _Scale, builder: Builder) -> list[str] | No
         return None
     factor, weight = scale.factor, product.weight
     is_convolution = product.node.op_type == "ConvInteger"
-    if is_convolution and factor.size > 1:
-        factor = factor.reshape(-1, *[1] * (weight.ndim - 1))
+    if is_convolution:
+        factor = _per_channel(0)(factor, weight.ndim)
     floats, bias = weight * factor, ""
     if product.bias is not None and product.biased is not None:
         # It was divided by one factor, and is multiplied with another.

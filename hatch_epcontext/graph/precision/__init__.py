@@ -1,1 +1,0 @@
-"""The numbers with which a model computes."""
