@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Generator, Iterable
+from collections.abc import Container, Generator, Iterable
 from dataclasses import field, replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import dotted, hide_credentials, printable, to_toml
 
 T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound="EpcontextError")
 
 ROOT = "tool.epcontext"
 """The table of ``pyproject.toml`` that holds the configuration."""
@@ -590,11 +591,12 @@ class KeyNames:
 class Problem:
     """One thing that is wrong.
 
-    ``location`` is a dotted key, an environment variable, a file or a job. ``key`` is set when it is
-    a key of the configuration. ``settings`` are what the user can set to solve the problem, after
-    the sentence in ``hint``. ``log`` is the end of a worker's log. ``targets``: those that have the problem,
-    where the key is that of a model with several. ``tried``: other ways to compile the job, each with what
-    came out of it.
+    ``location`` is a dotted key, an environment variable, a file, or what a job compiles; problems of a job
+    have none until the runner of the job sets it. ``key`` is set when it is a key of the configuration.
+    ``settings`` are what the user can set to solve the problem, after the sentence in ``hint``. ``log`` is
+    the end of a worker's log. ``targets``: those that have the problem, where it is in a job, or the key is
+    that of a model with several. ``tried``: other ways to compile the job, each with what came out of it.
+    ``step``: that of the job, unless it is compiling. ``causes``: what else can be the reason, in sentences.
     """
 
     kind: Kind
@@ -606,6 +608,8 @@ class Problem:
     log: str | None = None
     targets: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
+    step: str = ""
+    causes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # What a user has given in place of a path or a key can be a URL with a password.
@@ -620,11 +624,7 @@ class Problem:
 
     def text(self, names: KeyNames | None = None) -> str:
         """The problem as a message, in which ``names`` says how keys are called."""
-        names = names or KeyNames()
-        location = self.location
-        if self.key is not None:
-            location = names.key(self.key) + names.targets(self.targets)
-        location = printable(location)
+        location = printable(self.where(names))
         lines = [f"{location}: {self.kind.id}" if location else self.kind.id]
         lines.append(_indented(self.account, "    "))
         if advice := self.advice(names):
@@ -633,15 +633,24 @@ class Problem:
             lines += ["    the end of the worker's log:", _indented(self.log, "    | ")]
         return "\n".join(lines)
 
+    def where(self, names: KeyNames | None = None) -> str:
+        """Where it is: the key or the location, the targets and the step."""
+        names = names or KeyNames()
+        if self.key is not None:
+            return names.key(self.key) + names.targets(self.targets)
+        # On the command line too, as the lines that a job logs.
+        job = self.location + KeyNames().targets(self.targets)
+        return f"{job}: {self.step}" if self.step else job
+
     @property
     def account(self) -> str:
         """The message, and what else was tried, in lines."""
         return "\n".join([self.message, *(f"Also tried: {each}" for each in self.tried)])
 
     def advice(self, names: KeyNames | None = None) -> str:
-        """The hint and the settings: what to do; empty where nothing is known."""
+        """The hint, the other causes and the settings: what to do; empty where nothing is known."""
         names = names or KeyNames()
-        lines = [self.hint] if self.hint else []
+        lines = [*filter(None, (self.hint,)), *self.causes]
         # A question in a comment can stand for several settings.
         lines += dict.fromkeys(names.setting(each) for each in self.settings)
         return "\n".join(lines)
@@ -656,7 +665,9 @@ def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     for each in problems:
         # Each log has its own times and process ids.
         log = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "", each.log or "")
-        same = (each.kind, _location(each), each.account, each.hint, log)
+        # Several models of a glob have one key.
+        place = replace(each, targets=()).where()
+        same = (each.kind, place, each.account, each.hint, each.causes, log)
         first = found.setdefault(same, each)
         found[same] = replace(
             first,
@@ -664,11 +675,6 @@ def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
             settings=_union(first.settings, each.settings),
         )
     return tuple(found.values())
-
-
-def _location(problem: Problem) -> str:
-    # Several models of a glob have one key.
-    return problem.location if problem.key is None else KeyNames().key(problem.key)
 
 
 def _union(first: tuple[T, ...], second: tuple[T, ...]) -> tuple[T, ...]:
@@ -702,6 +708,21 @@ class EpcontextError(Exception):
     def __init__(self, *problems: Problem) -> None:
         super().__init__(*problems)
         self.problems = problems
+
+    def is_only(self, kinds: Container[Kind]) -> bool:
+        """Whether all its problems are of these ``kinds``."""
+        return all(problem.kind in kinds for problem in self.problems)
+
+    def located(self: ErrorT, location: str, *targets: str, step: str = "") -> ErrorT:
+        """The same error, in which problems without a location have this one."""
+        return type(self)(
+            *(
+                each
+                if each.location
+                else replace(each, location=location, targets=targets, step=each.step or step)
+                for each in self.problems
+            )
+        )
 
     def text(self, names: KeyNames | None = None, headline: str | None = None) -> str:
         """All problems as one message below ``headline``, in which ``names`` says how keys are called."""

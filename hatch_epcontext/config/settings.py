@@ -258,6 +258,11 @@ class Model:
         """The name in the configuration, which all shapes of the model have in common."""
         return self.shape_set.name if self.shape_set else self.name
 
+    def has_other_limits(self, target: Target) -> bool:
+        """Whether limits for ``target`` are not those of all targets: it has some, or there are others."""
+        given = self.validate.tolerance or ()
+        return len(self.targets) > 1 or any(each.target == target.name for each in given)
+
     def tolerance_for(self, target: Target) -> Tolerance | None:
         """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
         if self.validate.tolerance is None:

@@ -30,8 +30,8 @@ def reaches_minimum(contexts: Iterable[Context], target: Target) -> bool:
     )
 
 
-def check_coverage(coverage: Coverage | None, target: Target, model: Model, location: str) -> None:
-    """Raise BuildError, at ``location``, when less of ``model`` was compiled than ``target`` requires.
+def check_coverage(coverage: Coverage | None, target: Target, model: Model) -> None:
+    """Raise BuildError when less of ``model`` was compiled than ``target`` requires.
 
     An optimized graph has no coverage.
     """
@@ -44,7 +44,7 @@ def check_coverage(coverage: Coverage | None, target: Target, model: Model, loca
     raise BuildError(
         Problem(
             Kind.LOW_COVERAGE,
-            location,
+            "",
             f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
             f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
             f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",

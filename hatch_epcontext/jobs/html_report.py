@@ -103,7 +103,7 @@ def _failed(failure: FailureReport) -> ET.Element:
 
 
 def _problem(problem: Problem) -> Iterator[ET.Element]:
-    yield _e("p", f"{problem.location}: {problem.kind.id}", class_="quiet")
+    yield _e("p", f"{problem.where()}: {problem.kind.id}", class_="quiet")
     yield _e("p", problem.account, class_="message")
     if advice := problem.advice():
         yield _e("p", advice, class_="message hint")

@@ -80,7 +80,8 @@ class JobRunner:
         Raises BuildError with the job's problems.
         """
         try:
-            return self._run(job)
+            with job.locating():
+                return self._run(job)
         finally:
             self.executor.finished(job)
 
@@ -91,7 +92,8 @@ class JobRunner:
             fingerprint = self._fingerprint(job, {})
             key = self.cache.latest(fingerprint)
         else:
-            fingerprint = self._fingerprint(job, self.executor.versions(job))
+            with job.locating():
+                fingerprint = self._fingerprint(job, self.executor.versions(job))
             key = self._cache(job).latest(self._choice(job, fingerprint), own_first=True)
         return fingerprint, key is not None and self._cache(job).has(key)
 
@@ -142,7 +144,7 @@ class JobRunner:
         try:
             return key, artifact, True, self.validations(job, key, artifact)
         except BuildError as error:
-            if not _is_disagreement(error):
+            if not error.is_only(_DISAGREEMENTS):
                 raise
             # That build could not run it.
             shutil.rmtree(folder)
@@ -226,7 +228,7 @@ class JobRunner:
         def wait() -> None:
             if self.executor.stopped:
                 message = "the build was interrupted."
-                raise BuildError(Problem(Kind.INTERRUPTED, job.location, message))
+                raise BuildError(Problem(Kind.INTERRUPTED, "", message))
             if not said:
                 said.append(line)
                 self.log(line)
@@ -240,7 +242,7 @@ class JobRunner:
             raise BuildError(
                 Problem(
                     Kind.NOT_CACHED,
-                    job.location,
+                    "",
                     "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, which keeps nothing "
                     "that was compiled with a secret.",
                     "Compile the target in the build of the wheel.",
@@ -252,7 +254,7 @@ class JobRunner:
             raise BuildError(
                 Problem(
                     Kind.NOT_CACHED,
-                    job.location,
+                    "",
                     "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the cache has no "
                     f"artifact of this model with these settings.{self.cache.trouble}",
                     _build_elsewhere(job),
@@ -288,7 +290,7 @@ class JobRunner:
                 raise BuildError(
                     Problem(
                         Kind.TOO_LARGE,
-                        job.location,
+                        "",
                         "embed = true puts the compiled blob into an ONNX file, which cannot be larger "
                         f"than 2 GiB, and the model has {size / 2**30:.1f} GiB.",
                         "Remove embed: the blob is then a file beside the context model.",
@@ -313,11 +315,12 @@ class JobRunner:
             raise BuildError(
                 Problem(
                     Kind.NOT_CACHED,
-                    f"{job.location}: validation",
+                    "",
                     "HATCH_EPCONTEXT_FROM_CACHE takes its target only from the cache, and the artifact in "
                     "the cache was not validated with these inputs, this tolerance and these options."
                     + self.cache.trouble,
                     _build_elsewhere(job),
+                    step="validation",
                 )
             )
         with self._unchanged(job):
@@ -402,7 +405,7 @@ class _Search:
                 _check_coverage(self._job, found.artifact.record)
             except BuildError as error:
                 raise _after(error, self._notes(found)) from None
-        first, refused = refusal(self._attempts)
+        first, refused = refusal(self._job, self._attempts)
         raise _after(refused, self._notes(first))
 
     def _agrees(self, attempt: Attempt) -> bool:
@@ -414,7 +417,7 @@ class _Search:
                     self._job, attempt.key, attempt.artifact
                 )
             except BuildError as error:
-                if not _is_disagreement(error):
+                if not error.is_only(_DISAGREEMENTS):
                     raise
                 self._validated[attempt.key] = error
         return self._disagreement(attempt) is None
@@ -458,11 +461,7 @@ class _Search:
 def _check_coverage(job: Job, record: Record) -> None:
     """Raise BuildError if less was compiled of a model than the job's target requires."""
     for model, context in zip(job.models, record.contexts, strict=True):
-        check_coverage(context.coverage, job.target, model, job.location)
-
-
-def _is_disagreement(error: BuildError) -> bool:
-    return all(problem.kind in _DISAGREEMENTS for problem in error.problems)
+        check_coverage(context.coverage, job.target, model)
 
 
 def _after(error: BuildError, tried: tuple[str, ...]) -> BuildError:

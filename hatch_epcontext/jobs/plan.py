@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.config.settings import Config, Model, Target
-from hatch_epcontext.errors import ConfigError, Kind, Problem
+from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, requirements
 from hatch_epcontext.text import file_name, pairs
@@ -33,9 +34,22 @@ class Job:
     @property
     def location(self) -> str:
         """The job in a message: ``"digits -> x-elite"``."""
+        return " -> ".join(self._place)
+
+    @property
+    def _place(self) -> tuple[str, str]:
+        """What it compiles, and for which target and chip."""
         members = f" ({' + '.join(model.name for model in self.models)})" if self.group else ""
         chip = f" ({self.chip})" if self.chip else ""
-        return f"{self.name}{members} -> {self.target.name}{chip}"
+        return self.name + members, self.target.name + chip
+
+    @contextlib.contextmanager
+    def locating(self) -> Iterator[None]:
+        """Give the job's location to those problems of BuildErrors that have none."""
+        try:
+            yield
+        except BuildError as error:
+            raise error.located(*self._place) from error
 
     @property
     def has_several_chips(self) -> bool:

@@ -51,7 +51,7 @@ class Preparations:
         self._lock = threading.Lock()
         self._busy: dict[str, threading.Lock] = {}
         self._prepared: dict[str, Prepared] = {}
-        self._failed: dict[str, list[tuple[Job, BuildError]]] = {}
+        self._failed: dict[str, list[BuildError]] = {}
         self._numbers = itertools.count()
         self._wanted = Counter[tuple[str, str]]()
         self._keys: dict[tuple[str, str], str] = {}
@@ -121,14 +121,14 @@ class Preparations:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:
             failed = self._failed.setdefault(key, [])
-            if failed and (len(failed) > 1 or not _has_crashed(failed[0][1])):
-                raise _for_job(job, *failed[-1])
+            if failed and (len(failed) > 1 or not failed[0].is_only(CRASHES)):
+                raise failed[-1]
             if key not in self._prepared:
                 scratch = self._folder_of(job, job.models[index]) / str(next(self._numbers))
                 try:
                     self._prepared[key] = self._make(job, index, recipe, scratch, worker)
                 except BuildError as error:
-                    failed.append((job, error))
+                    failed.append(error)
                     raise
             return self._prepared[key]
 
@@ -151,20 +151,6 @@ class Preparations:
             preparation=replace(prepared.preparation, rewrites=rewrites),
             changed=prepared.preparation.nodes != fused.preparation.nodes,
         )
-
-
-def _has_crashed(error: BuildError) -> bool:
-    return all(problem.kind in CRASHES for problem in error.problems)
-
-
-def _for_job(job: Job, first: Job, error: BuildError) -> BuildError:
-    """The ``error`` that ``first`` got, with the location of ``job``."""
-    return type(error)(
-        *(
-            replace(each, location=each.location.replace(first.location, job.location, 1))
-            for each in error.problems
-        )
-    )
 
 
 def _precision(job: Job, model: Model) -> Precision | None:
@@ -196,7 +182,7 @@ def prepare(
     from hatch_epcontext.worker.requests import PrepareRequest
 
     folder = scratch / "result"
-    with writing("a prepared model", folder, job.location):
+    with writing("a prepared model", folder):
         folder.mkdir(parents=True)
     request = PrepareRequest(
         model.on(job.target),
@@ -207,7 +193,7 @@ def prepare(
         precision=_precision(job, model),
         fuse=recipe.fuse,
     )
-    reply = worker.call(request, scratch / "call", location=f"{job.location}: preparation")
+    reply = worker.call(request, scratch / "call", location=job.location, step="preparation")
     preparation = Preparation(
         recipe.simplifier,
         reply.nodes_before,
@@ -232,7 +218,7 @@ def change(
     if refused == ():
         return replace(before, changed=False, dropped=())
     model, folder = job.models[index], scratch / "result"
-    with writing("a rewritten model", folder, job.location):
+    with writing("a rewritten model", folder):
         folder.mkdir(parents=True)
     request = RewriteRequest(
         model.on(job.target),
@@ -245,7 +231,7 @@ def change(
         tolerance=model.tolerance_for(job.target) if before.preparation.precision else None,
         unroll_limit=job.target.settings.unroll_limit if last.kind == "unroll" else None,
     )
-    reply = worker.call(request, scratch / "call", location=f"{job.location}: preparation")
+    reply = worker.call(request, scratch / "call", location=job.location, step="preparation")
     return _changed(before, reply)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
@@ -167,21 +167,29 @@ def try_recipes(
     """
     for number, recipe in enumerate(recipes(job, attempts, agrees)):
         attempt = make(recipe, number)
-        if attempts and attempts[-1].recipe == recipe:
-            # A recipe that is yielded twice in turn has crashed, perhaps by chance: the second time counts.
-            attempts.pop()
+        if attempt.stopped_in == "prepare" and attempt.has_crashed:
+            # Perhaps by chance. What happens again is the simplifier's own fault.
+            attempt = make(recipe, number)
         attempts.append(attempt)
         if attempt.is_whole and agrees(attempt):
             return attempt
     return None
 
 
-def refusal(attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
-    """What the EP says of the models as they are; or the last simplifier, if none works."""
+def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
+    """What the EP says of the models of ``job`` as they are; or the last simplifier, if none works."""
     refused = [each for each in attempts if each.stopped_in == "compile"]
     first = (refused or attempts[-1:])[0]
     assert isinstance(first.result, Refused), "nothing was compiled"
-    return first, BuildError(*first.result.problems)
+    problem, *others = first.result.problems
+    has_sizes = all(model.dims or model.shapes for model in job.models)
+    if refused and has_sizes and not job.target.settings.static_shapes:
+        # Not tried: only its user knows whether a model may have fixed sizes.
+        cause = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
+        fixed = Setting(job.target.key / "static-shapes", True)
+        settings = (*problem.settings, fixed)
+        problem = replace(problem, causes=(*problem.causes, cause), settings=settings)
+    return first, BuildError(problem, *others)
 
 
 def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
@@ -193,9 +201,6 @@ def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
             break
         recipe = Recipe(simplifier, control_flow=control_flow)
         yield recipe
-        if attempts[-1].stopped_in == "prepare" and attempts[-1].has_crashed:
-            # What happens again is its own fault.
-            yield recipe
         if attempts[-1].stopped_in != "prepare":
             return
     prepared = [each for each in attempts if each.is_prepared]
@@ -253,7 +258,7 @@ def _other_numbers(
     found = most_covered(attempts)
     if not _is_enough(job, found) or agrees(found):
         return
-    plain = Recipe(found.recipe.simplifier)
+    plain = Recipe(found.recipe.simplifier, options=found.recipe.options)
     if job.target.settings.optimization == "basic":
         yield replace(plain, fuse=False)
         if _is_enough(job, attempts[-1]) and agrees(attempts[-1]):

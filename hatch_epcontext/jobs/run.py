@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,44 +26,22 @@ from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.text import count
 
-_TARGETS = "\0"
-"""Stands for the targets in the location of a problem; no name has it."""
-
-
-def problems_of(failures: Iterable[Failure]) -> tuple[Problem, ...]:
-    """The problems of ``failures``, each with the targets that have it."""
-    problems = (each for failure in failures for each in _of_job(failure))
-    return tuple(map(_located, merged(problems)))
-
-
-def _of_job(failure: Failure) -> Iterator[Problem]:
-    job = failure.job
-    of_any = replace(job, target=replace(job.target, name=_TARGETS))
-    for each in failure.problems:
-        location = each.location.replace(job.location, of_any.location, 1)
-        # Where there is only one target, its name says nothing.
-        is_named = each.key is None or _has_other_targets(job)
-        targets = (job.target.name,) if is_named else ()
-        yield replace(each, location=location, targets=each.targets or targets)
-
-
-def _has_other_targets(job: Job) -> bool:
-    return any(len(model.targets) > 1 for model in job.models)
-
-
-def _located(problem: Problem) -> Problem:
-    if problem.key is not None:
-        return problem
-    location = problem.location.replace(_TARGETS, ", ".join(problem.targets))
-    return replace(problem, location=location)
-
 
 class IncompleteError(BuildError):
     """Some jobs failed; ``result`` has all jobs that were run."""
 
     def __init__(self, result: Result) -> None:
-        super().__init__(*problems_of(result.failures))
+        failures = ((each, problem) for each in result.failures for problem in each.problems)
+        super().__init__(*merged(_with_target(problem, each.job) for each, problem in failures))
         self.result = result
+
+
+def _with_target(problem: Problem, job: Job) -> Problem:
+    """``problem``, with the target of ``job`` if its key is that of a model with several."""
+    has_others = any(len(model.targets) > 1 for model in job.models)
+    if problem.key is None or problem.targets or not has_others:
+        return problem
+    return replace(problem, targets=(job.target.name,))
 
 
 def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
@@ -211,7 +189,7 @@ def _run(
                 except CancelledError:
                     continue
                 except BuildError as error:
-                    if fail_fast and all(p.kind is Kind.INTERRUPTED for p in error.problems):
+                    if fail_fast and error.is_only((Kind.INTERRUPTED,)):
                         continue
                     failures.append(Failure(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")

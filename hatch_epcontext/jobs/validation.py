@@ -14,7 +14,6 @@ from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
     Model,
-    Target,
     ValidateSettings,
 )
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
@@ -77,11 +76,12 @@ def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
         *(
             Problem(
                 Kind.INCONCLUSIVE,
-                f"{job.location}: validation",
+                "",
                 f"the comparison of the output {each.output!r} proves nothing, because {each.reason}, and "
                 'validate is "require".',
                 "Give real inputs:",
                 settings=(Setting(model.key / "validate" / "inputs"),),
+                step="validation",
             )
             for each in validation.inconclusive
         )
@@ -220,32 +220,10 @@ def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
     return BuildError(
         Problem(
             Kind.NOT_RUN,
-            f"{job.location}: validation",
+            "",
             f'{reason.rstrip(".")}, and validate is "require".',
             "Build on another machine, or check only what this one can:",
             settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
-        )
-    )
-
-
-def with_limits_of_target(error: BuildError, model: Model, target: Target) -> BuildError:
-    """``error`` with the limits that it suggests for ``target`` alone, if the model has other targets.
-
-    So nobody allows all of them what one of them needs.
-    """
-    own = any(given.target == target.name for given in model.validate.tolerance or ())
-    if len(model.targets) < 2 and not own:
-        return error
-    key = model.key / "validate" / "tolerance"
-
-    def narrowed(setting: Setting) -> Setting:
-        if setting.key != key or not isinstance(setting.value, dict):
-            return setting
-        return Setting(key, {"targets": {target.name: setting.value}})
-
-    return type(error)(
-        *(
-            dataclasses.replace(problem, settings=tuple(map(narrowed, problem.settings)))
-            for problem in error.problems
+            step="validation",
         )
     )

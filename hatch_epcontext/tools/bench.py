@@ -135,9 +135,9 @@ def bench(
                 if job.name not in subjects:
                     scratch = folder / "prepared" / job.name
                     recipe = Recipe(built.artifact.record.recipe.simplifier)
-                    subjects[job.name] = _Subject(
-                        job, prepare(job, job.models[0], recipe, scratch, workers)
-                    )
+                    with job.locating():
+                        prepared = prepare(job, job.models[0], recipe, scratch, workers)
+                    subjects[job.name] = _Subject(job, prepared)
             except BuildError as error:
                 failures += error.problems
                 continue

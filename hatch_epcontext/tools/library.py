@@ -473,9 +473,10 @@ class _Tried:
     def trial(self) -> Trial:
         """Take all steps; one that fails is a result."""
         try:
-            (prepared,) = self.executor.preparations.get(
-                self.job, Recipe("onnxruntime"), self.executor.workers
-            )
+            with self.job.locating():
+                (prepared,) = self.executor.preparations.get(
+                    self.job, Recipe("onnxruntime"), self.executor.workers
+                )
         except BuildError as error:
             return Trial(self.graph, {}, {}, _failed(error), _SKIPPED, _SKIPPED)
         run, nodes = self._run(prepared)
@@ -514,7 +515,8 @@ class _Tried:
 
     def _compile(self, nodes: Iterable[AssignedNode]) -> tuple[TrialStep, Artifact | None]:
         try:
-            artifact = self._compiled()
+            with self.job.locating():
+                artifact = self._compiled()
         except BuildError as error:
             # An EP that logs errors has not refused the graph: often a library of its own is missing.
             if any(each.kind is not Kind.NOTHING_COMPILED or each.log for each in error.problems):
@@ -545,7 +547,7 @@ class _Tried:
             attempts
         )
         if not found.counts:
-            _, error = refusal(attempts)
+            _, error = refusal(self.job, attempts)
             raise error
         return found.artifact
 
@@ -554,7 +556,8 @@ class _Tried:
             return TrialStep(StepStatus.SKIPPED, reason)
         (model,), (context,) = self.job.models, artifact.record.contexts
         try:
-            run = self.executor.validate(self.job, model, artifact, context)
+            with self.job.locating():
+                run = self.executor.validate(self.job, model, artifact, context)
         except BuildError as error:
             return _failed(error)
         return TrialStep(StepStatus.DONE, _agreement(run.validation))

@@ -122,7 +122,7 @@ def _refuse_archive(path: Path) -> None:
 
 def reason_not_run(error: EpcontextError) -> str | None:
     """The reason, if ``error`` is only about this machine: what the artifact runs on is missing here."""
-    if not all(problem.kind in _ABOUT_THIS_MACHINE for problem in error.problems):
+    if not error.is_only(_ABOUT_THIS_MACHINE):
         return None
     return error.problems[0].message.splitlines()[0].rstrip(".")
 

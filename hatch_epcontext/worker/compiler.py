@@ -17,6 +17,7 @@ from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.providers import Provider, missing
+from hatch_epcontext.worker.reasons import refused_nodes
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _IR_VERSION = 10
@@ -41,7 +42,11 @@ def compile_context(
     """
     provider = target.provider
     optimizes = target.settings.optimization != "none"
-    with explained(provider, lambda: _graph(prepared), key, optimizes=optimizes):
+
+    def refused() -> str:
+        return refused_nodes(prepared, target)
+
+    with explained(provider, lambda: _graph(prepared), key, refused, optimizes=optimizes):
         if target.settings.in_memory:
             model = onnx.load(prepared, load_external_data=False)
             data = {
@@ -56,7 +61,7 @@ def compile_context(
             provider_options = {**target.settings.provider_options, **own}
             _with_session(prepared, options(target, provider_options, session_options), target)
     if not result.is_file():
-        raise BuildError(_nothing_compiled(provider, _graph(prepared), key))
+        raise BuildError(_nothing_compiled(provider, _graph(prepared), key, refused))
     lower_ir_version(result, prepared)
 
 
@@ -105,14 +110,15 @@ def explained(
     provider: Provider,
     graph_of: Callable[[], onnx.GraphProto],
     key: Key | None = None,
+    refused: Callable[[], str] = str,
     *,
     optimizes: bool = True,
 ) -> Iterator[None]:
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
     An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled,
-    and ``key`` is its model's place in the configuration, if it has one. ``optimizes``: whether ONNX
-    Runtime optimizes the graph.
+    and ``key`` is its model's place in the configuration, if it has one. ``refused`` gives the sentence that
+    says why nothing of it was compiled, if the EP does. ``optimizes``: whether ONNX Runtime optimizes it.
     """
     try:
         yield
@@ -123,7 +129,7 @@ def explained(
         if broken := _BROKEN.search(message):
             problem: Problem | None = _broken_graph(broken, key, optimizes=optimizes)
         else:
-            problem = _explanation(message, provider, graph_of(), key)
+            problem = _explanation(message, provider, graph_of(), key, refused)
         if problem is None:
             raise
         raise BuildError(problem) from error
@@ -162,11 +168,15 @@ def _graph(prepared: Path) -> onnx.GraphProto:
 
 
 def _explanation(
-    message: str, provider: Provider, source: onnx.GraphProto, key: Key | None
+    message: str,
+    provider: Provider,
+    source: onnx.GraphProto,
+    key: Key | None,
+    refused: Callable[[], str],
 ) -> Problem | None:
     """Return what an error of ONNX Runtime or the EP means; None where that is not known."""
     if "Unable to compile any nodes" in message:
-        return _nothing_compiled(provider, source, key)
+        return _nothing_compiled(provider, source, key, refused)
     if "NULL EPContext node" in message:
         return Problem(
             Kind.NOTHING_COMPILED,
@@ -249,31 +259,24 @@ def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> 
     return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
 
 
-def _nothing_compiled(provider: Provider, source: onnx.GraphProto, key: Key | None) -> Problem:
+def _nothing_compiled(
+    provider: Provider, source: onnx.GraphProto, key: Key | None, refused: Callable[[], str]
+) -> Problem:
     message = f"{provider.ep} compiled no node of the model."
-    if any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):
-        return Problem(
-            Kind.NOTHING_COMPILED,
-            "",
-            f"{message} It is dynamically quantized: it measures its activations when it runs, which "
-            "NPUs do not do.",
-            "Undo that:",
-            settings=() if key is None else (Setting(key / "dequantize", True),),
-        )
-    control = graph.control_flow(source)
-    if not control:
-        return Problem(
-            Kind.NOTHING_COMPILED,
-            "",
-            message,
-            "Check that the provider options name a chip that the EP supports, and that the EP has "
-            "the model's operators.",
-        )
-    hint, settings = advice(source, key) or ("Remove them from the model.", ())
-    return Problem(
-        Kind.NOTHING_COMPILED,
-        "",
-        f"{message} It has {' and '.join(control)}, which few EPs compile.",
-        hint,
-        settings=settings,
+    hint = (
+        "Check that the provider options name a chip that the EP supports, and that the EP has the model's "
+        "operators."
     )
+    settings: tuple[Setting, ...] = ()
+    if any(graph.operator(node) in DYNAMIC_QUANTIZATION for node in graph.nodes(source)):
+        message += " It is dynamically quantized: it measures its activations when it runs,"
+        message += " which NPUs do not do."
+        hint, settings = "Undo that:", () if key is None else (Setting(key / "dequantize", True),)
+    elif control := graph.control_flow(source):
+        message += f" It has {' and '.join(control)}, which few EPs compile."
+        hint, settings = advice(source, key) or ("Remove them from the model.", ())
+    if nodes := refused():
+        message += f" {nodes}"
+        # With reasons for its nodes the chip is not the reason.
+        hint = hint if settings else "Change the model at these nodes."
+    return Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings)

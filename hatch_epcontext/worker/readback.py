@@ -149,7 +149,7 @@ def _wrong_chip(
     for difference in provider.disagreements(compatibility, versions, options):
         yield Problem(
             Kind.WRONG_RESULT,
-            f"target {target.name}",
+            "",
             f"{provider.ep} did not compile for the target's options: {difference}.\n"
             f"The compatibility string of the result is {compatibility or 'missing'}.",
         )
@@ -160,7 +160,7 @@ def _wrong_chip(
         if graph.attribute(node, marks, 0) != 1:
             yield Problem(
                 Kind.WRONG_RESULT,
-                f"target {target.name}",
+                "",
                 f"the target names several chips, and the EPContext node {node.name!r} is for one: its "
                 f"attribute {marks} is not 1.",
             )

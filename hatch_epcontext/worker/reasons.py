@@ -15,7 +15,6 @@ from typing import IO, Any
 import onnx
 
 from hatch_epcontext.config.settings import Target
-from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import TensorFacts
@@ -70,11 +69,11 @@ def explained(
     return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
 
 
-def nothing_compiled(error: BuildError, prepared: Path, target: Target) -> BuildError:
-    """``error``, that nothing of ``prepared`` was compiled, with the EP's reasons."""
+def refused_nodes(prepared: Path, target: Target) -> str:
+    """Which nodes of ``prepared`` the EP refuses and why, as a sentence; empty if it gives no reasons."""
     logged = ask(prepared, target)
     if not logged:
-        return error
+        return ""
     main = onnx.load(prepared, load_external_data=False).graph
     nodes = [
         NodeFacts(node.name, graph.operator(node)) for node in main.node if node.name in logged
@@ -87,18 +86,7 @@ def nothing_compiled(error: BuildError, prepared: Path, target: Target) -> Build
         for reason, ops in operators.items()
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
-    refused = f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
-    # With reasons for its nodes the chip, which the hint is about, is not the reason.
-    return BuildError(
-        *(
-            replace(
-                each,
-                message=f"{each.message} {refused}",
-                hint=each.hint if each.settings else "Change the model at these nodes.",
-            )
-            for each in error.problems
-        )
-    )
+    return f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

@@ -252,6 +252,8 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
     ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
     ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
+    ``only_target``: the target's name, if the model has others, or limits of its own for it: then a
+    disagreement is to be allowed for it alone.
     """
 
     model: Model
@@ -263,6 +265,7 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
     sharing: tuple[Context, ...] = ()
     has_source: bool = True
     reference: str | None = None
+    only_target: str | None = None
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,15 @@ def test_a_key_is_named_by_its_flag(place: Key, flag: str) -> None:
     )
 
 
-@pytest.mark.parametrize("location", ["a -> qnn: validation", "HATCH_EPCONTEXT_JOBS"])
+@pytest.mark.parametrize("location", ["models/a.onnx", "HATCH_EPCONTEXT_JOBS"])
 def test_other_locations_stay(location: str) -> None:
     error = ConfigError(Problem(Kind.INVALID_VALUE, location, "is wrong."))
     assert printed(error).splitlines()[1] == f"{location}: EPC005"
+
+
+def test_a_job_is_named_as_in_the_log_with_target_and_step() -> None:
+    problem = Problem(Kind.NOT_FINITE, "a", "is wrong.", targets=("one", "two"), step="validation")
+    assert printed(ConfigError(problem)).splitlines()[1] == "a -> one, two: validation: EPC402"
 
 
 @pytest.mark.parametrize(

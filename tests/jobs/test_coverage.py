@@ -15,7 +15,7 @@ def failure(coverage: Coverage, project: Path, toml: str = "") -> str:
     text = f'provider = "cpu"\nmodels = ["models/a.onnx"]\n{toml}'
     (model,) = configured(project, text).models
     with pytest.raises(BuildError) as raised:
-        check_coverage(coverage, model.targets[0], model, "a -> cpu")
+        check_coverage(coverage, model.targets[0], model)
     return str(raised.value)
 
 
@@ -24,8 +24,8 @@ def test_enough_coverage_is_no_error(project: Path) -> None:
         project, 'provider = "cpu"\nmodels = ["models/a.onnx"]\nmin-coverage = 0.5'
     ).models
     (target,) = model.targets
-    check_coverage(Coverage(4, 2, 1, (NodeFacts("a", "Op"),) * 2), target, model, "a -> cpu")
-    check_coverage(None, target, model, "a -> cpu")
+    check_coverage(Coverage(4, 2, 1, (NodeFacts("a", "Op"),) * 2), target, model)
+    check_coverage(None, target, model)
 
 
 def test_uncovered_operators_are_named(project: Path) -> None:
@@ -49,7 +49,7 @@ def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
     (model,) = configured(project, f'provider = "cpu"\n{toml}').models
     coverage = Coverage(3, 2, 1, (NodeFacts("n", "Op"),), Cut(inputs=("hidden",)))
     with pytest.raises(BuildError) as raised:
-        check_coverage(coverage, model.targets[0], model, "a -> cpu")
+        check_coverage(coverage, model.targets[0], model)
     settings = raised.value.problems[0].settings
     # The model is cut already, and its part ends where the model does.
     assert settings[0].value == {"inputs": ["hidden"], "outputs": ["y"]}

@@ -100,7 +100,7 @@ def test_what_is_not_the_simplifiers_fault_fails_the_job(
     (problem,) = raised.value.problems
     assert problem.kind is kind
     assert words in problem.message
-    assert problem.location == f"{job.location}: preparation"
+    assert problem.where() == f"{job.location}: preparation"
 
 
 def test_a_crash_that_does_not_happen_again_changes_nothing(

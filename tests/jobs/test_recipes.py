@@ -94,9 +94,9 @@ class Compiler:
         (folder / "a_ctx.onnx").write_text(name, encoding="utf-8")
         uncovered = tuple(NodeFacts(f"n{index}", op) for index, op in enumerate(outcome))
         coverage = Coverage(10, 10 - len(outcome), self.contexts.get(name, 1), uncovered)
-        preparation = Preparation(
-            recipe.simplifier, 9, 9, rewrites=tuple(each.kind for each in recipe.changes)
-        )
+        done = [] if recipe.fuse else ["unfused"]
+        done += [each.kind for each in recipe.changes]
+        preparation = Preparation(recipe.simplifier, 9, 9, rewrites=tuple(done))
         return Record(
             recipe,
             "context",
@@ -254,6 +254,29 @@ def test_too_little_coverage_is_an_error_with_what_was_tried(builder: Builder) -
     assert compiler.validated == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "advised"),
+    [
+        ("dims = { batch = 1 }", True),
+        ("dims = { batch = 1 }, static-shapes = true", False),
+        ("name = 'a'", False),
+    ],
+)
+def test_what_an_ep_refuses_may_compile_with_the_sizes_that_are_known(
+    builder: Builder, keys: str, advised: bool
+) -> None:
+    builder.toml = f"""
+    provider = "openvino"
+    models = [{{ path = "models/a.onnx", {keys} }}]
+    """
+    with pytest.raises(BuildError) as raised:
+        builder.build(Compiler({"plain": CRASH}))
+    (problem,) = raised.value.problems
+    settings = [str(each) for each in problem.settings]
+    assert settings == (["tool.epcontext.static-shapes = true"] if advised else [])
+    assert bool(problem.causes) is advised
+
+
 def test_the_first_error_stands_if_nothing_helps(builder: Builder) -> None:
     with pytest.raises(BuildError) as raised:
         builder.build(Compiler({"plain": CRASH, "rewrite": CRASH}))
@@ -320,10 +343,21 @@ def test_what_differs_is_compiled_in_other_forms(
     assert "is wrong" in built.artifact.record.preparations[0].tried[0]
 
 
+def test_other_forms_keep_the_options_that_coverage_needs(builder: Builder) -> None:
+    more = builder.job().target.provider.more_coverage
+    assert more is not None
+    options = " ".join(f"{name}={value}" for name, value in sorted(more.options.items()))
+    outcomes: dict[str, Outcome] = {"plain": ("QuantizeLinear",), options: ()}
+    outcomes |= {f"unfused {options}": (), f"{options} unroll": ()}
+    compiler = Compiler(outcomes, [options, f"unfused {options}"])
+    assert builder.name(builder.build(compiler)) == f"{options} unroll"
+    assert compiler.tried == ["plain", options, f"unfused {options}", f"{options} unroll"]
+
+
 def test_what_differs_in_every_form_is_an_error(builder: Builder) -> None:
     with pytest.raises(BuildError, match="plain is wrong") as raised:
         builder.build(Compiler({"plain": (), "unfused": ()}, ["plain", "unfused"]))
-    assert "Also tried: unmodified: unfused is wrong" in str(raised.value)
+    assert "Also tried: unfused: unfused is wrong" in str(raised.value)
 
 
 def test_a_rewrite_that_differs_leads_back_to_what_was_compiled_before(builder: Builder) -> None:

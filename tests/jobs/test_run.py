@@ -103,7 +103,7 @@ def test_uncovered_nodes_are_named_and_fail_by_default(project: Path, run: Run) 
     with pytest.raises(BuildError) as raised:
         run(toml)
     (problem,) = raised.value.problems
-    assert problem.location == "a -> qnn"
+    assert problem.where() == "a -> qnn"
     assert "compiled 4 of 5 nodes (80.0%), and min-coverage is 100.0%" in problem.message
     assert (
         "Left to the CPU: Hardmax hardmax (the EP does not have this operator)." in problem.message
@@ -684,7 +684,7 @@ def test_a_group_of_an_ep_that_opens_shared_contexts_is_opened_together(run: Run
     # An unknown plugin EP is expected to open them. QNN's simulator refuses, or crashes: both happen.
     with pytest.raises(BuildError, match=r"QNN_COMMON_ERROR_NOT_SUPPORTED|SIGSEGV") as raised:
         run(toml)
-    assert raised.value.problems[0].location == "lm (prefill + decode) -> plugin: validation"
+    assert raised.value.problems[0].where() == "lm (prefill + decode) -> plugin: validation"
     (built,) = run(toml.replace('"lm"', '"lm"\nvalidate = "structure"')).built
     assert {each.status for each in built.validations.values()} == {ValidationStatus.STRUCTURE}
 

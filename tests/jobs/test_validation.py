@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hatch_epcontext.config.settings import GivenLimits, ValidateSettings
-from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.index import Index
@@ -22,7 +22,6 @@ from hatch_epcontext.jobs.validation import (
     validation_key,
     validation_of_alone,
     validation_without_run,
-    with_limits_of_target,
 )
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.facts import Agreement, AgreementStatus
@@ -251,16 +250,3 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
     other = {**artifact.record.files, "a_ctx.onnx": FileRecord(1, "00" * 32)}
     assert key_of(job, dataclasses.replace(artifact.record, files=other)) != keys[0]
     assert job.models[0].validate == ValidateSettings()
-
-
-def test_limits_are_suggested_for_the_target_that_needs_them(job: Job) -> None:
-    (model,) = job.models
-    inputs = Setting(model.key / "validate" / "inputs")
-    limits = Setting(model.key / "validate" / "tolerance", {"outputs": {"y": {"snr": 15.0}}})
-    error = BuildError(Problem(Kind.OUTPUT_DIFFERS, "", "differs.", "", settings=(inputs, limits)))
-    alone = dataclasses.replace(model, targets=(job.target,))
-    assert with_limits_of_target(error, alone, job.target) is error
-    several = dataclasses.replace(model, targets=(job.target, job.target))
-    (problem,) = with_limits_of_target(error, several, job.target).problems
-    narrowed = Setting(limits.key, {"targets": {job.target.name: limits.value}})
-    assert problem.settings == (inputs, narrowed)

@@ -87,9 +87,9 @@ def test_a_runtime_cache_is_filled_before_it_is_measured(
     sent: dict[Path, str] = {}
     call = Workers.call
 
-    def record(workers: Workers, request: Request[Any], folder: Path, *, location: str) -> Any:
+    def record(workers: Workers, request: Request[Any], folder: Path, **where: Any) -> Any:
         sent[folder] = to_json(request)
-        return call(workers, request, folder, location=location)
+        return call(workers, request, folder, **where)
 
     monkeypatch.setattr(Workers, "call", record)
     found, _ = run({False: dataclasses.replace(made, jobs=(job,))}, tmp_path / "bench", 1)

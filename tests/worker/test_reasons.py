@@ -9,11 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import reasons
 from hatch_epcontext.worker.facts import NodeFacts
-from hatch_epcontext.worker.reasons import ask, explained, nothing_compiled
+from hatch_epcontext.worker.reasons import ask, explained, refused_nodes
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, save, value
 from tests.worker.actions.test_compile import X_ELITE, target
@@ -73,10 +72,6 @@ def test_an_input_that_decides_is_named_unless_it_is_an_index(token: bool) -> No
         assert found.freeze == {"length": None}
 
 
-def _nothing() -> BuildError:
-    return BuildError(Problem(Kind.NOTHING_COMPILED, "", "Nothing.", "Check the chip."))
-
-
 @needs_qnn
 def test_the_ep_is_asked_without_compiling_or_printing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -85,16 +80,14 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     assert ask(path, target("qnn", X_ELITE)) == {"hardmax": "the EP does not have this operator"}
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
     assert "LogNodeSupport" not in "".join(capfd.readouterr())
-    (problem,) = nothing_compiled(_nothing(), path, target("qnn", X_ELITE)).problems
-    assert problem.message == "Nothing. It refused Hardmax (the EP does not have this operator)."
-    assert problem.hint == "Change the model at these nodes."
+    refused = refused_nodes(path, target("qnn", X_ELITE))
+    assert refused == "It refused Hardmax (the EP does not have this operator)."
 
 
 @needs_qnn
-def test_an_ep_that_refuses_nothing_leaves_the_error_as_it_is(tmp_path: Path) -> None:
+def test_an_ep_that_refuses_nothing_gives_no_reasons(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
-    error = _nothing()
-    assert nothing_compiled(error, path, target("qnn", X_ELITE)) is error
+    assert refused_nodes(path, target("qnn", X_ELITE)) == ""
 
 
 def test_an_ep_that_logs_no_reasons_is_not_asked(

@@ -178,7 +178,7 @@ class DaskExecutor:
             return compiled
         with (
             self._using_cache(job),
-            writing("an artifact", folder, job.location),
+            writing("an artifact", folder),
             temp_dir() as made,
         ):
             self._transport.fetch_blob(compiled, made / "archive")
@@ -219,7 +219,7 @@ class DaskExecutor:
         self._events.shutdown()
 
     def _end(self) -> None:
-        if places := self._places & self._cluster("").keys():
+        if places := self._places & self._cluster().keys():
             self._client.run(
                 dask_worker.end, self._info.id, workers=list(places), on_error="ignore"
             )
@@ -237,17 +237,13 @@ class DaskExecutor:
                 found.set_result(self._examine(job))
             except BaseException as error:
                 found.set_exception(error)
-        try:
-            return found.result()
-        except BuildError as error:
-            problems = (replace(each, location=job.location) for each in error.problems)
-            raise BuildError(*problems) from None
+        return found.result()
 
     def _examine(self, job: Job) -> _Fitting:
         found: Mapping[str, Description | Exception] = {}
         while not found:
             names = self._wait_for_workers(job)
-            _check_installations(self._client, names, job.location)
+            _check_installations(self._client, names, "")
             answers = self._client.run(
                 dask_worker.describe,
                 pickle.dumps(_portable(job)),
@@ -255,7 +251,7 @@ class DaskExecutor:
                 on_error="return",
             )
             # One that was lost meanwhile says nothing about the others.
-            cluster = self._cluster(job.location)
+            cluster = self._cluster()
             found = {
                 address: each
                 for address, each in answers.items()
@@ -273,7 +269,7 @@ class DaskExecutor:
         if len({value_sha256(dict(each.versions)) for each in described.values()}) > 1:
             versions = {names[a]: pairs(each.versions) for a, each in described.items()}
             what = "the workers that may take the job have different versions"
-            raise _unequal(job.location, what, versions, _EQUAL_WORKERS)
+            raise _unequal("", what, versions, _EQUAL_WORKERS)
         able = tuple(a for a, each in described.items() if each.reason_not_to_run is None)
         first = next(iter(described.values()))
         return _Fitting(
@@ -298,7 +294,7 @@ class DaskExecutor:
         wanted, missing_since = job.target.resources, None
         while True:
             self._check_running(job)
-            cluster = self._cluster(job.location, _POLL_SECONDS)
+            cluster = self._cluster(_POLL_SECONDS)
             names = {
                 address: _name(address, each["name"])
                 for address, each in cluster.items()
@@ -315,14 +311,14 @@ class DaskExecutor:
                 raise _no_worker(job, cluster)
             yield names
 
-    def _cluster(self, location: str, seconds: float = 0.0) -> Mapping[str, Any]:
+    def _cluster(self, seconds: float = 0.0) -> Mapping[str, Any]:
         """The cluster's workers by their address, as they were at most ``seconds`` ago."""
         with self._looking:
             if time.monotonic() > self._cluster_seen[0] + seconds:
                 try:
                     found = self._client.sync(self._client.scheduler.identity, n_workers=-1)
                 except OSError as error:
-                    raise _lost_scheduler(location, error) from None
+                    raise _lost_scheduler(error) from None
                 self._cluster_seen = (time.monotonic(), found["workers"])
             return self._cluster_seen[1]
 
@@ -354,12 +350,12 @@ class DaskExecutor:
             raise
         except CancelledError as error:
             self._check_running(job)
-            raise _lost_scheduler(job.location, error) from None
+            raise _lost_scheduler(error) from None
         except Exception as error:
             self._check_running(job)
             message = f"a worker failed: {type(error).__name__}: {error}"
             hint = "Read the logs of the dask workers. Often their machine has too little memory."
-            raise BuildError(Problem(Kind.WORKER_LOST, job.location, message, hint)) from error
+            raise BuildError(Problem(Kind.WORKER_LOST, "", message, hint)) from error
         if isinstance(outcome, Exception):
             self._check_running(job)
             raise outcome
@@ -408,14 +404,14 @@ class DaskExecutor:
             names = next(looks)
             if able and names and names.keys().isdisjoint(able):
                 message = "the workers that can run its artifact were lost."
-                raise BuildError(Problem(Kind.NO_WORKER, job.location, message))
-            if self._beat.due() and (waiting := self._waiting(job.location)):
+                raise BuildError(Problem(Kind.NO_WORKER, "", message))
+            if self._beat.due() and (waiting := self._waiting()):
                 waits = "waits" if waiting == 1 else "wait"
                 self._report(f"{count(waiting, 'job')} {waits} for a free worker")
 
-    def _waiting(self, location: str) -> int:
+    def _waiting(self) -> int:
         """How many jobs have a task that no worker has started, or that has lost its worker."""
-        cluster = self._cluster(location, _POLL_SECONDS)
+        cluster = self._cluster(_POLL_SECONDS)
         with self._lock:
             return sum(
                 each.future is not None and not each.future.done() and each.place not in cluster
@@ -425,7 +421,7 @@ class DaskExecutor:
     def _check_running(self, job: Job) -> None:
         if self.stopped:
             message = "the build was interrupted."
-            raise BuildError(Problem(Kind.INTERRUPTED, job.location, message))
+            raise BuildError(Problem(Kind.INTERRUPTED, "", message))
 
     def _handle(self, event: Mapping[str, Any]) -> None:
         """Handle what a worker says, to this build or to another one."""
@@ -482,7 +478,7 @@ class DaskExecutor:
         """The archive of ``artifact``, which is in the shared cache then."""
         archive = self._archives.get(artifact.folder)
         if archive is None or not self._transport.has_blob(archive):
-            with writing("an archive", artifact.folder, job.location), temp_dir() as made:
+            with writing("an archive", artifact.folder), temp_dir() as made:
                 archive = pack(artifact.folder, artifact.record, made / "archive")
                 self._transport.send_blob(made / "archive", archive)
             self._archives[artifact.folder] = archive
@@ -497,7 +493,7 @@ class DaskExecutor:
             self._check_running(job)
             message = f"the shared cache cannot be used: {error}."
             hint = f"Let this machine and the workers read and write {self._transport.url}."
-            raise BuildError(Problem(Kind.UNUSABLE_CACHE, job.location, message, hint)) from None
+            raise BuildError(Problem(Kind.UNUSABLE_CACHE, "", message, hint)) from None
 
 
 def _portable(job: Job) -> Job:
@@ -597,16 +593,16 @@ def _no_worker(job: Job, cluster: Mapping[str, Any]) -> BuildError:
     )
     flag = ",".join(f"{name}={number:g}" for name, number in resources.items())
     hint = "Start one: dask worker <scheduler>" + (f' --resources "{flag}"' if flag else "")
-    return BuildError(Problem(Kind.NO_WORKER, job.location, message, hint))
+    return BuildError(Problem(Kind.NO_WORKER, "", message, hint))
 
 
 def _numbers(resources: Mapping[str, float]) -> str:
     return pairs({name: f"{number:g}" for name, number in resources.items()})
 
 
-def _lost_scheduler(location: str, error: BaseException) -> BuildError:
+def _lost_scheduler(error: BaseException) -> BuildError:
     message = f"the connection to the scheduler was lost: {error or type(error).__name__}"
-    return BuildError(Problem(Kind.UNREACHABLE_SCHEDULER, location, hide_credentials(message)))
+    return BuildError(Problem(Kind.UNREACHABLE_SCHEDULER, "", hide_credentials(message)))
 
 
 def _name(address: str, name: object) -> str:

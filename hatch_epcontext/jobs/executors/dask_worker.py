@@ -140,7 +140,7 @@ def _check_library(job: Job) -> None:
     if not path.is_file() or file_sha256(path) != job.target.settings.library_sha256:
         message = f"the library {path} is missing or another one there."
         hint = "Install it at the same path, or use a package with get_library_path()."
-        raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, job.location, message, hint))
+        raise BuildError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
 
 
 Outcome = FileRecord | Refused | ValidationRun
@@ -231,12 +231,12 @@ class _Build:
         """Run ``task``; raises DamagedError, and BuildError with paths of the machine of the build."""
         self._send("started", task.job.folder)
         try:
-            with writing("the files of a job", self._folder, task.job.location):
+            with writing("the files of a job", self._folder):
                 outcome = self._run(task)
         except TransportError as error:
             message = f"the worker {self._worker.address} cannot use the shared cache: {error}."
             hint = f"Let it read and write {self._info.cache}."
-            problem = Problem(Kind.UNUSABLE_CACHE, task.job.location, message, hint)
+            problem = Problem(Kind.UNUSABLE_CACHE, "", message, hint)
             raise BuildError(problem) from None
         except EpcontextError as error:
             kind = type(error) if isinstance(error, BuildError) else BuildError
@@ -281,7 +281,7 @@ class _Build:
                 f"the worker {self._worker.address} has {pairs(found)}, and the build began with "
                 f"{pairs(task.versions)}."
             )
-            raise BuildError(Problem(Kind.VERSION_MISMATCH, task.job.location, message))
+            raise BuildError(Problem(Kind.VERSION_MISMATCH, "", message))
         artifacts = self._artifacts(task.number)
         artifacts.mkdir(parents=True, exist_ok=True)
         work = task.work
@@ -380,7 +380,6 @@ class _Build:
         return tuple(
             replace(
                 each,
-                location=each.location or task.job.location,
                 message=text(each.message),
                 hint=each.hint and text(each.hint),
                 log=each.log and text(each.log),

@@ -7,14 +7,14 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.jobs.artifact import (
     CRASHES,
@@ -29,11 +29,7 @@ from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.requirements import versions_of
-from hatch_epcontext.jobs.validation import (
-    reason_not_to_run,
-    validation_from_reply,
-    with_limits_of_target,
-)
+from hatch_epcontext.jobs.validation import reason_not_to_run, validation_from_reply
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.facts import Context
 
@@ -137,7 +133,7 @@ class LocalExecutor:
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
         if not any(each.changed for each in prepared):
-            return Refused("change", _problems(dropped, job))
+            return Refused("change", _problems(dropped))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)
         preparations = tuple(
@@ -146,11 +142,10 @@ class LocalExecutor:
         try:
             reply = self._compile(job, recipe, prepared, folder, worker)
         except BuildError as error:
-            if _has_accident(error) or (recipe.is_plain and not _is_only(error, REFUSALS)):
+            if _has_accident(error) or (recipe.is_plain and not error.is_only(REFUSALS)):
                 raise
             rewrites = dict.fromkeys(n for e in preparations for n in (*e.options, *e.rewrites))
-            problems = _with_static_shapes(error, job).problems
-            return Refused("compile", problems, rewrites=tuple(rewrites))
+            return Refused("compile", error.problems, rewrites=tuple(rewrites))
         return Record(
             recipe,
             reply.product,
@@ -169,7 +164,7 @@ class LocalExecutor:
         except ModelError:
             raise
         except BuildError as error:
-            if not _is_only(error, _FAULTS_OF_SIMPLIFIERS):
+            if not error.is_only(_FAULTS_OF_SIMPLIFIERS):
                 raise
             return Refused("prepare", error.problems)
         control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
@@ -194,7 +189,7 @@ class LocalExecutor:
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.worker.requests import CompileRequest
 
-        with writing("an artifact", folder, job.location):
+        with writing("an artifact", folder):
             folder.mkdir(parents=True)
         target = with_options(job.target, dict(recipe.options))
         if not recipe.fuse:
@@ -208,7 +203,7 @@ class LocalExecutor:
         )
         # Hashed and validated when nobody writes to it any more, and the device is free.
         with self._device(job.target), contextlib.closing(worker):
-            return worker.call(request, self._scratch("compile"), location=job.location)
+            return worker.call(request, self._scratch("compile"), location=job.location, step="")
 
     def validate(
         self, job: Job, model: Model, artifact: Artifact, context: Context
@@ -218,7 +213,7 @@ class LocalExecutor:
 
         scratch = self._scratch("validate")
         moved = scratch.with_name(f"{scratch.name}-moved")
-        with writing("a copy to validate", moved, job.location):
+        with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
         spec = model.to_run_on(job.target)
         request = ValidateRequest(
@@ -233,12 +228,10 @@ class LocalExecutor:
             reference=self.preparations.reference(job, model)
             if spec == model.on(job.target)
             else None,
+            only_target=job.target.name if model.has_other_limits(job.target) else None,
         )
         with self._device(job.target), self._cores(job.target, artifact):
-            try:
-                reply = self.workers.call(request, scratch, location=f"{job.location}: validation")
-            except BuildError as error:
-                raise with_limits_of_target(error, model, job.target) from error
+            reply = self.workers.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
         return ValidationRun(
             validation_from_reply(artifact, reply, model.validate.inputs), reply.load
@@ -271,33 +264,8 @@ class LocalExecutor:
         return self._locks.setdefault(f"{target.provider.ep}: cores", threading.Lock())
 
 
-def _with_static_shapes(error: BuildError, job: Job) -> BuildError:
-    """``error`` with what to set where open dimensions, of which the sizes are known, can be its cause."""
-    known = all(model.dims or model.shapes for model in job.models)
-    if job.target.settings.static_shapes or not known:
-        return error
-    hint = "The target leaves dimensions open; the EP may take the model with the sizes that are given:"
-    setting = Setting(job.target.key / "static-shapes", True)
-    return type(error)(
-        *(
-            replace(
-                problem,
-                hint=f"{problem.hint} {hint}" if problem.hint else hint,
-                settings=(*problem.settings, setting),
-            )
-            if problem.kind in REFUSALS
-            else problem
-            for problem in error.problems
-        )
-    )
-
-
-def _problems(messages: Iterable[str], job: Job) -> tuple[Problem, ...]:
-    return tuple(Problem(Kind.COMPILE_FAILED, job.location, message) for message in messages)
-
-
-def _is_only(error: BuildError, kinds: Container[Kind]) -> bool:
-    return all(problem.kind in kinds for problem in error.problems)
+def _problems(messages: Iterable[str]) -> tuple[Problem, ...]:
+    return tuple(Problem(Kind.COMPILE_FAILED, "", message) for message in messages)
 
 
 def _has_accident(error: BuildError) -> bool:

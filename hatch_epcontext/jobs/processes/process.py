@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,11 +129,11 @@ class _Processes:
         if server is not None:
             server.close()
 
-    def start(self, log_path: Path, location: str) -> WorkerProcess:
+    def start(self, log_path: Path) -> WorkerProcess:
         """A started process, which prints to ``log_path`` at first; raises BuildError after `stop`."""
         with self._lock:
             if self.stopped:
-                raise _interrupted(location)
+                raise _interrupted()
             process = self._start(log_path)
             self._running.add(process)
             return process
@@ -193,10 +193,12 @@ class Workers:
         names = {each.name for each in providers if each.simulator}
         self._processes.simulated = tuple(sorted(names))
 
-    def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
+    def call(
+        self, request: Request[ReplyT], folder: Path, *, location: str, step: str | None = None
+    ) -> ReplyT:
         """The reply of a worker of its own to ``request``; see `Worker.call`."""
         with self.process() as worker:
-            return worker.call(request, folder, location=location)
+            return worker.call(request, folder, location=location, step=step)
 
     @contextlib.contextmanager
     def process(self) -> Iterator[Worker]:
@@ -238,12 +240,23 @@ class Worker:
             order.log.hide_secrets()
         self._orders.clear()
 
-    def call(self, request: Request[ReplyT], folder: Path, *, location: str) -> ReplyT:
+    def call(
+        self, request: Request[ReplyT], folder: Path, *, location: str, step: str | None = None
+    ) -> ReplyT:
         """The worker's reply to ``request``.
 
-        ``folder`` gets the log; it is made, and is the worker's working directory. Raises ModelError when
-        the worker refuses the request, and BuildError when it fails, crashes or takes too long.
+        ``folder`` gets the log; it is made, and is the worker's working directory. ``location`` is that of
+        what it logs, and of problems without one. With the ``step`` of a job (empty for compiling) problems
+        get only that, because the job's runner sets their location. Raises ModelError when the worker refuses
+        the request, and BuildError when it fails, crashes or takes too long.
         """
+        try:
+            return self._call(request, folder, f"{location}: {step}" if step else location)
+        except BuildError as error:
+            own = location if step is None else ""
+            raise error.located(own, step=step or "") from error
+
+    def _call(self, request: Request[ReplyT], folder: Path, location: str) -> ReplyT:
         # Only now: a build that finds everything in the cache needs no requests.
         from hatch_epcontext.jobs.processes.reply import InvalidReplyError, read_refusal, read_reply
 
@@ -255,7 +268,7 @@ class Worker:
         log, start = self._workers.log, time.monotonic()
         listener = None if log is None else lambda line: log(f"{location} | {line}")
         order = WorkerCommand(request.action, text, folder, flags, secrets, listener)
-        with writing("a folder for a worker", folder, location):
+        with writing("a folder for a worker", folder):
             (folder / TEMPORARY).mkdir(parents=True)
             order.log.path.touch()
         self._orders.append(order)
@@ -271,34 +284,33 @@ class Worker:
             if log is not None:
                 log(f"{location}: {order.action} took {time.monotonic() - start:.1f} s")
         if self._processes.stopped:
-            raise _interrupted(location)
+            raise _interrupted()
         if not order.log.path.is_file():
-            raise BuildError(removed_problem(folder, location))
+            raise BuildError(removed_problem(folder, ""))
         if code is None:
-            raise BuildError(self._too_slow(order, location))
-        if code not in (DONE, REFUSED, FAILED) or order.reply is None:
-            ended = _ended(code, location, order.log.tail(), order.last_step)
-            raise BuildError(self._explained(ended, folder))
+            raise BuildError(_too_slow(order, self._workers.timeout))
+        reply = order.reply if code in (DONE, REFUSED, FAILED) else None
+        error: type[BuildError] = BuildError
         try:
-            if code == DONE:
-                return read_reply(order.reply, request)
-            refusal = read_refusal(order.reply)
-        except InvalidReplyError as error:
-            message = f"the worker's reply cannot be used: {error}."
-            problem = Problem(Kind.INVALID_REPLY, location, message, log=order.log.tail())
-            raise BuildError(self._explained(problem, folder)) from None
-        problems = [_without(secrets, each, location) for each in refusal.problems]
-        if code == REFUSED:
-            raise ModelError(*(self._explained(each, folder) for each in problems))
-        with_logs = (_with_log(each, order) for each in problems)
-        raise BuildError(*(self._explained(each, folder) for each in with_logs))
+            if reply is None:
+                problems: tuple[Problem, ...] = (_ended(code, order.last_step),)
+            elif code == DONE:
+                return read_reply(reply, request)
+            else:
+                problems = read_refusal(reply).problems
+                error = ModelError if code == REFUSED else BuildError
+        except InvalidReplyError as invalid:
+            message = f"the worker's reply cannot be used: {invalid}."
+            problems = (Problem(Kind.INVALID_REPLY, "", message),)
+        has_log = error is not ModelError
+        raise error(*(_explained(each, order, memory_limit, has_log) for each in problems))
 
     def _run(self, order: WorkerCommand, location: str) -> int | None:
         """The code of the answer or of the process's end, or None after the timeout."""
         while True:
             try:
                 if self._process is None:
-                    self._process = self._processes.start(order.log.path, location)
+                    self._process = self._processes.start(order.log.path)
                 beat = Heartbeat()
                 self._process.send(order, self._workers.timeout)
                 return self._wait(self._process, order, location, beat)
@@ -321,7 +333,7 @@ class Worker:
             if code is not None:
                 return code
             if order.log.size > LOG_LIMIT:
-                raise BuildError(_flooded(order, location))
+                raise BuildError(_flooded(order))
             order.log.forward()
             self._report(beat, order, location)
         return None
@@ -339,127 +351,101 @@ class Worker:
         state = "begins" if begins else f"has run for {beat.seconds:.0f} s{order.last_step}"
         progress(f"{location}: {order.action} {state}")
 
-    def _too_slow(self, order: WorkerCommand, location: str) -> Problem:
-        limit = Setting(Key() / "build" / "timeout", round(2 * self._workers.timeout, 3))
-        message = (
-            f"the worker was stopped after {self._workers.timeout:g} seconds{order.last_step}."
-        )
-        tail = order.log.tail()
-        problem = Problem(Kind.WORKER_TIMEOUT, location, message, settings=(limit,), log=tail)
-        return _with_variable(problem, "TIMEOUT")
-
-    def _explained(self, problem: Problem, folder: Path) -> Problem:
-        """``problem``, or that the worker had too little memory or too little room in ``folder``."""
-        output = f"{problem.message}\n{problem.log or ''}"
-        if full := full_disk_problem(folder, problem.location, output):
-            # What the worker says itself has the path.
-            return problem if problem.kind is Kind.SYSTEM_ERROR else replace(full, log=problem.log)
-        if (limit := self._workers.memory_limit) is None:
-            return _with_address_space(_without_limit(problem))
-        key, size = Key() / "build" / "memory-limit", show_size(limit)
-        if not _NO_MEMORY.search(output):
-            # Some EPs only say that they cannot do what they could do with more memory.
-            hint = f"Or the worker had too little memory: {key} is {size}."
-            return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
-        return _with_variable(
-            replace(
-                problem,
-                kind=Kind.OUT_OF_MEMORY,
-                message=f"the worker needs more memory than {key} allows ({size}): {problem.message}",
-                hint="Raise the limit, or remove it.",
-                settings=(Setting(key, f"{-(-2 * limit // 10**6)} MB"),),
-            ),
-            "MEMORY_LIMIT",
-        )
-
-
-def _with_log(problem: Problem, order: WorkerCommand) -> Problem:
-    """``problem``, or that the EP does not find its libraries, with the lines of the log that explain it."""
-    errors = order.log.tail(only_errors=True)
-    if problem.kind in _EP_FAILED and (found := missing(errors)):
-        message = f"the EP cannot load its own libraries, because {found} is missing."
-        return Problem(Kind.UNLOADABLE_LIBRARY, problem.location, message, found.advice, log=errors)
-    whole = order.log.tail()
-    return replace(problem, log=(errors if problem.kind in _FOUND_BY_WORKERS else whole) or None)
-
 
 def _secrets(request: str) -> tuple[str, ...]:
     """The values of the environment variables that a request names as secrets."""
     return tuple(value for name in variables_in(request) if (value := os.environ.get(name)))
 
 
-def _without(secrets: Collection[str], problem: Problem, location: str) -> Problem:
-    """``problem`` without ``secrets``, and at ``location`` if it has none of its own."""
-    return replace(
-        problem,
-        location=hide_values(problem.location, secrets) or location,
-        message=hide_values(problem.message, secrets),
-        hint=hide_values(problem.hint, secrets) if problem.hint else problem.hint,
+def _explained(
+    found: Problem, order: WorkerCommand, memory_limit: int | None, has_log: bool
+) -> Problem:
+    """The problem of a worker that has ``found`` one, or ended with it; without the values of secrets.
+
+    The first of these: the disk is full, the EP does not find its libraries, memory is short, or ``found``.
+    ``has_log``: whether the log of the worker has to do with it.
+    """
+    location, message, hint = (
+        hide_values(text or "", order.secrets)
+        for text in (found.location, found.message, found.hint)
+    )
+    errors = order.log.tail(only_errors=True) if has_log else ""
+    log = errors if not has_log or found.kind in _FOUND_BY_WORKERS else order.log.tail()
+    found = replace(found, location=location, message=message, hint=hint or None, log=log or None)
+    output = f"{message}\n{log}"
+    if full := full_disk_problem(order.folder, location, output):
+        # What the worker says itself has the path.
+        return found if found.kind is Kind.SYSTEM_ERROR else replace(full, log=found.log)
+    if found.kind in _EP_FAILED and (lacking := missing(errors)):
+        message = f"the EP cannot load its own libraries, because {lacking} is missing."
+        return Problem(Kind.UNLOADABLE_LIBRARY, location, message, lacking.advice, log=errors)
+    key, size = Key() / "build" / "memory-limit", show_size(memory_limit or 0)
+    causes = _small_address_space()
+    # Without a limit, a log may have warnings about memory: only that of a crash counts.
+    has_crashed = found.kind is Kind.WORKER_CRASHED
+    if not _NO_MEMORY.search(output if memory_limit or has_crashed else message):
+        if memory_limit:
+            # Some EPs only say that they cannot do what they could do with more memory.
+            causes = (f"Or the worker had too little memory: {key} is {size}.", *causes)
+        return found if found.kind is Kind.SYSTEM_ERROR else replace(found, causes=causes)
+    limit = Setting(key, f"{-(-2 * (memory_limit or 0) // 10**6)} MB")
+    advice, settings = _to_raise(limit, "Raise the limit, or remove it.")
+    what = f"needs more memory than {key} allows ({size})"
+    if not memory_limit:
+        what, advice, settings = "ran out of memory", _LESS_MEMORY, ()
+    message = f"the worker {what}: {message}"
+    return Problem(
+        Kind.OUT_OF_MEMORY, location, message, advice, found.key, settings, found.log, causes=causes
     )
 
 
-def _with_variable(problem: Problem, name: str) -> Problem:
-    """``problem``, with the environment variable to change instead of the key if it is set."""
-    variable = PREFIX + name
-    if not os.environ.get(variable):
-        return problem
-    hint = f"Raise {variable}, which wins over the configuration."
-    return replace(problem, hint=hint, settings=())
-
-
-def _without_limit(problem: Problem) -> Problem:
-    """``problem``, or that memory was short. A log may have warnings about that: only a crash's counts."""
-    crashed = problem.kind is Kind.WORKER_CRASHED
-    if not _NO_MEMORY.search(f"{problem.message}\n{problem.log if crashed else ''}"):
-        return problem
-    message = f"the worker ran out of memory: {problem.message}"
-    return replace(
-        problem, kind=Kind.OUT_OF_MEMORY, message=message, hint=_LESS_MEMORY, settings=()
-    )
-
-
-def _with_address_space(problem: Problem) -> Problem:
-    """``problem``, and that the shell of this build limits the address space: EPs do not say so."""
+def _small_address_space() -> tuple[str, ...]:
+    """That the shell of this build limits the address space, if it does: EPs do not say so."""
     if sys.platform == "win32":
-        return problem
+        return ()
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY or problem.kind is Kind.SYSTEM_ERROR:
-        return problem
-    hint = (
-        f"Or the worker had too little address space: ulimit -v allows {show_size(limit)}. "
-        "Run the build with ulimit -v unlimited."
-    )
-    return replace(problem, hint=f"{problem.hint}\n{hint}" if problem.hint else hint)
+    if limit == resource.RLIM_INFINITY:
+        return ()
+    allowed = f"Or the worker had too little address space: ulimit -v allows {show_size(limit)}."
+    return (f"{allowed} Run the build with ulimit -v unlimited.",)
 
 
-def _flooded(order: WorkerCommand, location: str) -> Problem:
+def _to_raise(limit: Setting, hint: str | None = None) -> tuple[str | None, tuple[Setting, ...]]:
+    """The hint and the settings that raise a ``limit`` of the build: of its variable, if that is set."""
+    variable = PREFIX + str(limit.key.parts[-1]).upper().replace("-", "_")
+    if os.environ.get(variable):
+        return f"Raise {variable}, which wins over the configuration.", ()
+    return hint, (limit,)
+
+
+def _too_slow(order: WorkerCommand, timeout: float) -> Problem:
+    hint, settings = _to_raise(Setting(Key() / "build" / "timeout", round(2 * timeout, 3)))
+    message = f"the worker was stopped after {timeout:g} seconds{order.last_step}."
+    tail = order.log.tail()
+    return Problem(Kind.WORKER_TIMEOUT, "", message, hint, settings=settings, log=tail)
+
+
+def _flooded(order: WorkerCommand) -> Problem:
     message = f"the worker was stopped, because its log had more than {show_size(LOG_LIMIT)}."
-    return Problem(Kind.INVALID_REPLY, location, message, log=order.log.tail())
+    return Problem(Kind.INVALID_REPLY, "", message, log=order.log.tail())
 
 
-def _interrupted(location: str) -> BuildError:
-    return BuildError(Problem(Kind.INTERRUPTED, location, "the build was interrupted."))
+def _interrupted() -> BuildError:
+    return BuildError(Problem(Kind.INTERRUPTED, "", "the build was interrupted."))
 
 
-def _ended(code: int, location: str, tail: str, step: str) -> Problem:
+def _ended(code: int, step: str) -> Problem:
     """The problem of a worker that ended with exit code ``code`` and without a reply, in ``step``."""
     name = _signal_name(code)
     if name is not None and name not in _CRASHES:
         hint = "Something else ended it: build again."
         if name == "SIGKILL":
             hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
-        return Problem(
-            Kind.WORKER_KILLED,
-            location,
-            f"the worker was killed with {name}{step}.",
-            hint,
-            log=tail,
-        )
+        return Problem(Kind.WORKER_KILLED, "", f"the worker was killed with {name}{step}.", hint)
     hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
-    message = f"the worker {_describe_exit(code)}{step}."
-    return Problem(Kind.WORKER_CRASHED, location, message, hint, log=tail)
+    return Problem(Kind.WORKER_CRASHED, "", f"the worker {_describe_exit(code)}{step}.", hint)
 
 
 def _signal_name(code: int) -> str | None:

@@ -69,6 +69,7 @@ class WorkerCommand:
     ) -> None:
         self.action = action
         self.folder = folder
+        self.secrets = secrets
         self.log = WorkerLog(folder / LOG, secrets, listener)
         # What a worker gets, as a line of JSON.
         self.order = json.dumps([action, request, str(folder), *flags]).encode() + b"\n"

@@ -8,7 +8,6 @@ from pathlib import Path
 import onnx
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.loader import PREPARED
@@ -17,7 +16,7 @@ from hatch_epcontext.worker.facts import Context
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
-from hatch_epcontext.worker.reasons import nothing_compiled, with_reasons
+from hatch_epcontext.worker.reasons import with_reasons
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.sharing import compile_group
 
@@ -59,12 +58,7 @@ def _compile(request: CompileRequest, spec: Model, prepared: Path) -> Context:
     target, provider = request.target, request.target.provider
     result = Path(request.folder) / provider.result_file(spec.name)
     if provider.product == "context":
-        try:
-            compile_context(prepared, result, target, key=spec.key)
-        except BuildError as error:
-            if all(each.kind is Kind.NOTHING_COMPILED for each in error.problems):
-                raise nothing_compiled(error, prepared, target) from error
-            raise
+        compile_context(prepared, result, target, key=spec.key)
         context = read_context(spec, prepared, result, target)
         return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)

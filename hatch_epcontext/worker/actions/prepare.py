@@ -9,10 +9,12 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import Dequantize, Model
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.dequantize import dequantize
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
@@ -25,7 +27,6 @@ from hatch_epcontext.worker.configured import fix_inputs, ranges_for
 from hatch_epcontext.worker.facts import Simplifier
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.quantization.change import explained, write_dequantized
 from hatch_epcontext.worker.requests import PrepareReply, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
 
@@ -50,7 +51,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
     done = None
     if request.precision is not None and request.precision.dequantize:
         floats = own / f"{spec.name}.floats.onnx"
-        done = write_dequantized(fixed, floats, request.precision.dequantize)
+        done = _write_dequantized(fixed, floats, request.precision.dequantize)
         fixed = floats if done else fixed
     result = own / f"{spec.name}.onnx"
     step(f"simplifying the model ({request.simplifier})")
@@ -95,15 +96,8 @@ def _compare(
         expected = for_other_numbers(expected)
     # The session that has written it: opening it once more takes as long as simplifying it.
     session = simplified or open_session(result, cpu_options())
-    with explained(done, spec.key):
-        check_runs(
-            session,
-            expected,
-            tolerance,
-            spec,
-            "the prepared model on the CPU",
-            "the source model's",
-        )
+    name = "the source model's" + (f" before it was {done}" if done else "")
+    check_runs(session, expected, tolerance, spec, "the prepared model on the CPU", name)
 
 
 def _reference(request: PrepareRequest, model: onnx.ModelProto) -> Reference | None:
@@ -145,3 +139,18 @@ def _write_fixed(spec: Model, folder: Path, simplifier: Simplifier) -> Path:
         name = f"_{name}"
     onnx.save(model, folder / name)
     return folder / name
+
+
+def _write_dequantized(source: Path, result: Path, how: Dequantize) -> str | None:
+    """Write the model at ``source`` without its quantization to ``result``.
+
+    Returns what was done in words; None if there was nothing to undo, and then nothing is written.
+    """
+    step("undoing the quantization of the model")
+    model = onnx.load(source)
+    undone = dequantize(model, static=how == "all")
+    if not undone:
+        return None
+    large = model.ByteSize() > PROTOBUF_LIMIT
+    onnx.save(model, result, save_as_external_data=large, location=f"{result.name}.data")
+    return f"dequantized ({count(undone, 'operator')})"

@@ -69,9 +69,17 @@ def handle(request: ValidateRequest) -> ValidateReply:
         expected = for_other_numbers(expected)
     first = run_model(session, expected.feeds, spec, "the compiled model")
     if recorded := expected_outputs(request.context.outputs, spec):
-        check_outputs(first, recorded, request.tolerance, spec, "the recorded output")
+        name, only_target = "the recorded output", request.only_target
+        check_outputs(first, recorded, request.tolerance, spec, name, only_target=only_target)
     checked = check_runs(
-        session, expected, request.tolerance, spec, "the compiled model", "the CPU's", first=first
+        session,
+        expected,
+        request.tolerance,
+        spec,
+        "the compiled model",
+        "the CPU's",
+        first=first,
+        only_target=request.only_target,
     )
     halves = request.target.provider.computes_in_float16(request.target.settings.device)
     large = expected.facts.large if halves else ()

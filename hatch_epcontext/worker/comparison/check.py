@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import onnxruntime as ort
 
@@ -38,11 +39,13 @@ def check_runs(
     reference_name: str,
     *,
     first: Arrays | None = None,
+    only_target: str | None = None,
 ) -> ComparisonResult:
     """Run ``session``, the model ``what``, on those samples of the reference that a target is run on.
 
-    ``first``: its outputs for the first sample, if it was run on it already. Raises BuildError when an output
-    has NaN or Inf where the reference has none, or leaves the tolerance; ModelError when it takes too long.
+    ``first``: its outputs for the first sample, if it was run on it already. ``only_target``: the target that
+    is to allow more, if others are not. Raises BuildError when an output has NaN or Inf where the reference
+    has none, or leaves the tolerance; ModelError when it takes too long.
     """
     found: list[Agreement] = []
     warnings: list[str] = []
@@ -60,7 +63,7 @@ def check_runs(
                 step(f"comparing the outputs with {reference_name}")
                 place = _place(each, number)
                 found += check_outputs(
-                    own, wanted, tolerance, model, reference_name, expected, place
+                    own, wanted, tolerance, model, reference_name, expected, place, only_target
                 )
         except ModelError:
             raise
@@ -104,11 +107,13 @@ def check_outputs(
     reference_name: str,
     expected: Reference | None = None,
     place: str = "",
+    only_target: str | None = None,
 ) -> list[Agreement]:
     """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
 
-    ``expected``: the reference that ``wanted`` is from, and ``place`` where in it, for messages. Raises
-    BuildError when an output has NaN or Inf where ``wanted`` has none, or leaves the tolerance.
+    ``expected``: the reference that ``wanted`` is from, and ``place`` where in it, for messages;
+    ``only_target`` as in `check_runs`. Raises BuildError when an output has NaN or Inf where ``wanted`` has
+    none, or leaves the tolerance.
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
@@ -134,14 +139,19 @@ def check_outputs(
             agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
         agreements.append(agreement)
         if compared.excesses:
-            problems.append(_differs(compared, model, reference_name, place, facts))
+            problems.append(_differs(compared, model, reference_name, place, facts, only_target))
     if problems:
         raise BuildError(*problems)
     return agreements
 
 
 def _differs(
-    compared: Comparison, model: Model, reference_name: str, place: str, facts: Facts
+    compared: Comparison,
+    model: Model,
+    reference_name: str,
+    place: str,
+    facts: Facts,
+    only_target: str | None,
 ) -> Problem:
     agreement = compared.agreement
     message = (
@@ -172,12 +182,15 @@ def _differs(
         hint = "The compiled model is wrong there. If the app never has such inputs, give its real ones:"
         return Problem(Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "inputs"),))
     allowed = {name: _rounded(name, limit) for name, limit in compared.needed.items()}
+    limits: dict[str, Any] = {"outputs": {agreement.output: allowed}}
+    if only_target is not None:
+        limits = {"targets": {only_target: limits}}
     return Problem(
         Kind.OUTPUT_DIFFERS,
         "",
         message,
         "Find the cause, or allow more if the difference is acceptable:",
-        settings=(Setting(key / "tolerance", {"outputs": {agreement.output: allowed}}),),
+        settings=(Setting(key / "tolerance", limits),),
     )
 
 

@@ -336,7 +336,7 @@ def test_workers_that_cannot_use_the_shared_cache_say_so(run: Builder) -> None:
     with pytest.raises(BuildError) as raised:
         run(CPU)
     (problem,) = raised.value.problems
-    assert (problem.kind, problem.location) == (Kind.UNUSABLE_CACHE, "a -> x")
+    assert (problem.kind, problem.where()) == (Kind.UNUSABLE_CACHE, "a -> x")
     assert str(run.shared) in f"{problem.message}{problem.hint}"
 
 
@@ -427,7 +427,7 @@ def test_a_job_that_no_worker_can_take_is_an_error_and_the_others_run(
     with pytest.raises(BuildError) as raised:
         run(toml)
     (problem,) = raised.value.problems
-    assert (problem.kind, problem.location) == (Kind.NO_WORKER, "a -> y")
+    assert (problem.kind, problem.where()) == (Kind.NO_WORKER, "a -> y")
     assert "the job needs a worker with NPU 3, TPU 1" in problem.message
     assert "1 worker with GPU 1; " in problem.message
     assert '--resources "NPU=3,TPU=1"' in problem.advice()
@@ -439,7 +439,7 @@ def test_unequal_versions_are_listed(run: Builder) -> None:
     with pytest.raises(BuildError) as raised:
         run(CPU.replace("NPU", "MIXED"))
     (problem,) = raised.value.problems
-    assert (problem.kind, problem.location) == (Kind.VERSION_MISMATCH, "a -> x")
+    assert (problem.kind, problem.where()) == (Kind.VERSION_MISMATCH, "a -> x")
     assert re.search(r"board \(tcp://.*\): onnxruntime 1\.", problem.message)
     assert re.search(r"other \(tcp://.*\): onnxruntime 99\.0", problem.message)
 
@@ -620,7 +620,7 @@ def test_a_build_that_loses_the_only_worker_for_a_job_says_so_and_ends(
     slow.kill("alone")
     error = building.exception()
     assert isinstance(error, BuildError)
-    assert {(each.kind, each.location) for each in error.problems} == {
+    assert {(each.kind, each.where()) for each in error.problems} == {
         (Kind.NO_WORKER, "a -> npu"),
         (Kind.NO_WORKER, "b -> npu"),
     }
@@ -715,7 +715,7 @@ def test_a_crash_of_a_compiler_does_not_end_the_dask_worker(run: Builder, slow: 
     with pytest.raises(BuildError, match="the worker crashed with SIGSEGV") as raised:
         run(SLOW)
     killer.join()
-    assert raised.value.problems[0].location == "a -> npu"
+    assert raised.value.problems[0].where() == "a -> npu"
     assert raised.value.problems[0].log
     slow.hold.unlink()
     assert run(SLOW).built[0].validations["a"].status is ValidationStatus.RAN

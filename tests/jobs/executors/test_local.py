@@ -1,4 +1,4 @@
-"""What the local executor adds to errors, and which processes it uses for the steps of a job."""
+"""Which processes the local executor uses for the steps of a job, and what they are told."""
 
 from __future__ import annotations
 
@@ -8,45 +8,25 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from hatch_epcontext.config.settings import Target
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record
-from hatch_epcontext.jobs.executors.local import LocalExecutor, _with_static_shapes
+from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from tests.altered_workers import workers_with
-from tests.models import network, save
+from tests.models import model, network, save, value
 from tests.results import configured
 
 TWO_TARGETS = """
 targets = { one = { provider = "cpu" }, two = { provider = "cpu", optimization = "extended" } }
 models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
 """
-
-
-@pytest.mark.parametrize(
-    ("toml", "kind", "hinted"),
-    [
-        ("dims = { batch = 1 }", Kind.COMPILE_FAILED, True),
-        ("dims = { batch = 1 }", Kind.WORKER_TIMEOUT, False),
-        ("dims = { batch = 1 }, static-shapes = true", Kind.COMPILE_FAILED, False),
-        ("name = 'a'", Kind.COMPILE_FAILED, False),
-    ],
-)
-def test_sizes_that_are_known_can_be_fixed(
-    project: Path, toml: str, kind: Kind, hinted: bool
-) -> None:
-    save(network(), project / "models" / "a.onnx")
-    models = f'models = [{{ path = "models/a.onnx", {toml} }}]'
-    (job,) = plan(configured(project, f'provider = "openvino"\n{models}\n')).jobs
-    error = BuildError(Problem(kind, "a -> openvino", "it failed.", "Try it."))
-    (problem,) = _with_static_shapes(error, job).problems
-    assert [str(each) for each in problem.settings] == (
-        ["tool.epcontext.static-shapes = true"] if hinted else []
-    )
-    assert (problem.hint == "Try it.") is not hinted
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +108,39 @@ def test_the_lock_of_a_device_is_not_held_while_a_model_is_prepared(
         assert not (staging / "steps").exists()
     thread.join(60)
     assert len(answering(staging)) == 3
+
+
+@pytest.mark.parametrize(
+    ("targets", "tolerance", "only"),
+    [
+        ("['one']", "{ cosine = 0.999 }", False),
+        ("['one']", "{ targets = { one = { cosine = 0.999 } } }", True),
+        ("['one', 'two']", "{ cosine = 0.999 }", True),
+    ],
+)
+def test_more_is_allowed_for_the_target_that_needs_it(
+    project: Path, tmp_path: Path, workers: Workers, targets: str, tolerance: str, only: bool
+) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["y"])]
+    made = model(nodes, [value("x", [10])], [value("y", [10])])
+    save(made, project / "models" / "a.onnx")
+    data = project / "data"
+    data.mkdir()
+    x = np.linspace(1, 2, 10, dtype=np.float32)
+    onnx.save_tensor(numpy_helper.from_array(x, "x"), data / "input_0.pb")
+    onnx.save_tensor(numpy_helper.from_array(np.float32(1.1) * x, "y"), data / "output_0.pb")
+    validate = f"{{ inputs = 'data', tolerance = {tolerance} }}"
+    table = f"{{ path = 'models/a.onnx', targets = {targets}, validate = {validate} }}"
+    toml = f"models = [{table}]\n{TWO_TARGETS.split('models', maxsplit=1)[0]}"
+    job, *_ = plan(configured(project, toml)).jobs
+    executor = LocalExecutor.make(workers, tmp_path / "staging", 1, {}, [job])
+    with pytest.raises(BuildError) as raised:
+        run(executor, job)
+    (problem,) = raised.value.problems
+    (setting,) = problem.settings
+    assert (problem.kind, setting.key) == (
+        Kind.OUTPUT_DIFFERS,
+        job.models[0].key / "validate" / "tolerance",
+    )
+    assert list(setting.value) == (["targets"] if only else ["outputs"])
+    assert not only or list(setting.value["targets"]) == ["one"]

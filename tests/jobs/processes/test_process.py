@@ -218,10 +218,10 @@ def test_a_shell_that_limits_the_address_space_is_named(
     import resource
 
     fake_onnx.write_text("raise ValueError('the EP says something else')", encoding="utf-8")
-    assert "ulimit" not in str(problem(tmp_path / "without", tmp_path / "a.onnx").hint)
+    assert "ulimit" not in problem(tmp_path / "without", tmp_path / "a.onnx").advice()
     limit = (2 * 10**9, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
-    assert "ulimit -v allows 2.0 GB" in str(problem(tmp_path, tmp_path / "a.onnx").hint)
+    assert "ulimit -v allows 2.0 GB" in problem(tmp_path, tmp_path / "a.onnx").advice()
 
 
 @pytest.fixture(params=["forks", "single forks", "interpreters"])

@@ -154,6 +154,21 @@ def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
 
 
 @needs_qnn
+def test_what_the_ep_says_of_its_nodes_stands_in_place_of_a_guess_about_the_chip(
+    tmp_path: Path,
+) -> None:
+    only = model(
+        [helper.make_node("Hardmax", ["x"], ["y"], "hardmax")],
+        [value("x", [1, 4])],
+        [value("y", [1, 4])],
+    )
+    path = save(only, tmp_path / "a.onnx")
+    with pytest.raises(BuildError, match=r"It refused Hardmax \(") as raised:
+        compiled(path, target("qnn", X_ELITE), tmp_path)
+    assert "chip" not in raised.value.problems[0].advice()
+
+
+@needs_qnn
 def test_a_result_for_another_chip_is_an_error(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
     expected = "htp_arch = 999 was requested, but the EP compiled for 0"

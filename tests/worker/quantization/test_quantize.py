@@ -8,7 +8,7 @@ import pytest
 from onnxruntime.quantization import quantize_dynamic
 
 from hatch_epcontext.config.settings import Model, Quantize
-from hatch_epcontext.errors import Kind, ModelError
+from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions.prepare import handle
 from hatch_epcontext.worker.facts import Precision
@@ -17,12 +17,14 @@ from tests.models import network, save
 from tests.worker.actions.test_compile import MODEL
 
 
-def quantized(made: onnx.ModelProto, folder: Path, samples: np.ndarray) -> PrepareReply:
+def quantized(
+    made: onnx.ModelProto, folder: Path, samples: np.ndarray, snr: float = 15
+) -> PrepareReply:
     folder.mkdir(exist_ok=True)
     np.savez(folder / "samples.npz", x=samples)
     spec = Model("a", save(made, folder / "a.onnx"), MODEL)
     how = Quantize("uint16", "uint8", False)
-    precision = Precision(False, how, str(folder / "samples.npz"), Tolerance(15, 0.98))
+    precision = Precision(False, how, str(folder / "samples.npz"), Tolerance(snr, 0.98))
     out = folder / "out"
     out.mkdir()
     return handle(PrepareRequest(spec, "onnxruntime", str(out), True, precision=precision))
@@ -38,6 +40,13 @@ def test_a_model_of_floats_is_quantized_and_compared(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="quantized already") as raised:
         quantized(made, tmp_path / "second", samples)
     assert raised.value.problems[0].kind is Kind.NOT_APPLICABLE
+
+
+def test_a_disagreement_after_quantizing_says_what_was_done(tmp_path: Path) -> None:
+    samples = np.random.default_rng(1).standard_normal((4, 1, 8, 8)).astype(np.float32)
+    with pytest.raises(BuildError, match="before it was quantized to uint16") as raised:
+        quantized(network(1), tmp_path / "first", samples, snr=500)
+    assert raised.value.problems[0].kind is Kind.OUTPUT_DIFFERS
 
 
 def test_dynamic_quantization_is_undone_and_compared(tmp_path: Path) -> None:
