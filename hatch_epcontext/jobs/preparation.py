@@ -104,9 +104,9 @@ class Preparations:
         """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
         name = (job.folder, model.name)
         if name not in self._keys:
-            spec = to_plain(model.on(job.target))
+            plain = to_plain(model.on(job.target))
             self._keys[name] = value_sha256(
-                [spec, _compare(model), to_plain(_precision(job, model))]
+                [plain, _compare(model), to_plain(_precision(job, model))]
             )
         return self._keys[name]
 

@@ -215,9 +215,9 @@ class LocalExecutor:
         moved = scratch.with_name(f"{scratch.name}-moved")
         with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
-        spec = model.to_run_on(job.target)
+        to_run = model.to_run_on(job.target)
         request = ValidateRequest(
-            spec,
+            to_run,
             job.target,
             artifact.record.product,
             context,
@@ -226,7 +226,7 @@ class LocalExecutor:
             artifact.record.contexts if job.group else (),
             # Other inputs have other outputs.
             reference=self.preparations.reference(job, model)
-            if spec == model.on(job.target)
+            if to_run == model.on(job.target)
             else None,
             only_target=job.target.name if model.has_other_limits(job.target) else None,
         )
