@@ -17,11 +17,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import (
     Artifact,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hatch_epcontext.errors import BuildError, Setting
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
 from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import (
     CRASHES,
     Artifact,
