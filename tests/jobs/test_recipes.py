@@ -405,7 +405,7 @@ def test_what_leaves_the_least_control_flow_is_compiled_in_the_end(builder: Buil
     @dataclass
     class Leaving(Compiler):
         def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
-            if not recipe.control_flow:
+            if not recipe.takes_control_flow:
                 self.recipes.append(recipe)
                 left = ("If", "Loop") if recipe.simplifier == "onnxruntime" else ("If",)
                 return Refused("prepare", control_flow=left)

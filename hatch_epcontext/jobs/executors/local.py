@@ -169,7 +169,7 @@ class LocalExecutor:
                 raise
             return Refused("prepare", error.problems)
         control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
-        if control_flow and not recipe.control_flow:
+        if control_flow and not recipe.takes_control_flow:
             return Refused("prepare", control_flow=tuple(control_flow))
         try:
             return self.preparations.get(job, recipe, worker)
