@@ -34,8 +34,10 @@ def _init(self: Any, *values: Any, **given: Any) -> None:
     own.update(zip(fields.positional, values, strict=False))
     own.update(given)
     twice = given.keys() & fields.positional[: len(values)]
-    if twice or own.keys() != fields.names or len(values) > len(fields.positional):
-        raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields.names)}")
+    wrong = twice or own.keys() ^ fields.names.keys()
+    if wrong or len(values) > len(fields.positional):
+        text = f"{type(self).__name__} has the fields {', '.join(fields.names)}"
+        raise TypeError(f"{text}; wrong or missing: {', '.join(sorted(wrong)) or 'one too many'}")
     if hasattr(self, "__post_init__"):
         self.__post_init__()
 
@@ -45,7 +47,7 @@ class _Fields:
 
     def __init__(self, cls: type[Any]) -> None:
         fields, missing = dataclasses.fields(cls), dataclasses.MISSING
-        self.names = {each.name for each in fields}
+        self.names = dict.fromkeys(each.name for each in fields)
         self.positional = [each.name for each in fields if not each.kw_only]
         self.defaults = {each.name: each.default for each in fields if each.default is not missing}
         factories = ((each.name, each.default_factory) for each in fields)

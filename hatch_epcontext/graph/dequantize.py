@@ -175,11 +175,14 @@ class _Undoing:
         known = {name: its for name in data if isinstance(its := self.known.get(name), _Quantized)}
         if not known or len(known) < len(set(data)):
             return None
+        first = known[data[0]]
+        if not all(_has(scope, its, first.scale, first.zero_point) for its in known.values()):
+            return None
         renamed = {name: its.real for name, its in known.items()}
         builder.copy([node], renamed, _SUFFIX)
         builder.append(node)
         for name in filter(None, node.output):
-            self.known[name] = replace(known[data[0]], real=renamed[name])
+            self.known[name] = replace(first, real=renamed[name])
         return node.output
 
     def _reshape(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -187,11 +190,9 @@ class _Undoing:
         return self._move(node, scope, builder)
 
     def _dequantize(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        known = self.known.get(node.input[0])
-        if not isinstance(known, _Quantized):
-            return None
-        same = list(node.input[1:]) == [known.scale, known.zero_point]
-        return [known.real] if same or self.static else None
+        value, scale, zero = graph.operands(node, 3)
+        real = self._activation(value, scale, zero, scope)
+        return None if real is None else [real]
 
     def _product(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, right, left_zero, right_zero = graph.operands(node, 4)
@@ -264,7 +265,7 @@ class _Undoing:
 
     def _multiply_to_float(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, scale, its_scale, zero, its_zero, bias = graph.operands(node, 7)
-        real = self._activation(left, scale, zero)
+        real = self._activation(left, scale, zero, scope)
         floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
         if real is None or floats is None:
             return None
@@ -272,19 +273,18 @@ class _Undoing:
 
     def _attention(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         left, weight, bias, scale, its_scale, mask, zero, its_zero, past = graph.operands(node, 9)
-        real = self._activation(left, scale, zero)
+        real = self._activation(left, scale, zero, scope)
         floats = _real(scope, _floats(scope, weight), its_scale, its_zero)
         if real is None or floats is None:
             return None
         inputs = [real, builder.store(floats), bias, mask, past]
         return builder.add_like(node, "Attention", inputs, domain=graph.MICROSOFT)
 
-    def _activation(self, name: str, scale: str, zero: str) -> str | None:
+    def _activation(self, name: str, scale: str, zero: str, scope: Scope) -> str | None:
         """The floats of the integers ``name``, if these are their scale and their zero point."""
         known = self.known.get(name)
-        if not isinstance(known, _Quantized) or (scale, zero) != (known.scale, known.zero_point):
-            return None
-        return known.real
+        fits = isinstance(known, _Quantized) and _has(scope, known, scale, zero)
+        return known.real if isinstance(known, _Quantized) and fits else None
 
     def _lstm(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         names = graph.operands(node, 12)
@@ -296,6 +296,22 @@ class _Undoing:
             # Directions x inputs x gates here, directions x gates x inputs in LSTM.
             weights.append(builder.store(floats.transpose(0, 2, 1)))
         return builder.add_like(node, "LSTM", [names[0], *weights, *names[3:8]])
+
+
+def _has(scope: Scope, known: _Quantized, scale: str, zero: str) -> bool:
+    """Whether integers have this scale and this zero point."""
+    return _is_equal(scope, known.scale, scale) and _is_equal(scope, known.zero_point, zero)
+
+
+def _is_equal(scope: Scope, one: str, other: str) -> bool:
+    """Whether two values are the same one, or are stored with equal numbers; without a name it is 0."""
+    if one == other:
+        return True
+    left, right = (scope.constant(name) if name else np.zeros(()) for name in (one, other))
+    if left is None or right is None:
+        return False
+    fits = left.shape == right.shape or 1 in (left.size, right.size)
+    return fits and bool(np.all(left == right))
 
 
 def _bounds(scope: Scope, scale: str, zero: str) -> tuple[float, float] | None:

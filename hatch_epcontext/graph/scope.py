@@ -56,6 +56,7 @@ class Scope:
                     own.setdefault(name, None)
                     stored[name] = graph.constant_tensor(node)
             stored |= {tensor.name: tensor for tensor in each.initializer}
+        self._own = own.keys()
         self.types: MutableMapping[str, onnx.TypeProto | None] = own
         self.stored: MutableMapping[str, onnx.TensorProto | None] = stored
         if outer is not None:
@@ -95,7 +96,10 @@ class Scope:
         """The node that makes a value, in this graph or around it; None for inputs and stored tensors."""
         if (index := self.makers.get(name)) is not None:
             return self.nodes[index]
-        return self._outer.maker(name) if self._outer is not None else None
+        # What this graph has hides what is called so around it.
+        if self._outer is None or name in self._own:
+            return None
+        return self._outer.maker(name)
 
     def above(
         self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True

@@ -126,8 +126,8 @@ def serve(orders: Iterable[bytes], send: Callable[[bytes], object]) -> int:
 
     Returns the exit code of this process.
     """
-    report_to(send)
     for order in orders:
+        report_to(send)
         action, text, folder, *flags = json.loads(order)
         _begin(Path(folder))
         reply, code = answer(action, text, *flags)
@@ -188,6 +188,8 @@ def _main() -> int:
             file.write(lines)
             file.flush()
 
+        # What Python has printed when it started may not have ended its line.
+        send(b"\n")
         return serve(_orders(orders), send)
 
 

@@ -105,7 +105,7 @@ class _Server:
         for each in (self._awake, self._wake):
             each.setblocking(False)
         self._poll = select.poll()
-        self._must_end = False
+        self._is_used = self._must_end = False
 
     def serve(self) -> None:
         """Work until the build process closes its end, or the supervisor has ended."""
@@ -117,15 +117,20 @@ class _Server:
         for each in (self._control, self._awake):
             self._poll.register(each, select.POLLIN)
         while not self._must_end:
-            for descriptor, _ in self._poll.poll():
+            # While the first worker works. Others wait, and share what comes of it; the end of a worker or of
+            # the build waits for one of these at most.
+            has_work = bool(self._later and self._is_used)
+            self._poll.modify(self._control, select.POLLRDHUP if has_work else select.POLLIN)
+            for descriptor, _ in self._poll.poll(0 if has_work else None):
                 if descriptor == self._awake.fileno():
                     self._awake.recv(4096)
                     self._reap()
                 elif descriptor == self._control.fileno():
-                    if not self._accept():
-                        self._must_end = True
+                    self._must_end = has_work or not self._accept()
                 else:
                     self._kill_worker(descriptor)
+            if has_work:
+                self._later.pop(0)()
         for worker in self._workers:
             _kill(worker)
         _kill_children()
@@ -143,9 +148,7 @@ class _Server:
             self._workers[worker] = connection
             # The worker reads it; here only the end of the build process's side counts.
             self._poll.register(connection, select.POLLRDHUP)
-        while self._later and self._workers:
-            # Now, when the build waits for its first worker.
-            self._later.pop(0)()
+            self._is_used = True
         return bool(message)
 
     def _fork(self, connection: socket.socket) -> int | None:
@@ -207,7 +210,7 @@ def _serve(descriptor: int, supervisor: int, flags: Sequence[str]) -> int:
             _preload(_FIRST)
             named = (PROVIDERS[name] for name in flags[1:])
             simulators = (partial(_load_simulator, each) for each in named)
-            later = [lambda: _preload(_NEXT), *simulators, _rehearse]
+            later = [*(partial(_preload, [name]) for name in _NEXT), *simulators, _rehearse]
         _Server(control, later).serve()
     return 0
 

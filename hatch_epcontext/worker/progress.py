@@ -14,6 +14,7 @@ _last: list[str] = []
 def report_to(send: Callable[[bytes], object]) -> None:
     """From now on ``send`` gets a line for each `step`."""
     _listeners[:] = [send]
+    _last.clear()
 
 
 def step(text: str) -> None:

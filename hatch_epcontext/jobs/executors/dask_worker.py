@@ -257,16 +257,19 @@ class _Build:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        """End what runs here when dask has cancelled a task: the build has ended, or nobody waits for it."""
+        """End what runs here when dask has cancelled a task: the build has ended, or nobody waits for it.
+
+        The client cancels no single task of a build that goes on.
+        """
         states = self._worker.state.tasks
         over = False
         while not over and not self._executor.stopped:
             time.sleep(_WATCH_SECONDS)
             with _lock:
                 over = not self.tasks and time.monotonic() > self.used + _IDLE_SECONDS
-                over |= any(
-                    key not in states or states[key].state == "cancelled" for key in self.tasks
-                )
+                # Another thread changes them.
+                found = map(states.get, self.tasks)
+                over |= any(each is None or each.state == "cancelled" for each in found)
                 if over:
                     _builds.pop((self._worker.id, self._info.id), None)
         self.end()

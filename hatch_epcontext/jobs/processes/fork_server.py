@@ -32,8 +32,10 @@ from hatch_epcontext.worker.protocol import CRASHED, PRELOAD
 
 _MODULE = "hatch_epcontext.worker.fork_server"
 
-_GRACE = 10.0
-"""Seconds in which the server must end a worker. Then it is killed itself, and its workers end with it."""
+_GRACE, _BUSY = 10.0, 60.0
+"""Seconds in which the server must end, and end a worker: it may be importing something. Then it is killed
+itself, and its workers end with it.
+"""
 
 
 class ServerGoneError(Exception):
@@ -86,7 +88,7 @@ class Fork:
 
     def close(self) -> None:
         self.kill()
-        end = time.monotonic() + _GRACE
+        end = time.monotonic() + _BUSY
         with contextlib.suppress(ServerGoneError), contextlib.closing(self._connection):
             # It may answer before it ends.
             while self._messages.exit_code is None:

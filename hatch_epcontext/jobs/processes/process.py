@@ -371,7 +371,10 @@ def _explained(
     )
     errors = order.log.tail(only_errors=True) if has_log else ""
     log = errors if not has_log or found.kind in _FOUND_BY_WORKERS else order.log.tail()
-    found = replace(found, location=location, message=message, hint=hint or None, log=log or None)
+    said = tuple(hide_values(each, order.secrets) for each in found.causes)
+    found = replace(
+        found, location=location, message=message, hint=hint or None, log=log or None, causes=said
+    )
     output = f"{message}\n{log}"
     if full := full_disk_problem(order.folder, location, output):
         # What the worker says itself has the path.
@@ -380,7 +383,7 @@ def _explained(
         message = f"the EP cannot load its own libraries, because {lacking} is missing."
         return Problem(Kind.UNLOADABLE_LIBRARY, location, message, lacking.advice, log=errors)
     key, size = Key() / "build" / "memory-limit", show_size(memory_limit or 0)
-    causes = _small_address_space()
+    causes = (*said, *_small_address_space())
     # Without a limit, a log may have warnings about memory: only that of a crash counts.
     has_crashed = found.kind is Kind.WORKER_CRASHED
     if not _NO_MEMORY.search(output if memory_limit or has_crashed else message):

@@ -126,7 +126,7 @@ class Messages:
             self._command.note(rest.decode())
         elif self._command is not None and word == REPLY:
             self._command.reply = rest
-        # Python may print when it starts.
+        # Without forks there may also be lines that Python prints when it starts.
         return code
 
 
