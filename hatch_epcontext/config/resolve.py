@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,17 @@ from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
-    GivenLimits,
     Model,
     Quantize,
     Target,
-    ValidateSettings,
 )
 from hatch_epcontext.config.shapes import check_name_length, expand
 from hatch_epcontext.config.tables import (
-    LimitsTable,
     ModelTable,
     NarrowableTable,
     QuantizeTable,
     RootTable,
     TargetTable,
-    ToleranceTable,
     ValidateTable,
 )
 from hatch_epcontext.config.targets import NamedTarget, named_target
@@ -127,7 +123,7 @@ class Resolver:
         yield from check_duplicates(((each.key, each.name) for each in targets.values()), "target")
         return targets
 
-    def _check_names(self, names: tuple[str, ...] | None, location: Key | str) -> Diagnosed[None]:
+    def _check_names(self, names: Iterable[str] | None, location: Key | str) -> Diagnosed[None]:
         for name in names or ():
             if name not in self._targets:
                 message = f"{show(name)} is not a target."
@@ -156,22 +152,15 @@ class Resolver:
             license=table.license,
         )
 
-    def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateSettings]:
+    def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateTable]:
         table = given if isinstance(given, ValidateTable) else ValidateTable(mode=given)
-        inputs = table.inputs
-        if inputs not in SYNTHETIC:
+        if table.inputs not in SYNTHETIC:
             what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
-            path = yield from self._finder.file(key / "inputs", inputs, what, or_folder=True)
-            inputs = str(path)
-        tolerance: tuple[GivenLimits, ...] | None = ()
-        if table.tolerance is False:
-            tolerance = None
-        elif isinstance(table.tolerance, ToleranceTable):
-            yield from self._check_names(
-                tuple(table.tolerance.targets), key / "tolerance" / "targets"
-            )
-            tolerance = tuple(_tolerance(table.tolerance))
-        return ValidateSettings(table.mode, inputs, tolerance, table.timeout, table.states)
+            path = yield from self._finder.file(key / "inputs", table.inputs, what, or_folder=True)
+            table = dataclasses.replace(table, inputs=str(path))
+        if table.tolerance:
+            yield from self._check_names(table.tolerance.targets, key / "tolerance" / "targets")
+        return table
 
     def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
         yield from self._check_names(table.targets, key / "targets")
@@ -326,14 +315,6 @@ def _compile_settings(
         else None,
     }
     return CompileSettings(**{**copied, **derived})
-
-
-def _tolerance(table: ToleranceTable) -> Iterator[GivenLimits]:
-    names = [field.name for field in dataclasses.fields(LimitsTable)]
-    for target, of_target in ((None, table), *table.targets.items()):
-        for output, limits in ((None, of_target), *of_target.outputs.items()):
-            given = {name: getattr(limits, name) for name in names}
-            yield GivenLimits({n: g for n, g in given.items() if g is not None}, target, output)
 
 
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:

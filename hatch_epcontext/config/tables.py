@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -9,24 +10,29 @@ from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from packaging.tags import parse_tag
-
-from hatch_epcontext.config.settings import (
-    Dequantize,
-    Editable,
-    ExecutorName,
-    Fallback,
-    Optimization,
-    Policy,
-    QuantizedType,
-    Trust,
-    ValidationMode,
-    Verification,
-)
 from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
+
+Optimization = Literal["none", "basic", "extended", "all"]
+Policy = Literal[
+    "default",
+    "prefer-cpu",
+    "prefer-npu",
+    "prefer-gpu",
+    "max-performance",
+    "max-efficiency",
+    "min-overall-power",
+]
+Fallback = Literal["auto", "source", "none"]
+Editable = Literal["source", "compile", "skip"]
+ValidationMode = Literal["auto", "require", "structure", False]
+Trust = Literal["signed", "all"]
+ExecutorName = Literal["local", "dask"]
+Verification = Literal["record", "full"]
+Dequantize = Literal["all"] | bool
+QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
 Options = Mapping[str, OptionValue]
 Dims = Mapping[str, int]
@@ -137,6 +143,9 @@ def _license(value: str) -> str | None:
 def _wheel_tag(value: str) -> str | None:
     if value in ("auto", "any"):
         return None
+    # Only now, because workers read these tables too.
+    from packaging.tags import parse_tag
+
     try:
         valid = value.count("-") == 2 and bool(parse_tag(value))
     except ValueError:
@@ -324,6 +333,14 @@ class LimitsTable:
     rtol: float | None = _key(
         "The largest difference relative to the reference.", when_missing="no limit", check=_limit
     )
+
+    @property
+    def given(self) -> Mapping[str, float]:
+        """The limits that are given, by name."""
+        limits = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(LimitsTable)
+        }
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
