@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.build_hooks import BuildHooks
+from hatch_epcontext.config.checks.common import check_values
 from hatch_epcontext.config.checks.root import check_hook
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
@@ -87,6 +88,7 @@ def _load(
     yield from mistyped
     resolver = Resolver(parsed, environment, finder)
     models, invalid = collect(resolver.models())
+    invalid += (_with_model(each, table) for each in check_values(Key(), parsed))
     build = dataclasses.replace(parsed.build, **environment.build)
     _, missing = collect(_check_build(build, environment))
     # An invalid part is left out: nothing else is reported about it.

@@ -10,14 +10,13 @@ from typing import Any
 
 from hatch_epcontext.config.checks.common import check_duplicates, check_name
 from hatch_epcontext.config.checks.model import (
-    applicable,
     check_groups,
     check_model,
     check_narrowing,
 )
 from hatch_epcontext.config.checks.options import render_options
 from hatch_epcontext.config.checks.root import check_root
-from hatch_epcontext.config.checks.target import check_target
+from hatch_epcontext.config.checks.target import check_target, check_target_name
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
@@ -55,7 +54,7 @@ class Resolver:
         self._table = table
         self._environment = environment
         self._finder = finder
-        self._targets: Mapping[str, NamedTarget] = {}
+        self._targets: Mapping[str, NamedTarget | None] = {}
         self._hashes: dict[str, str | None] = {}
 
     def models(self) -> Diagnosed[list[Model]]:
@@ -104,7 +103,8 @@ class Resolver:
         inside = path.is_relative_to(self._root)
         return (path.relative_to(self._root) if inside else path).as_posix()
 
-    def _read_targets(self) -> Diagnosed[Mapping[str, NamedTarget]]:
+    def _read_targets(self) -> Diagnosed[Mapping[str, NamedTarget | None]]:
+        """The targets by name; None for those with an unknown provider."""
         table = self._table
         found: dict[str, tuple[Key, TargetTable]] = {}
         if table.targets:
@@ -113,14 +113,16 @@ class Resolver:
             names = (f.name for f in dataclasses.fields(TargetTable))
             short = TargetTable(**{name: getattr(table, name) for name in names})
             found = {table.provider: (Key(), short)}
-        targets = {n: named_target(n, key, each, self._root) for n, (key, each) in found.items()}
-        for target in targets.values():
+        targets: dict[str, NamedTarget | None] = {}
+        for name, (key, each) in found.items():
+            yield from check_target_name(key, name, each.provider)
+            targets[name] = target = named_target(name, key, each, self._root)
+            if target is None:
+                continue
             yield from check_target(target)
-            plugin = target.provider.plugin if target.provider else None
-            if plugin is not None and plugin.path:
-                key = target.key / "library"
-                yield from self._finder.library(key, target.table.library, Path(plugin.path))
-        yield from check_duplicates(((each.key, each.name) for each in targets.values()), "target")
+            if target.provider.plugin is not None and (path := target.provider.plugin.path):
+                yield from self._finder.library(key / "library", each.library, Path(path))
+        yield from check_duplicates(((key, name) for name, (key, _) in found.items()), "target")
         return targets
 
     def _check_names(self, names: Iterable[str] | None, location: Key | str) -> Diagnosed[None]:
@@ -171,24 +173,15 @@ class Resolver:
             names = tuple(self._targets)
         if not names and self._targets:
             yield Problem.at(key / "targets", Kind.UNKNOWN_TARGET, "names no target.")
-        known = [
-            self._targets[name]
-            for name in dict.fromkeys(names)
-            if name in self._targets and self._targets[name].provider is not None
-        ]
-        yield from check_narrowing(key, table, known)
+        known = [each for name in dict.fromkeys(names) if (each := self._targets.get(name))]
+        tables = yield from check_narrowing(key, table, known)
         targets = []
-        for target in known:
-            narrowed = yield from self._narrow(key, table, target, known)
-            targets.append(narrowed)
+        for target, own in zip(known, tables, strict=True):
+            targets.append((yield from self._narrow(key, own, target)))
         return tuple(targets)
 
-    def _narrow(
-        self, model_key: Key, table: ModelTable, named: NamedTarget, others: list[NamedTarget]
-    ) -> Diagnosed[Target]:
-        provider, unchecked = named.provider, named.table.allow_unknown_options
-        assert provider is not None
-        model = applicable(table, named, others)
+    def _narrow(self, model_key: Key, model: ModelTable, named: NamedTarget) -> Diagnosed[Target]:
+        provider, unchecked = named.provider, named.unchecked
         merged = _merge(named.table, model)
         profiles: tuple[Profile, ...] = tuple(
             {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}

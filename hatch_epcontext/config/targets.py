@@ -13,25 +13,33 @@ from hatch_epcontext.providers import Plugin, Provider, configured, find
 
 @dataclass(frozen=True)
 class NamedTarget:
-    """A target as it is written: its name, its place, and its provider, None if that is unknown."""
+    """A target as it is written: its name, its place and its provider.
+
+    With ``unchecked`` it takes options that are not known.
+    """
 
     name: str
     key: Key
     table: TargetTable
-    provider: Provider | None
+    provider: Provider
+    unchecked: bool = False
 
 
-def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTarget:
-    """The target with its provider, changed by the table's ``library``, ``ep-name`` and so on."""
+def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTarget | None:
+    """The target with its provider, changed by the table's ``library``, ``ep-name`` and so on.
+
+    None if the provider is unknown.
+    """
     provider = find(table.provider)
     if provider is None:
-        return NamedTarget(name, key, table, None)
+        return None
     ep, plugin = provider.ep, provider.plugin
     if table.library or provider.needs_library:
         ep = table.ep_name or ep
         plugin = _plugin(table.library or "", table.registration_name or ep, root)
     unchecked = table.allow_unknown_options
-    return NamedTarget(name, key, table, configured(provider.name, ep, plugin, unchecked=unchecked))
+    provider = configured(provider.name, ep, plugin, unchecked=unchecked)
+    return NamedTarget(name, key, table, provider, unchecked)
 
 
 def is_path(library: str) -> bool:
