@@ -54,18 +54,17 @@ class BuildHooks:
 
     def advice(self) -> str | None:
         """What to do if a missing file is made by one of them; None if there are none."""
+        if not self:
+            return None
         if not self.run:
-            return self._how_to_run() if self else None
+            return (
+                f"If a build hook makes it ({listing(self.before + self.after)}): this command runs none. "
+                f"Run them first: hatch build -t {self.target} --hooks-only"
+            )
         lines = [self.right_order()] if self.after else []
         if self.before:
             lines.append(f"{_subject(self.before)} ran before this one, and did not make it.")
-        return "\n".join(lines) or None
-
-    def _how_to_run(self) -> str:
-        return (
-            f"If a build hook makes it ({listing(self.before + self.after)}): this command runs none. Run "
-            f"them first: hatch build -t {self.target} --hooks-only"
-        )
+        return "\n".join(lines)
 
     def right_order(self) -> str:
         """What to do if one of those ``after`` ours makes a file that it reads; there must be some."""

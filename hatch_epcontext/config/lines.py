@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,14 @@ _Parts = tuple["str | int", ...]
 
 @dataclass(frozen=True)
 class Question:
-    """A comment with a size that only the user knows; ``line`` counts from 1."""
+    """A comment in a ``model``, as it is written, with a size that only the user knows.
+
+    ``line`` counts from 1.
+    """
 
     line: int
     text: str
+    model: Any
 
 
 class Lines:
@@ -39,8 +43,6 @@ class Lines:
         self._lines = text.replace("\r\n", "\n").split("\n")
         self._prefixes: dict[int, Any] = {}
         self._values: Any = try_parse(text)
-        # Finding a line parses the text many times, and few files ask anything.
-        self._asks = any(map(is_question, self._lines))
 
     def of(self, key: Key) -> int | None:
         """The line of ``key``, or of the innermost table that it would be in; None if there is none.
@@ -58,36 +60,34 @@ class Lines:
 
     def question(self, key: Key) -> Question | None:
         """The question that stands in a comment in place of ``key``."""
-        name, *rest = key.parts or ("",)
-        if not self._asks or name != "models" or len(rest) < 2 or not isinstance(rest[0], int):
-            return None
-        model: _Parts = (*ROOT.split("."), "models", rest[0])
-        if not _has(self._values, model) or _has(self._values, (*model, rest[1])):
-            return None
-        start = self._line(model)
-        inside = (each for each in self._questions(start) if each[0] == rest[1])
-        return next((question for _, question in inside), None)
+        return self.questions.get(Key(key.parts[:3]))
 
-    def questions(self) -> Iterator[tuple[Any, Question]]:
-        """All questions in place of keys of models, each with the model as it is written."""
+    @functools.cached_property
+    def questions(self) -> Mapping[Key, Question]:
+        """All questions in place of keys of models."""
+        found: dict[Key, Question] = {}
+        # Finding a line parses the text many times, and few files ask anything.
+        models = self._models if any(map(is_question, self._lines)) else ()
+        for index, model in enumerate(models):
+            key = Key(("models", index))
+            start = self._line((*ROOT.split("."), *key.parts))
+            for number, line in enumerate(self._lines[start - 1 :], start):
+                if number > start and re.match(r"\s*(\[|\])", line):
+                    break
+                if (match := _QUESTION.search(line)) and not _has(model, (match[1],)):
+                    question = Question(number, line[match.start() :].strip(), model)
+                    found.setdefault(key / match[1], question)
+                if number == start and not line.lstrip().startswith("["):
+                    break
+        return found
+
+    @property
+    def _models(self) -> Sequence[Any]:
+        """The models as they are written."""
         models = self._values
         for part in (*ROOT.split("."), "models"):
             models = models.get(part) if isinstance(models, dict) else None
-        for index, model in enumerate(models if isinstance(models, list) else ()):
-            for name in ("dims", "shapes"):
-                if question := self.question(Key(("models", index, name))):
-                    yield model, question
-
-    def _questions(self, start: int) -> Iterator[tuple[str, Question]]:
-        """The questions of the model whose table begins in line ``start``, or that is written there."""
-        for number in range(start, len(self._lines) + 1):
-            line = self._lines[number - 1]
-            if number > start and re.match(r"\s*(\[|\])", line):
-                return
-            if found := _question(number, line):
-                yield found
-            if number == start and not line.lstrip().startswith("["):
-                return
+        return models if isinstance(models, list) else ()
 
     def _line(self, parts: _Parts) -> int:
         end = self._end(parts)
@@ -122,12 +122,7 @@ class Lines:
 
 def is_question(line: str) -> bool:
     """Whether ``line`` asks for a size in a comment."""
-    return _question(1, line) is not None
-
-
-def _question(number: int, line: str) -> tuple[str, Question] | None:
-    found = _QUESTION.search(line)
-    return (found[1], Question(number, line[found.start() :].strip())) if found else None
+    return _QUESTION.search(line) is not None
 
 
 def try_parse(text: str) -> Any:
@@ -173,7 +168,7 @@ class PyprojectNames(KeyNames):
         return [
             f"{FILE}:{question.line}: is still a question, and open dimensions without a size were "
             f"tried with 1: {question.text}"
-            for _, question in self._lines.questions()
+            for question in self._lines.questions.values()
         ]
 
     @functools.cached_property

@@ -21,7 +21,7 @@ from hatch_epcontext.config.settings import (
     Model,
     WheelSettings,
 )
-from hatch_epcontext.config.tables import BuildTable, RootTable, ValidationMode
+from hatch_epcontext.config.tables import BuildTable, RootTable
 from hatch_epcontext.errors import (
     ROOT,
     ConfigError,
@@ -194,11 +194,7 @@ def _config(
     return Config(
         root=root,
         # A model without any of the selected targets can still be shipped as it is.
-        models=tuple(
-            _with_mode(model, environment.validate)
-            for model in models
-            if model.targets or model.fallback != "none"
-        ),
+        models=tuple(each for each in models if each.targets or each.fallback != "none"),
         output=PurePosixPath(table.output) if table.output is not None else None,
         editable=environment.editable or table.editable,
         build=BuildSettings(
@@ -227,9 +223,3 @@ def _size(size: int | str | None) -> int | None:
     except ValueError:
         # An invalid size is a problem already, and then nobody gets this configuration.
         return None
-
-
-def _with_mode(model: Model, mode: ValidationMode | None) -> Model:
-    if mode is None:
-        return model
-    return dataclasses.replace(model, validate=dataclasses.replace(model.validate, mode=mode))

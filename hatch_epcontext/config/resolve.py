@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,6 @@ from hatch_epcontext.config.tables import (
 )
 from hatch_epcontext.config.targets import NamedTarget, named_target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
-from hatch_epcontext.files import file_sha256
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider
 from hatch_epcontext.text import show, suggestion
@@ -55,7 +53,6 @@ class Resolver:
         self._environment = environment
         self._finder = finder
         self._targets: Mapping[str, NamedTarget | None] = {}
-        self._hashes: dict[str, str | None] = {}
 
     def models(self) -> Diagnosed[list[Model]]:
         """Return all models, each with those of its targets that are selected; yield all problems."""
@@ -128,12 +125,9 @@ class Resolver:
     def _check_names(self, names: Iterable[str] | None, location: Key | str) -> Diagnosed[None]:
         for name in names or ():
             if name not in self._targets:
-                message = f"{show(name)} is not a target."
-                hint = suggestion(name, self._targets)
-                if isinstance(location, Key):
-                    yield Problem.at(location, Kind.UNKNOWN_TARGET, message, hint)
-                else:
-                    yield Problem(Kind.UNKNOWN_TARGET, location, message, hint)
+                message, hint = f"{show(name)} is not a target.", suggestion(name, self._targets)
+                key = location if isinstance(location, Key) else None
+                yield Problem(Kind.UNKNOWN_TARGET, str(location), message, hint, key)
 
     def _model(self, key: Key, table: ModelTable, path: Path) -> Diagnosed[Model]:
         name = table.name if table.name is not None else path.stem
@@ -156,6 +150,8 @@ class Resolver:
 
     def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateTable]:
         table = given if isinstance(given, ValidateTable) else ValidateTable(mode=given)
+        if self._environment.validate is not None:
+            table = dataclasses.replace(table, mode=self._environment.validate)
         if table.inputs not in SYNTHETIC:
             what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
             path = yield from self._finder.file(key / "inputs", table.inputs, what, or_folder=True)
@@ -201,7 +197,7 @@ class Resolver:
         return Target(
             name=named.name,
             key=model_key if model.profiles else named.key,
-            settings=_compile_settings(merged, provider, options, self._library_sha256(provider)),
+            settings=_compile_settings(merged, named, options),
             plugin=provider.plugin,
             load_options={
                 **provider.loading(options),
@@ -232,13 +228,6 @@ class Resolver:
             key / "inputs", inputs, "file or folder of inputs", or_folder=True
         )
         return str(found or "")
-
-    def _library_sha256(self, provider: Provider) -> str | None:
-        path = provider.plugin.path if provider.plugin else ""
-        if path and path not in self._hashes:
-            # Libraries are large, and all models of a target have the same one.
-            self._hashes[path] = _sha256_if_readable(Path(path))
-        return self._hashes.get(path)
 
 
 def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -274,12 +263,10 @@ def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
 
 
 def _compile_settings(
-    table: TargetTable,
-    provider: Provider,
-    options: Mapping[str, str],
-    library_sha256: str | None,
+    table: TargetTable, named: NamedTarget, options: Mapping[str, str]
 ) -> CompileSettings:
     """The settings of a merged ``table``; a field that is called like a key is copied."""
+    provider = named.provider
     keys = {key.name for key in dataclasses.fields(table)}
     names = {field.name for field in dataclasses.fields(CompileSettings)}
     copied = {name: getattr(table, name) for name in names & keys}
@@ -294,7 +281,7 @@ def _compile_settings(
         "ep": provider.ep,
         "registration_name": plugin.registration_name if plugin else None,
         "library_module": (plugin.module or None) if plugin else None,
-        "library_sha256": library_sha256,
+        "library_sha256": named.library_sha256,
         "provider_options": options,
         "session_options": render_options(table.session_options),
         "device": device,
@@ -315,10 +302,3 @@ def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:
         return None
     activation = given.activation or provider.quantized_activation
     return Quantize(activation, given.weight, given.per_channel)
-
-
-def _sha256_if_readable(path: Path) -> str | None:
-    # `Finder.library` reports a missing file, and a name that no file can have.
-    with contextlib.suppress(OSError, ValueError):
-        return file_sha256(path)
-    return None

@@ -73,32 +73,21 @@ def _key(
     return field(default=default, metadata=metadata)
 
 
-def _positive_count(value: Any) -> str | None:
-    return None if value == "auto" or value >= 1 else "at least 1"
+def _must_be(allowed: str, is_valid: Callable[[Any], bool]) -> Check:
+    return lambda value: None if is_valid(value) else allowed
 
 
-def _positive_seconds(value: float) -> str | None:
-    return None if 0 < value < math.inf else "a number of seconds above 0"
-
-
-def _share(value: float) -> str | None:
-    return None if 0 <= value <= 1 else "from 0 to 1"
-
-
-def _bytes(value: int) -> str | None:
-    return None if value >= 0 else "at least 0 bytes"
-
-
-def _decibels(value: float) -> str | None:
-    return None if -200 <= value <= 200 else "from -200 to 200 decibels"
-
-
-def _nodes(value: int) -> str | None:
-    return None if value >= 0 else "at least 0 nodes"
-
-
-def _limit(value: float) -> str | None:
-    return None if 0 <= value < math.inf else "at least 0"
+_COUNT = _must_be("at least 1", lambda value: value == "auto" or value >= 1)
+_SECONDS = _must_be("a number of seconds above 0", lambda value: 0 < value < math.inf)
+_SHARE = _must_be("from 0 to 1", lambda value: 0 <= value <= 1)
+_BYTES = _must_be("at least 0 bytes", lambda value: value >= 0)
+_DECIBELS = _must_be("from -200 to 200 decibels", lambda value: -200 <= value <= 200)
+_NODES = _must_be("at least 0 nodes", lambda value: value >= 0)
+_LIMIT = _must_be("at least 0", lambda value: 0 <= value < math.inf)
+_RESOURCES = _must_be(
+    "names with numbers above 0, such as { NPU = 1 }",
+    lambda value: all(name and 0 < number < math.inf for name, number in value.items()),
+)
 
 
 def _size(value: int | str) -> str | None:
@@ -107,11 +96,6 @@ def _size(value: int | str) -> str | None:
     except ValueError as allowed:
         return str(allowed)
     return None
-
-
-def _resources(value: Mapping[str, float]) -> str | None:
-    valid = all(name and 0 < number < math.inf for name, number in value.items())
-    return None if valid else "names with numbers above 0, such as { NPU = 1 }"
 
 
 def _address(value: str) -> str | None:
@@ -229,7 +213,7 @@ class NarrowableTable:
         otherwise=False,
     )
     external_initializers_threshold: int | None = _key(
-        "The size in bytes from which a weight goes there.", otherwise=1024, check=_bytes
+        "The size in bytes from which a weight goes there.", otherwise=1024, check=_BYTES
     )
     static_shapes: bool | None = _key(
         "Fix the model's dimensions as `dims` and `shapes` say. With `false` they stay open, and "
@@ -241,7 +225,7 @@ class NarrowableTable:
         "unrolled, because the EP refuses them or computes something else: see `docs/rewrites.md`. `0` "
         "leaves them as they are.",
         otherwise=5000,
-        check=_nodes,
+        check=_NODES,
     )
     recompile: bool | None = _key(
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
@@ -260,7 +244,7 @@ class NarrowableTable:
     min_coverage: float | None = _key(
         "Fail when less than this share of a model's nodes is compiled.",
         otherwise=1.0,
-        check=_share,
+        check=_SHARE,
     )
 
 
@@ -279,7 +263,7 @@ class _WholeTarget(NarrowableTable):
         "Resources of the dask workers that may compile for this target, such as `{ NPU = 1 }`: see "
         "`docs/farm.md`.",
         dict,
-        check=_resources,
+        check=_RESOURCES,
     )
     allow_unknown_options: bool = _key(
         "Take provider options without a check, session options with unknown names, and "
@@ -320,18 +304,18 @@ class LimitsTable:
         "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth. Slices of the output "
         "may be 10 dB worse, and those of fewer than 8 values 20 dB.",
         when_missing="the provider's",
-        check=_decibels,
+        check=_DECIBELS,
     )
     cosine: float | None = _key(
-        "The smallest cosine similarity.", when_missing="the provider's", check=_share
+        "The smallest cosine similarity.", when_missing="the provider's", check=_SHARE
     )
     atol: float | None = _key(
         "The largest difference of any value; with `rtol`, `|out - ref| <= atol + rtol * |ref|`.",
         when_missing="no limit",
-        check=_limit,
+        check=_LIMIT,
     )
     rtol: float | None = _key(
-        "The largest difference relative to the reference.", when_missing="no limit", check=_limit
+        "The largest difference relative to the reference.", when_missing="no limit", check=_LIMIT
     )
 
     @property
@@ -387,7 +371,7 @@ class ValidateTable:
         "Seconds for running the model once: the source on the CPU, and what was made of it. A run ends "
         "at its next node, also inside a loop.",
         600.0,
-        check=_positive_seconds,
+        check=_SECONDS,
     )
 
 
@@ -454,9 +438,9 @@ class BuildTable:
     jobs: int | Literal["auto"] = _key(
         "Jobs at once; `auto` is as many as cores and free memory allow.",
         "auto",
-        check=_positive_count,
+        check=_COUNT,
     )
-    timeout: float = _key("Seconds for one worker.", 1800.0, check=_positive_seconds)
+    timeout: float = _key("Seconds for one worker.", 1800.0, check=_SECONDS)
     memory_limit: int | str | None = _key(
         'Memory for one worker: bytes, or a size such as `"8 GB"`. Linux only.',
         when_missing="no limit",
@@ -485,7 +469,7 @@ class BuildTable:
     cache_timeout: float = _key(
         "Seconds that a build waits for the shared cache without a byte, in all. Then it goes on without it.",
         20.0,
-        check=_positive_seconds,
+        check=_SECONDS,
     )
     executor: ExecutorName = _key(
         "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/farm.md`.",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import Key
+from hatch_epcontext.files import file_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Plugin, Provider, configured, find
 
@@ -15,7 +17,8 @@ from hatch_epcontext.providers import Plugin, Provider, configured, find
 class NamedTarget:
     """A target as it is written: its name, its place and its provider.
 
-    With ``unchecked`` it takes options that are not known.
+    With ``unchecked`` it takes options that are not known. ``library_sha256``: that of its library, if the
+    table has its path.
     """
 
     name: str
@@ -23,6 +26,7 @@ class NamedTarget:
     table: TargetTable
     provider: Provider
     unchecked: bool = False
+    library_sha256: str | None = None
 
 
 def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTarget | None:
@@ -39,7 +43,12 @@ def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTa
         plugin = _plugin(table.library or "", table.registration_name or ep, root)
     unchecked = table.allow_unknown_options
     provider = configured(provider.name, ep, plugin, unchecked=unchecked)
-    return NamedTarget(name, key, table, provider, unchecked)
+    sha256 = None
+    if plugin is not None and plugin.path:
+        # `Finder.library` reports a missing file, and a name that no file can have.
+        with contextlib.suppress(OSError, ValueError):
+            sha256 = file_sha256(Path(plugin.path))
+    return NamedTarget(name, key, table, provider, unchecked, sha256)
 
 
 def is_path(library: str) -> bool:

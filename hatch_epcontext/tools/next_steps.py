@@ -67,8 +67,8 @@ def next_steps(root: Path, text: str) -> NextSteps:
         module, notes = _with_export(project, config)
     notes += tuple(_python(values))
     questions = tuple(
-        OpenQuestion(str(model.get("path") if isinstance(model, dict) else model), question.line)
-        for model, question in Lines(text).questions()
+        OpenQuestion(str(q.model.get("path") if isinstance(q.model, dict) else q.model), q.line)
+        for q in Lines(text).questions.values()
     )
     return NextSteps(module, names, tuple(_dependencies(values, config)), notes, questions)
 

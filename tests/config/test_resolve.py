@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.config import resolve
+from hatch_epcontext.config import targets
 from hatch_epcontext.config.settings import CompileSettings, Quantize
 from hatch_epcontext.config.tables import TargetTable, ToleranceTable, ValidateTable
 from hatch_epcontext.errors import ConfigError, Key, Kind
@@ -234,7 +234,7 @@ def test_a_library_is_read_once_for_all_models(
         read_files.append(path)
         return "00"
 
-    monkeypatch.setattr(resolve, "file_sha256", sha256)
+    monkeypatch.setattr(targets, "file_sha256", sha256)
     toml = f'provider = "plugin"\n{LIBRARY}models = ["models/*.onnx"]'
     hashes = [found.settings.library_sha256 for found in read(project, toml).targets]
     assert (hashes, read_files) == (["00", "00"], [project / "ep.so"])
