@@ -144,7 +144,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _write_sbom(
         self, result: Result, made: Bundle, output: PurePosixPath, staging: Path
     ) -> Path:
-        from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.package import sbom
 
         core = self.metadata.core
@@ -201,7 +201,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _build(self, config: Config, staging: Path) -> Result:
         """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each."""
-        from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan
         from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
@@ -405,7 +405,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     @contextlib.contextmanager
     def _errors_as_message(self) -> Iterator[None]:
         """Foreseen errors become one message without a traceback."""
-        from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.errors import EpcontextError, MissingError
         from hatch_epcontext.system import os_error_text
         from hatch_epcontext.text import printable

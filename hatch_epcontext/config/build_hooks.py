@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,9 +85,6 @@ class BuildHooks:
         )
 
 
-NO_HOOKS = BuildHooks()
-
-
 def read_hooks(builder_config: Any) -> BuildHooks:
     """The hooks in the configuration of one of hatchling's builders, without those that are switched off."""
     names = list(builder_config.hook_config)
@@ -109,12 +105,7 @@ def hooks_of_project(root: Path) -> BuildHooks:
     # Whatever is wrong with the project, a build or the check of its configuration reports it.
     with contextlib.suppress(Exception):
         return read_hooks(WheelBuilder(str(root)).config)
-    return NO_HOOKS
-
-
-def hooks_for_command(root: Path) -> BuildHooks:
-    """The same for a command that runs none of them."""
-    return dataclasses.replace(hooks_of_project(root), run=False)
+    return BuildHooks()
 
 
 def _makers(names: list[str]) -> tuple[str, ...]:

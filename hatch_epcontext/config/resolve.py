@@ -236,12 +236,9 @@ def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
     """The names of all models and of their weight-sharing groups."""
-    named: list[tuple[Key, str, str | None]] = []
-    for model in models:
-        named.append((model.key, model.configured_name, model.share_weights))
-        named.append((model.key, model.name, None))
-    yield from check_duplicates(((key, name) for key, name, _ in named), "model")
-    yield from check_groups(named)
+    names = ((each.key, name) for each in models for name in (each.configured_name, each.name))
+    yield from check_duplicates(names, "model")
+    yield from check_groups(models)
     for model in models:
         yield from check_name_length(model)
 

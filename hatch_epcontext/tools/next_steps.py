@@ -12,9 +12,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config.build_hooks import hooks_of_project
-from hatch_epcontext.config.lines import Lines
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.pyproject import Lines, parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hatch_epcontext.config.checks.common import check_name
 from hatch_epcontext.config.checks.options import is_known_session_option
 from hatch_epcontext.config.checks.target import check_narrowable
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.shapes import check_shapes, places
 from hatch_epcontext.config.tables import (
     CutTable,
@@ -76,14 +77,13 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, str | bool | int | float)
 
 
-def check_groups(models: Iterable[tuple[Key, str, str | None]]) -> Iterator[Problem]:
-    """Weight-sharing groups; for each model its key, its name and its group."""
-    models = list(models)
-    names = {name.casefold() for _, name, _ in models}
+def check_groups(models: Sequence[Model]) -> Iterator[Problem]:
+    """The weight-sharing groups of ``models``."""
+    names = {n.casefold() for each in models for n in (each.configured_name, each.name)}
     groups: dict[str, list[Key]] = {}
-    for key, _, group in models:
-        if group is not None:
-            groups.setdefault(group, []).append(key / "share-weights")
+    for model in models:
+        if model.share_weights is not None:
+            groups.setdefault(model.share_weights, []).append(model.key / "share-weights")
     for group, keys in groups.items():
         yield from check_name(keys[0], group)
         if group.casefold() in names:
