@@ -20,31 +20,36 @@ else:
         def define(cls: type[Any]) -> type[Any]:
             made = dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
             made.__init__, made.__repr__, made.__eq__, made.__hash__ = _init, _repr, _eq, _hash
+            made._fields = _Fields(made)
             return made
 
         return define
 
 
 def _init(self: Any, *values: Any, **given: Any) -> None:
-    fields = dataclasses.fields(self)
-    positional = [each.name for each in fields if not each.kw_only]
-    if len(values) > len(positional) or given.keys() & positional[: len(values)]:
-        raise TypeError(f"{type(self).__name__} has other fields: {', '.join(positional)}")
-    given.update(zip(positional, values, strict=False))
-    for each in fields:
-        if each.name in given:
-            value = given.pop(each.name)
-        elif each.default_factory is not dataclasses.MISSING:
-            value = each.default_factory()
-        elif each.default is not dataclasses.MISSING:
-            value = each.default
-        else:
-            raise TypeError(f"{type(self).__name__} needs {each.name}")
-        self.__dict__[each.name] = value
-    if given:
-        raise TypeError(f"{type(self).__name__} has no {', '.join(given)}")
-    if post_init := getattr(self, "__post_init__", None):
-        post_init()
+    fields, own = self._fields, self.__dict__
+    own.update(fields.defaults)
+    for name, factory in fields.factories:
+        own[name] = factory()
+    own.update(zip(fields.positional, values, strict=False))
+    own.update(given)
+    twice = given.keys() & fields.positional[: len(values)]
+    if twice or own.keys() != fields.names or len(values) > len(fields.positional):
+        raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields.names)}")
+    if hasattr(self, "__post_init__"):
+        self.__post_init__()
+
+
+class _Fields:
+    """What `_init` needs to know of a class."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        fields, missing = dataclasses.fields(cls), dataclasses.MISSING
+        self.names = {each.name for each in fields}
+        self.positional = [each.name for each in fields if not each.kw_only]
+        self.defaults = {each.name: each.default for each in fields if each.default is not missing}
+        factories = ((each.name, each.default_factory) for each in fields)
+        self.factories = [(name, factory) for name, factory in factories if factory is not missing]
 
 
 def _compared(instance: Any) -> tuple[Any, ...]:

@@ -51,14 +51,17 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return []
         with self._errors_as_message():
             hooks = self._hooks()
-            # Other hooks make files in the build, for which this is asked before.
+            # Hatch asks before other hooks have made their files.
             config = self._config(hooks, pending=bool(hooks))
             self._check_sbom(config)
             sbom = SBOM if config.wheel.sbom else ()
             return [*plan(config).requirements, *cache_requirements(config.build), *sbom]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build all jobs, and give the files to Hatch; an editable install gets them in the project."""
+        """Build all jobs, and give the files to Hatch; an editable install gets them in the project.
+
+        ``version``: Hatch's name of the kind of wheel, ``"standard"`` or ``"editable"``.
+        """
         if reason := self._reason_to_skip():
             self._info(f"skipped: {reason}")
             return
@@ -200,7 +203,10 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._clean_up()
 
     def _build(self, config: Config, staging: Path) -> Result:
-        """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each."""
+        """Run all jobs of ``config``: `jobs.run` starts them, and `jobs.job` tries the recipes of each.
+
+        One that fails ends no other one, unless ``fail-fast`` is set; then all problems are raised.
+        """
         from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan
@@ -461,7 +467,7 @@ class _Progress:
         self.pulse = Heartbeat()
 
     def running(self, line: str) -> None:
-        """Say what runs: on the terminal, where nobody can see whether the front end shows it."""
+        """Say what runs: on the terminal, because nobody knows whether the front end shows it."""
         from hatch_epcontext.text import printable
 
         seconds = time.monotonic() - self._start

@@ -68,15 +68,15 @@ class Recipe:
     """One way to compile a job.
 
     ``fuse``: whether scales are folded into the weights of convolutions. ``changes`` are applied to the
-    prepared models one after the other. ``options``: of the EP, in addition to the target's. Without
-    ``control_flow`` it is compiled only if preparation leaves none.
+    prepared models one after the other. ``options``: of the EP, in addition to the target's.
+    ``takes_control_flow``: whether a model is compiled in which preparation leaves some.
     """
 
     simplifier: Simplifier
     fuse: bool = True
     changes: tuple[Change, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
-    control_flow: bool = True
+    takes_control_flow: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -88,7 +88,7 @@ class Recipe:
         """Whether something is unrolled."""
         return any(each.kind == "unroll" for each in self.changes)
 
-    def changed(
+    def with_change(
         self, kind: Literal["rewrite", "unroll"], refused: tuple[Operators, ...] | None
     ) -> Recipe:
         """This recipe with one more `Change`."""

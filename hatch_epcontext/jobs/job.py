@@ -2,13 +2,15 @@
 
 `recipes` decides what is tried. What the cache has of a job, and by which key:
 
-- ``fingerprint`` (models, settings, versions; no paths): the lock of builds that want the same.
-- An attempt's key (fingerprint, recipe): its artifact, stored before it is validated. What the EP has refused
-  is not stored.
-- That and a validation's key (files, inputs, tolerance): a validation in which it agreed.
+- ``fingerprint`` (models, settings that change what is compiled, versions; no paths): the lock of builds
+  that want the same.
+- An attempt's key (fingerprint, recipe): its artifact, if it is the best or is validated; stored before that.
+  What the EP has refused is not stored: a later build asks it again.
+- The attempt's key and a validation's key (files, inputs, tolerance): a validation in which it agreed, or
+  could not be run.
 - The choice (fingerprint, coverage and validation that are required): the key of the attempt that was chosen.
-- ``partial`` (fingerprint): the key of the attempt that covered most where none was whole, so that a build
-  that requires less finds it without a search.
+- ``partial`` (fingerprint): the key of the best attempt where none was whole, so that a build that requires
+  less finds it without a search.
 - The settings' key (fingerprint without versions): the key of the latest artifact, for builds from the cache.
 """
 
@@ -17,11 +19,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import (
     Artifact,
@@ -40,7 +43,7 @@ from hatch_epcontext.jobs.coverage import check_coverage
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.jobs.recipes import Attempt, acceptable, most_covered, refusal, try_recipes
+from hatch_epcontext.jobs.recipes import Attempt, acceptable, best, refusal, try_recipes
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
     input_files,
@@ -55,7 +58,9 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.facts import Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
-"""What an EP can compute rightly in another form of the model."""
+"""The problems of outputs that differ from the CPU's: in another form of the model they may not. All others
+end the job.
+"""
 
 
 Runs = dict[str, ValidationRun]
@@ -86,7 +91,10 @@ class JobRunner:
             self.executor.finished(job)
 
     def dry_run(self, job: Job) -> tuple[str, bool]:
-        """The job's fingerprint, and whether the cache has its artifact; nothing is compiled."""
+        """The job's fingerprint, and whether the cache has its artifact; nothing is compiled.
+
+        Of a job that only takes from the cache it is the fingerprint without versions.
+        """
         key: str | None
         if job.target.from_cache:
             fingerprint = self._fingerprint(job, {})
@@ -122,23 +130,29 @@ class JobRunner:
         cache = self._cache(job)
         fingerprint = self._fingerprint(job, self.executor.versions(job))
         choice = self._choice(job, fingerprint)
-        if found := self._known(job, choice):
+        wrong: dict[str, BuildError] = {}
+        if found := self._known(job, choice, wrong):
             return found
         self._check_embeddable(job)
         with cache.lock(fingerprint, self._waiting(job)):
             # Another build may have compiled it in the meantime.
-            if found := self._known(job, choice):
+            if found := self._known(job, choice, wrong):
                 return found
-            attempt, artifact, runs = _Search(self, job, fingerprint, cache).run()
+            attempt, artifact, runs = _Search(self, job, fingerprint, cache, wrong).run()
             cache.set_latest(choice, attempt.key)
             return attempt.key, artifact, attempt.cached, runs
 
-    def _known(self, job: Job, choice: str) -> tuple[str, Artifact, bool, Runs] | None:
-        """What an earlier build has chosen, if the cache has it, and if it agrees with the CPU here too."""
+    def _known(
+        self, job: Job, choice: str, wrong: dict[str, BuildError]
+    ) -> tuple[str, Artifact, bool, Runs] | None:
+        """What an earlier build has chosen, if the cache has it, and if it agrees with the CPU here too.
+
+        ``wrong`` gets its key and the disagreement if it does not; then it is not tried again.
+        """
         folder = self.staging / "artifacts" / job.folder
-        # What others have chosen since then is as good: a build that has its own asks nobody.
+        # What others have chosen since then is as good: a build that has its own asks no shared cache.
         key = self._cache(job).latest(choice, own_first=True)
-        artifact = self.take(job, key, folder)
+        artifact = None if key in wrong else self.take(job, key, folder)
         if key is None or artifact is None:
             return None
         try:
@@ -146,7 +160,8 @@ class JobRunner:
         except BuildError as error:
             if not error.is_only(_DISAGREEMENTS):
                 raise
-            # That build could not run it.
+            # The earlier build could not run it.
+            wrong[key] = error
             shutil.rmtree(folder)
             return None
 
@@ -156,7 +171,10 @@ class JobRunner:
             return self.executor.compile(job, recipe, folder)
 
     def _alone(self, job: Job) -> Sequence[Built]:
-        """The results of `Job.alone`, built once: they are run in place of the job's own artifact."""
+        """The results of `Job.alone`, built once.
+
+        They are run where the job's own artifact cannot be, and tell what sharing weights saves.
+        """
         key = job.folder
         if key not in self._built_alone:
             try:
@@ -204,7 +222,7 @@ class JobRunner:
         try:
             yield
         except BuildError:
-            # Half a file may be the reason.
+            # A file that was changed in the meantime may be the reason.
             self._check_files(job)
             raise
         self._check_files(job)
@@ -305,7 +323,7 @@ class JobRunner:
             return ValidationRun(not_run)
         validated = validation_key(job, model, artifact.record, self.index)
         cached = self._cache(job).validation(key, validated)
-        # A machine without the EP's device then may have one now.
+        # Where it was not run, the EP's device may be here now.
         if cached and (cached.validation.status is ValidationStatus.RAN or job.target.from_cache):
             check_conclusive(job, model, cached.validation)
             return cached
@@ -334,9 +352,19 @@ class JobRunner:
 
 
 class _Search:
-    """Tries recipes for a job until one is whole and agrees with the CPU; each is validated at most once."""
+    """Tries recipes for a job until one is whole and agrees with the CPU; each is validated at most once.
 
-    def __init__(self, runner: JobRunner, job: Job, fingerprint: str, cache: Cache) -> None:
+    ``wrong``: the disagreements of attempts that are known to be wrong, by their keys.
+    """
+
+    def __init__(
+        self,
+        runner: JobRunner,
+        job: Job,
+        fingerprint: str,
+        cache: Cache,
+        wrong: Mapping[str, BuildError],
+    ) -> None:
         self._runner = runner
         self._job = job
         self._fingerprint = fingerprint
@@ -344,7 +372,7 @@ class _Search:
         self._folder = runner.staging / "attempts" / job.folder
         self._partial = value_sha256([fingerprint, "partial"])
         self._attempts: list[Attempt] = []
-        self._validated: dict[str, Runs | BuildError] = {}
+        self._validated: dict[str, Runs | BuildError] = {**wrong}
         self._stored: set[str] = set()
 
     def run(self) -> tuple[Attempt, Artifact, Runs]:
@@ -388,10 +416,11 @@ class _Search:
     def _choose(self) -> Attempt:
         """The attempt that covers most of those that cover enough and agree with the CPU.
 
-        Raises BuildError if there is none: with a disagreement, or what the EP has refused, in that order.
+        Raises BuildError if there is none: with the first disagreement, with what is left to the CPU, or with
+        what the EP has refused, in that order.
         """
-        found = most_covered(self._attempts)
-        if found.counts and not found.is_whole:
+        found = best(self._attempts)
+        if found.may_be_taken and not found.is_whole:
             self._store(found)
             self._cache.set_latest(self._partial, found.key)
         for attempt in acceptable(self._job, self._attempts):
@@ -399,14 +428,15 @@ class _Search:
                 return attempt
         for attempt in self._attempts:
             if (error := self._disagreement(attempt)) is not None:
-                raise _after(error, self._notes(attempt))
-        if found.counts:
+                raise _with_tried(error, self._notes(attempt))
+        if found.may_be_taken:
             try:
+                # It raises: what covers enough is acceptable, and has disagreed above.
                 _check_coverage(self._job, found.artifact.record)
             except BuildError as error:
-                raise _after(error, self._notes(found)) from None
+                raise _with_tried(error, self._notes(found)) from None
         first, refused = refusal(self._job, self._attempts)
-        raise _after(refused, self._notes(first))
+        raise _with_tried(refused, self._notes(first))
 
     def _agrees(self, attempt: Attempt) -> bool:
         """Whether the artifact agrees with the CPU, or cannot be compared here; it is stored before that."""
@@ -450,7 +480,7 @@ class _Search:
         preparations = (
             replace(
                 each,
-                failed=failed,
+                failed=tuple(dict.fromkeys((*each.failed, *failed))),
                 tried=tuple(n for n in dict.fromkeys((*each.tried, *tried)) if n not in failed),
             )
             for each in record.preparations
@@ -464,7 +494,7 @@ def _check_coverage(job: Job, record: Record) -> None:
         check_coverage(context.coverage, job.target, model)
 
 
-def _after(error: BuildError, tried: tuple[str, ...]) -> BuildError:
+def _with_tried(error: BuildError, tried: tuple[str, ...]) -> BuildError:
     """``error`` with what else was ``tried``."""
     first, *others = error.problems
     return type(error)(replace(first, tried=tried), *others)

@@ -18,7 +18,7 @@ class Job:
     """Models that are compiled together for one target; several only when they share weights.
 
     ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that
-    name its chip, if its target is one of several chips.
+    name its chip, if its target has several chips.
     """
 
     models: tuple[Model, ...]
@@ -62,7 +62,7 @@ class Job:
         """Whether the artifact can be opened on the EP's own device only, and not on a simulator of it.
 
         So it is with contexts for several chips, and with contexts that share weights, unless the
-        provider is known to open these anywhere.
+        provider is known to open these anywhere. Then the results of `alone` are validated instead.
         """
         shared = self.group is not None and not self.target.provider.loads_shared
         return shared or self.has_several_chips
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """The artifact's folder below the output folder; a job for one of several chips is not shipped."""
+        """The artifact's folder below the output folder, where the jobs of `alone` are not shipped."""
         folder = f"{self.name}/{self.target.name}"
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
@@ -129,7 +129,7 @@ def _jobs(config: Config) -> tuple[Job, ...]:
                 problems += _check_group(members)
                 jobs.append(Job(tuple(m for m, _ in members), target, model.share_weights))
     if problems:
-        # The shapes of one model have the same problems.
+        # A model with several shapes is several `Model`s, with the same problems.
         raise ConfigError(*{str(problem): problem for problem in problems}.values())
     return tuple(jobs)
 
@@ -173,12 +173,12 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                 Kind.INVALID_SHARING,
                 "the models of a group are compiled together, and this model has other settings for "
                 f"the target {target.name} than {members[0][0].name}.",
-                "Move what they narrow to the target, or give both the same settings.",
+                "Set these keys in the target and not in the model, or give both models the same.",
             )
 
 
 def with_options(target: Target, options: Mapping[str, str]) -> Target:
-    """``target`` with ``options`` instead of those with the same names, which count for compiling only."""
+    """``target`` with ``options``, which are used to compile, instead of those with the same names."""
     options = {**target.settings.provider_options, **options}
     settings = dataclasses.replace(target.settings, provider_options=options)
     return dataclasses.replace(target, settings=settings)

@@ -7,12 +7,13 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.jobs.artifact import CRASHES, Preparation, Recipe
 from hatch_epcontext.jobs.cache.fingerprint import value_sha256
@@ -104,9 +105,9 @@ class Preparations:
         """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
         name = (job.folder, model.name)
         if name not in self._keys:
-            spec = to_plain(model.on(job.target))
+            plain = to_plain(model.on(job.target))
             self._keys[name] = value_sha256(
-                [spec, _compare(model), to_plain(_precision(job, model))]
+                [plain, _compare(model), to_plain(_precision(job, model))]
             )
         return self._keys[name]
 

@@ -1,11 +1,30 @@
-"""All ways in which a job is ever compiled, and when each of them is tried."""
+"""All ways in which a job is ever compiled, and when each of them is tried.
+
+A job is a model, or a group of models that share weights, for one target. A `Recipe` says how to prepare it
+(simplifier, changes) and how to compile it (options of the execution provider, the EP). An `Attempt` is a
+recipe that was tried. Its result is an `Artifact`, which is whole if no node is left to the CPU; or it is
+`Refused`: the simplifier or the EP says no or crashes, or there is nothing to change. All other errors end
+the job: a broken model, a killed worker, a full disk.
+
+`recipes` reads as the list. Each next one is chosen by what the attempts so far have shown:
+
+1. Simplifiers, until one works; without one only where none does.
+2. Options with which the EP takes operators that it leaves without them.
+3. Rewrites of what the EP leaves or refuses, and then of what it leaves of those.
+4. Loops and recurrent layers unrolled, and rewrites of these.
+5. Where the best attempt covers enough and disagrees with the CPU: less invasive and unrolled forms of it.
+
+`try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough is
+chosen when all were tried.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hatch_epcontext.errors import BuildError, Setting
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
@@ -13,7 +32,7 @@ from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import SIMPLIFIERS, Coverage, Simplifier
 
 _MAX_ROUNDS = 3
-"""How often a model is rewritten, with and without unrolling: an EP can refuse what a rewrite leaves, too."""
+"""How often a model is changed in step 3, and in step 4: an EP can refuse what a rewrite leaves, too."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +53,14 @@ class Attempt:
     def stopped_in(self) -> str | None:
         """The step that has refused it, see `Refused`; None if it has an artifact.
 
-        After ``"prepare"`` nothing was compiled, after ``"change"`` there was nothing to change, and after
-        ``"compile"`` the EP has refused everything.
+        In ``"prepare"`` the simplifier failed, or left control flow; in ``"change"`` there was nothing to
+        change; in ``"compile"`` the EP has refused everything.
         """
         return self.result.step if isinstance(self.result, Refused) else None
 
     @property
     def has_crashed(self) -> bool:
-        """Whether a process has crashed, which can happen by chance."""
+        """Whether a process has crashed."""
         problems = self.result.problems if isinstance(self.result, Refused) else ()
         return bool(problems) and all(each.kind in CRASHES for each in problems)
 
@@ -53,12 +72,12 @@ class Attempt:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to the CPU."""
+        """Whether nothing is left to the CPU, as far as that is known."""
         return isinstance(self.result, Artifact) and not self.uncovered
 
     @property
-    def counts(self) -> bool:
-        """Whether it may be taken: what is unrolled only if nothing is left to the CPU."""
+    def may_be_taken(self) -> bool:
+        """Whether it has an artifact that a wheel may get: what is unrolled only if it is whole."""
         return isinstance(self.result, Artifact) and (self.is_whole or not self.recipe.unrolls)
 
     @property
@@ -73,9 +92,9 @@ class Attempt:
 
     @property
     def quality(self) -> tuple[bool, float, int]:
-        """The larger the better: how much was compiled, then in how few parts."""
+        """The larger the better: what may be taken, then how much was compiled, then in how few parts."""
         share = min((each.share for each in self._coverages), default=0.0)
-        return self.counts, share, -sum(each.partitions for each in self._coverages)
+        return self.may_be_taken, share, -sum(each.partitions for each in self._coverages)
 
     @property
     def uncovered_operators(self) -> tuple[Operators, ...] | None:
@@ -108,7 +127,7 @@ class Attempt:
             yield f"{'; '.join(names) or 'unmodified'}: {result}"
         elif self.stopped_in == "prepare":
             crashed, simplifier = self.has_crashed, self.recipe.simplifier
-            # Do not show the signal: another recipe may succeed.
+            # Without the signal, which only alarms where another recipe succeeds.
             text = f"{simplifier} crashes on this model, in a process of its own"
             for problem in self.result.problems:
                 yield text if crashed else f"{simplifier} failed: {problem.message}"
@@ -125,8 +144,8 @@ def _first_line(message: str) -> str:
     return message.split("\n", 1)[0].rstrip(".")
 
 
-def most_covered(attempts: Sequence[Attempt]) -> Attempt:
-    """The one that covers most, in the fewest parts; of equals the first, which is the least invasive.
+def best(attempts: Sequence[Attempt]) -> Attempt:
+    """The one with the best `Attempt.quality`; of equals the first, which changes least.
 
     It need not agree with the CPU, and where nothing was compiled it is one that the EP has refused.
     """
@@ -136,10 +155,10 @@ def most_covered(attempts: Sequence[Attempt]) -> Attempt:
 def recipes(
     job: Job, attempts: Sequence[Attempt], agrees: Callable[[Attempt], bool]
 ) -> Iterator[Recipe]:
-    """Yield the recipes for ``job``, the least invasive first.
+    """Yield the recipes for ``job``, in the order above.
 
     ``attempts`` are those so far: `try_recipes` adds the attempt of each recipe before it asks for the next
-    one, which is chosen by what they have shown.
+    one. ``agrees`` is that of `try_recipes`.
     """
     yield from _simplifiers(job, attempts)
     if attempts[-1].stopped_in == "prepare":
@@ -149,10 +168,8 @@ def recipes(
         return
     yield from _options(job, attempts)
     yield from _rewrites(attempts)
-    if job.target.settings.unroll_limit:
-        yield from _unrolled(attempts)
-    if job.group is None and not job.has_several_chips:
-        yield from _other_numbers(job, attempts, agrees)
+    yield from _unrolled(job, attempts)
+    yield from _other_forms(job, attempts, agrees)
 
 
 def try_recipes(
@@ -163,12 +180,13 @@ def try_recipes(
 ) -> Attempt | None:
     """Try the recipes for ``job`` until one is whole and agrees with the CPU; None if none is.
 
-    ``attempts`` gets what ``make`` gives for each recipe and its number.
+    ``attempts`` gets what ``make`` gives for each recipe and its number. ``agrees`` validates an attempt: it
+    is also true where the artifact cannot be run or compared on this machine.
     """
     for number, recipe in enumerate(recipes(job, attempts, agrees)):
         attempt = make(recipe, number)
         if attempt.stopped_in == "prepare" and attempt.has_crashed:
-            # Perhaps by chance. What happens again is the simplifier's own fault.
+            # Perhaps by chance. What happens again is the simplifier's own fault; an EP's crash is a refusal.
             attempt = make(recipe, number)
         attempts.append(attempt)
         if attempt.is_whole and agrees(attempt):
@@ -177,10 +195,10 @@ def try_recipes(
 
 
 def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
-    """What the EP says of the models of ``job`` as they are; or the last simplifier, if none works."""
+    """What the EP says of the first form that it refuses; or the last simplifier, if none works."""
     refused = [each for each in attempts if each.stopped_in == "compile"]
     first = (refused or attempts[-1:])[0]
-    assert isinstance(first.result, Refused), "nothing was compiled"
+    assert isinstance(first.result, Refused), "called where something was compiled"
     problem, *others = first.result.problems
     has_sizes = all(model.dims or model.shapes for model in job.models)
     if refused and has_sizes and not job.target.settings.static_shapes:
@@ -195,26 +213,29 @@ def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]
 def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     """The libraries that simplify the graph: the next one where one fails, or leaves control flow."""
     # EPs for fixed shapes compile no control flow, so the next simplifier may do better.
-    control_flow = not job.target.provider.static_shapes
+    takes_control_flow = not job.target.provider.static_shapes
     for simplifier in _simplifiers_of(job):
         if simplifier == "none" and any(each.is_prepared for each in attempts):
+            # It would leave as much control flow as any of them.
             break
-        recipe = Recipe(simplifier, control_flow=control_flow)
-        yield recipe
+        yield Recipe(simplifier, takes_control_flow=takes_control_flow)
         if attempts[-1].stopped_in != "prepare":
             return
     prepared = [each for each in attempts if each.is_prepared]
     if prepared:
         least = min(prepared, key=lambda each: len(each.control_flow))
-        yield replace(least.recipe, control_flow=True)
+        yield replace(least.recipe, takes_control_flow=True)
 
 
 def _simplifiers_of(job: Job) -> tuple[Simplifier, ...]:
-    return SIMPLIFIERS if job.target.settings.optimization != "none" else SIMPLIFIERS[-1:]
+    return SIMPLIFIERS if job.target.settings.optimization != "none" else ("none",)
 
 
 def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
-    """Options of the EP with which it takes operators that it leaves without them."""
+    """Options of the EP with which it takes operators that it leaves without them.
+
+    Not where it refuses everything: then no operator is known for which they would help.
+    """
     more, last = job.target.provider.more_coverage, attempts[-1]
     if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
         return
@@ -223,53 +244,56 @@ def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
 
 
 def _rewrites(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
-    """Rewrites of what the EP refuses, and then of what it still refuses."""
-    last = most_covered(attempts)
+    """Rewrites of what the EP leaves or refuses in the best attempt, and then in the last one."""
+    last = best(attempts)
     for _ in range(_MAX_ROUNDS):
         if not last.can_be_helped:
             return
-        yield last.recipe.changed("rewrite", last.uncovered_operators)
+        yield last.recipe.with_change("rewrite", last.uncovered_operators)
         last = attempts[-1]
 
 
-def _unrolled(attempts: Sequence[Attempt]) -> Iterator[Recipe]:
+def _unrolled(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
     """Loops and recurrent layers of known length, step by step; what was inside an EP can refuse too."""
-    last = most_covered(attempts)
-    if not last.can_be_helped:
+    last = best(attempts)
+    if not last.can_be_helped or not job.target.settings.unroll_limit:
         return
-    yield last.recipe.changed("unroll", last.uncovered_operators)
+    yield last.recipe.with_change("unroll", last.uncovered_operators)
     for _ in range(_MAX_ROUNDS - 1):
         last = attempts[-1]
         if not last.can_be_helped:
             return
-        yield last.recipe.changed("rewrite", last.uncovered_operators)
+        yield last.recipe.with_change("rewrite", last.uncovered_operators)
         if attempts[-1].stopped_in == "change":
-            yield last.recipe.changed("unroll", last.uncovered_operators)
+            yield last.recipe.with_change("unroll", last.uncovered_operators)
 
 
-def _other_numbers(
+def _other_forms(
     job: Job, attempts: Sequence[Attempt], agrees: Callable[[Attempt], bool]
 ) -> Iterator[Recipe]:
     """Forms in which an EP may compute rightly what it computes wrong.
 
     Scales that are folded into the weights of convolutions cost accuracy in float16, and some EPs compute
-    loops and recurrent layers wrong. They start from the simplified model: its changes may be to blame too.
+    loops and recurrent layers wrong. They start from the simplified model: rewrites may be to blame too.
     """
-    found = most_covered(attempts)
-    if not _is_enough(job, found) or agrees(found):
+    found = best(attempts)
+    # Of groups and of contexts for several chips other jobs are compared: see `Job.alone`.
+    is_compared = job.group is None and not job.has_several_chips
+    if not is_compared or not _is_enough(job, found) or agrees(found):
         return
-    plain = Recipe(found.recipe.simplifier, options=found.recipe.options)
+    plain = replace(found.recipe, changes=(), fuse=True)
     if job.target.settings.optimization == "basic":
         yield replace(plain, fuse=False)
+        # In parts: at a whole one `try_recipes` ends.
         if _is_enough(job, attempts[-1]) and agrees(attempts[-1]):
             return
-    unrolled = plain.changed("unroll", None)
+    unrolled = plain.with_change("unroll", None)
     if job.target.settings.unroll_limit and all(each.recipe != unrolled for each in attempts):
         yield unrolled
 
 
 def _is_enough(job: Job, attempt: Attempt) -> bool:
-    return attempt.counts and reaches_minimum(attempt.artifact.record.contexts, job.target)
+    return attempt.may_be_taken and reaches_minimum(attempt.artifact.record.contexts, job.target)
 
 
 def acceptable(job: Job, attempts: Sequence[Attempt]) -> list[Attempt]:

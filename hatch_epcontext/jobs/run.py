@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import BuildSettings, Config
 from hatch_epcontext.errors import BuildError, Kind, Problem, merged
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Built, Failure, Result
 from hatch_epcontext.jobs.cache.cache import NO_HOME, Cache, default_root
 from hatch_epcontext.jobs.cutting import cut_plan

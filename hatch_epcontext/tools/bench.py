@@ -221,7 +221,7 @@ def _measured(case: Case, replies: Sequence[TimeOpeningReply]) -> Measured:
 
 def _request(subject: _Subject, case: Case, cache: Path) -> TimeOpeningRequest:
     job, model = subject.job, subject.job.models[0]
-    spec = model.to_run_on(job.target)
+    to_run = model.to_run_on(job.target)
     artifact = next(iter(subject.artifacts.values()))
     product: Product | None = None
     path, target = Path(subject.prepared.path), job.target
@@ -236,4 +236,4 @@ def _request(subject: _Subject, case: Case, cache: Path) -> TimeOpeningRequest:
         target = replace(target, load_options={**target.load_options, option: str(cache)})
     inputs = artifact.record.contexts[0].inputs
     ranges = subject.prepared.ranges
-    return TimeOpeningRequest(str(path), target, product, case.buffer, spec, inputs, ranges)
+    return TimeOpeningRequest(str(path), target, product, case.buffer, to_run, inputs, ranges)

@@ -53,8 +53,8 @@ def preview(config: Config) -> Preview:
     with temp_dir() as folder:
         (model,) = cut_models(config, Index(), workers, folder).models
         (target,) = model.targets
-        spec = model.on(target)
-        request = PreviewRequest(spec, target)
+        fixed = model.on(target)
+        request = PreviewRequest(fixed, target)
         known = workers.call(request, folder / "preview", location=model.name)
         if target.provider.reasons is None:
             reason = f"{target.provider.ep} does not say which nodes it refuses."
@@ -63,7 +63,7 @@ def preview(config: Config) -> Preview:
             reason = f"{target.provider.ep} itself was not asked, because of that."
             return Preview(target.provider.ep, known, None, reason)
         (folder / "prepared").mkdir()
-        ask = FindRefusedRequest(spec, target, str(folder / "prepared"))
+        ask = FindRefusedRequest(fixed, target, str(folder / "prepared"))
         try:
             check_environment((target,), requirements((target,)))
             asked = workers.call(ask, folder / "ask", location=model.name)
@@ -73,8 +73,8 @@ def preview(config: Config) -> Preview:
     dynamic = any(node.op in DYNAMIC_QUANTIZATION for node in asked.refused)
     if dynamic and not target.settings.dequantize:
         message = f"{target.provider.ep} does not take all of the model's dynamic quantization."
-        setting = Setting(spec.key / "dequantize", True)
-        problem = Problem.at(spec.key, Kind.LOW_COVERAGE, message, "Undo that.", setting)
+        setting = Setting(fixed.key / "dequantize", True)
+        problem = Problem.at(fixed.key, Kind.LOW_COVERAGE, message, "Undo that.", setting)
         known = replace(known, problems=(*known.problems, problem))
     return Preview(target.provider.ep, known, asked, None)
 

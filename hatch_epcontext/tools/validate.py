@@ -249,7 +249,7 @@ def _run(
     With ``has_source`` the job's model is the source to compare with; otherwise it is the artifact
     itself. Raises BuildError when it cannot be run on this machine, or fails.
     """
-    spec = job.models[0].to_run_on(job.target)
+    to_run = job.models[0].to_run_on(job.target)
     if reason := reason_not_to_run(job) or reason_not_to_open(path, model, job.target.provider):
         raise BuildError(
             Problem(
@@ -265,10 +265,12 @@ def _run(
     copy_named_files(path, model, moved)
     request = ValidateRequest(
         # The source gets the shapes that were fixed when it was compiled.
-        replace(spec, shapes={**fixed_shapes(model.inputs), **spec.shapes}) if has_source else spec,
+        replace(to_run, shapes={**fixed_shapes(model.inputs), **to_run.shapes})
+        if has_source
+        else to_run,
         job.target,
         job.target.provider.product,
-        Context(spec.name, path.name, model.inputs, model.outputs),
+        Context(to_run.name, path.name, model.inputs, model.outputs),
         str(moved),
         job.models[0].tolerance_for(job.target) if has_source else None,
         has_source=has_source,

@@ -387,12 +387,12 @@ class _Validator:
         (model,) = self._configure(component).models
         reference = self._reference(component, variant)
         tolerance = model.tolerance_for(form.target) if reference else None
-        spec = self._spec(component, form, model, reference)
+        to_run = self._to_run(component, form, model, reference)
         with temp_dir() as staging:
             name = _copy(self._read.folder, found, form, staging / "moved")
             context = Context(component, name, form.model.inputs, form.model.outputs)
             request = ValidateRequest(
-                spec,
+                to_run,
                 form.target,
                 "context" if form.model.contexts else "optimized",
                 context,
@@ -406,7 +406,7 @@ class _Validator:
             return validation_of(ValidationStatus.RAN, reply, model.validate.inputs)
         return validation_of(ValidationStatus.RAN_ON_CPU, reply, model.validate.inputs)
 
-    def _spec(
+    def _to_run(
         self, component: str, form: _Opening, model: Model, reference: _Reference | None
     ) -> Model:
         """The model to compare with, or the variant's own, with the shapes that the variant has."""

@@ -210,6 +210,7 @@ def test_what_was_chosen_where_it_could_not_be_run_is_searched_again_where_it_di
     second = Builder(builder.project, tmp_path / "second")
     assert second.name(second.build(compiler, cache=cache)) == "unfused"
     assert compiler.tried == ["unfused"]
+    assert compiler.validated == ["plain", "unfused"]
     # And that is the choice from then on.
     third = Builder(builder.project, tmp_path / "third")
     again = Compiler(outcomes, wrong=["plain"])
@@ -405,7 +406,7 @@ def test_what_leaves_the_least_control_flow_is_compiled_in_the_end(builder: Buil
     @dataclass
     class Leaving(Compiler):
         def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
-            if not recipe.control_flow:
+            if not recipe.takes_control_flow:
                 self.recipes.append(recipe)
                 left = ("If", "Loop") if recipe.simplifier == "onnxruntime" else ("If",)
                 return Refused("prepare", control_flow=left)
@@ -436,3 +437,19 @@ def test_the_choice_is_kept_and_other_limits_validate_again(
     built = builder.build(other, cache=cache)
     assert (builder.name(built), built.cached) == ("plain", True)
     assert (other.tried, other.validated) == ([], ["plain"])
+
+
+def test_what_a_build_that_requires_less_takes_without_a_search_keeps_what_was_tried(
+    builder: Builder, tmp_path: Path
+) -> None:
+    outcomes: dict[str, Outcome] = {"plain": NO_REPLY, "onnxslim": ("If", "If")}
+    cache = tmp_path / "cache"
+    with pytest.raises(BuildError):
+        builder.build(Compiler(outcomes), cache=cache)
+    again = Compiler(outcomes)
+    other = Builder(builder.project, tmp_path / "other")
+    taken = other.build(again, "min-coverage = 0.5", cache=cache)
+    assert (other.name(taken), taken.cached, again.tried) == ("onnxslim", True, [])
+    (preparation,) = taken.artifact.record.preparations
+    assert preparation.failed == ("onnxruntime crashes on this model, in a process of its own",)
+    assert preparation.tried

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem
 from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import (
     CRASHES,
     Artifact,
@@ -168,7 +169,7 @@ class LocalExecutor:
                 raise
             return Refused("prepare", error.problems)
         control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)
-        if control_flow and not recipe.control_flow:
+        if control_flow and not recipe.takes_control_flow:
             return Refused("prepare", control_flow=tuple(control_flow))
         try:
             return self.preparations.get(job, recipe, worker)
@@ -215,9 +216,9 @@ class LocalExecutor:
         moved = scratch.with_name(f"{scratch.name}-moved")
         with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
-        spec = model.to_run_on(job.target)
+        to_run = model.to_run_on(job.target)
         request = ValidateRequest(
-            spec,
+            to_run,
             job.target,
             artifact.record.product,
             context,
@@ -226,7 +227,7 @@ class LocalExecutor:
             artifact.record.contexts if job.group else (),
             # Other inputs have other outputs.
             reference=self.preparations.reference(job, model)
-            if spec == model.on(job.target)
+            if to_run == model.on(job.target)
             else None,
             only_target=job.target.name if model.has_other_limits(job.target) else None,
         )

@@ -33,8 +33,8 @@ def handle(request: CompileRequest) -> CompileReply:
         contexts = compile_group(request)
     else:
         contexts = tuple(
-            _compile(request, spec, Path(path))
-            for spec, path in zip(request.models, request.prepared, strict=True)
+            _compile(request, model, Path(path))
+            for model, path in zip(request.models, request.prepared, strict=True)
         )
     product = request.target.provider.product
     if request.target.settings.recompile:
@@ -44,22 +44,22 @@ def handle(request: CompileRequest) -> CompileReply:
 
 def _add_prepared(request: CompileRequest) -> None:
     """Put the prepared models, with their external data, into the artifact."""
-    for spec, path in zip(request.models, map(Path, request.prepared), strict=True):
-        model = onnx.load(path, load_external_data=False)
+    for model, path in zip(request.models, map(Path, request.prepared), strict=True):
+        onnx_model = onnx.load(path, load_external_data=False)
         folder = Path(request.folder) / PREPARED
-        for name in external_data(model, path.parent, spec.key):
+        for name in external_data(onnx_model, path.parent, model.key):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(path.parent / name, folder / name)
         folder.mkdir(exist_ok=True)
-        link_or_copy(path, folder / f"{spec.name}.onnx")
+        link_or_copy(path, folder / f"{model.name}.onnx")
 
 
-def _compile(request: CompileRequest, spec: Model, prepared: Path) -> Context:
+def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
     target, provider = request.target, request.target.provider
-    result = Path(request.folder) / provider.result_file(spec.name)
+    result = Path(request.folder) / provider.result_file(model.name)
     if provider.product == "context":
-        compile_context(prepared, result, target, key=spec.key)
-        context = read_context(spec, prepared, result, target)
+        compile_context(prepared, result, target, key=model.key)
+        context = read_context(model, prepared, result, target)
         return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)
-    return read_optimized(spec.name, result)
+    return read_optimized(model.name, result)

@@ -38,23 +38,23 @@ def handle(request: PrepareRequest) -> PrepareReply:
     Raises ModelError when the model does not fit its configuration or cannot be run on the CPU, and
     BuildError when the result differs from the source: a simplifier must not change a model.
     """
-    spec, folder = request.model, Path(request.folder)
+    model, folder = request.model, Path(request.folder)
     step("reading the model")
-    fixed = _write_fixed(spec, folder, request.simplifier)
-    model = onnx.load(fixed, load_external_data=False)
-    nodes_before = len(graph.compute_nodes(model.graph))
-    ranges = ranges_for(model, spec)
+    fixed = _write_fixed(model, folder, request.simplifier)
+    onnx_model = onnx.load(fixed, load_external_data=False)
+    nodes_before = len(graph.compute_nodes(onnx_model.graph))
+    ranges = ranges_for(onnx_model, model)
     # Before the simplifier, which is not to blame for a source that cannot be run.
-    expected = _reference(request, model)
+    expected = _reference(request, onnx_model)
     outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
     done = None
     if request.precision is not None and request.precision.dequantize:
-        floats = own / f"{spec.name}.floats.onnx"
+        floats = own / f"{model.name}.floats.onnx"
         done = _write_dequantized(fixed, floats, request.precision.dequantize)
         fixed = floats if done else fixed
-    result = own / f"{spec.name}.onnx"
+    result = own / f"{model.name}.onnx"
     step(f"simplifying the model ({request.simplifier})")
     if (simplified := _simplify(fixed, result, request)) is None:
         result = fixed
@@ -62,18 +62,18 @@ def handle(request: PrepareRequest) -> PrepareReply:
         # Few builds need it, and importing it takes long.
         from hatch_epcontext.worker.quantization.quantize import write_quantized
 
-        quantized = own / f"{spec.name}.quantized.onnx"
-        done = write_quantized(result, quantized, spec, request.precision)
+        quantized = own / f"{model.name}.quantized.onnx"
+        done = write_quantized(result, quantized, model, request.precision)
         result, simplified = quantized, None
     if expected is not None and (simplified is not None or done is not None):
         _compare(simplified, result, expected, request, done)
-    model = onnx.load(result, load_external_data=False)
-    nodes = len(graph.compute_nodes(model.graph))
+    onnx_model = onnx.load(result, load_external_data=False)
+    nodes = len(graph.compute_nodes(onnx_model.graph))
     return PrepareReply(
         str(result),
         nodes_before,
         nodes,
-        graph.control_flow(model.graph),
+        graph.control_flow(onnx_model.graph),
         ranges,
         outputs_path,
         done,
@@ -91,22 +91,22 @@ def _compare(
 
     ``done``: how its numbers were changed. Raises BuildError if they differ more than that explains.
     """
-    spec, tolerance = request.model, SIMPLIFIED
+    model, tolerance = request.model, SIMPLIFIED
     if done is not None and request.precision is not None:
         tolerance = request.precision.tolerance or SIMPLIFIED
         expected = for_other_numbers(expected)
     # The session that has written it: opening it once more takes as long as simplifying it.
     session = simplified or open_session(result, cpu_options())
     name = "the source model's" + (f" before it was {done}" if done else "")
-    check_runs(session, expected, tolerance, spec, "the prepared model on the CPU", name)
+    check_runs(session, expected, tolerance, model, "the prepared model on the CPU", name)
 
 
-def _reference(request: PrepareRequest, model: onnx.ModelProto) -> Reference | None:
+def _reference(request: PrepareRequest, onnx_model: onnx.ModelProto) -> Reference | None:
     if not request.compare:
         return None
     if request.reference is not None:
         return read_reference(request.reference)
-    return reference(request.model, model)
+    return reference(request.model, onnx_model)
 
 
 def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:
@@ -124,21 +124,21 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
     return optimize(source, result, "basic", fuse=request.fuse)
 
 
-def _write_fixed(spec: Model, folder: Path, simplifier: Simplifier) -> Path:
-    source = Path(spec.path)
-    model = reading.read(source, spec.key)
-    data = external.external_data(model, source.parent, spec.key)
+def _write_fixed(model: Model, folder: Path, simplifier: Simplifier) -> Path:
+    source = Path(model.path)
+    onnx_model = reading.read(source, model.key)
+    data = external.external_data(onnx_model, source.parent, model.key)
     # onnx itself, which onnxslim uses, refuses external data that is a link, hard or symbolic.
     copy = shutil.copyfile if simplifier == "onnxslim" else link_or_copy
     for name in data:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         copy((source.parent / name).resolve(), target)
-    fix_inputs(model, spec)
-    name = f"{spec.name}.fixed.onnx"
+    fix_inputs(onnx_model, model)
+    name = f"{model.name}.fixed.onnx"
     while name in data:
         name = f"_{name}"
-    onnx.save(model, folder / name)
+    onnx.save(onnx_model, folder / name)
     return folder / name
 
 
@@ -148,10 +148,10 @@ def _write_dequantized(source: Path, result: Path, how: Dequantize) -> str | Non
     Returns what was done in words; None if there was nothing to undo, and then nothing is written.
     """
     step("undoing the quantization of the model")
-    model = onnx.load(source)
-    undone = dequantize(model, static=how == "all")
+    onnx_model = onnx.load(source)
+    undone = dequantize(onnx_model, static=how == "all")
     if not undone:
         return None
-    large = model.ByteSize() > PROTOBUF_LIMIT
-    onnx.save(model, result, save_as_external_data=large, location=f"{result.name}.data")
+    large = onnx_model.ByteSize() > PROTOBUF_LIMIT
+    onnx.save(onnx_model, result, save_as_external_data=large, location=f"{result.name}.data")
     return f"dequantized ({count(undone, 'operator')})"

@@ -39,7 +39,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     Raises BuildError when it cannot be opened without compiling, fails, has NaN or Inf where the CPU
     EP has none, or leaves the tolerance; ModelError when the dummy inputs do not fit.
     """
-    spec = request.model
+    model = request.model
     expected = _reference(request)
     step("opening the compiled model")
     # The sessions of a group that are opened first must outlive the later ones.
@@ -60,22 +60,22 @@ def handle(request: ValidateRequest) -> ValidateReply:
         _check_assignment(request, from_memory, "memory")
         _check_assignment(request, session, "disk")
     if not isinstance(expected, Reference):
-        outputs = run_model(session, expected, spec, "the compiled model")
+        outputs = run_model(session, expected, model, "the compiled model")
         refuse_not_finite(outputs, {})
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
-    first = run_model(session, expected.feeds, spec, "the compiled model")
-    if recorded := expected_outputs(request.context.outputs, spec):
+    first = run_model(session, expected.feeds, model, "the compiled model")
+    if recorded := expected_outputs(request.context.outputs, model):
         name, only_target = "the recorded output", request.only_target
-        check_outputs(first, recorded, request.tolerance, spec, name, only_target=only_target)
+        check_outputs(first, recorded, request.tolerance, model, name, only_target=only_target)
     checked = check_runs(
         session,
         expected,
         request.tolerance,
-        spec,
+        model,
         "the compiled model",
         "the CPU's",
         first=first,
@@ -90,34 +90,34 @@ def handle(request: ValidateRequest) -> ValidateReply:
 
 def _reference(request: ValidateRequest) -> Reference | Arrays:
     """What to compare with; only inputs where nothing is compared."""
-    spec = request.model
+    model = request.model
     if request.tolerance is not None and request.reference is not None:
         found = read_reference(request.reference)
         _check_inputs(request, found.feeds)
         return found
     if not request.has_source:
         own = request.context.inputs
-        given = {each.name: constant(spec, each) for each in own if each.name in spec.constants}
-        return {**dummy_inputs(own, spec), **given}
-    source = reading.read(Path(spec.path), spec.key)
-    fix_inputs(source, spec)
-    feeds = feeds_for(source, spec)
+        given = {each.name: constant(model, each) for each in own if each.name in model.constants}
+        return {**dummy_inputs(own, model), **given}
+    source = reading.read(Path(model.path), model.key)
+    fix_inputs(source, model)
+    feeds = feeds_for(source, model)
     _check_inputs(request, feeds)
-    return feeds if request.tolerance is None else reference(spec, source)
+    return feeds if request.tolerance is None else reference(model, source)
 
 
 def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
-    spec = request.model
+    model = request.model
     if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
         inputs = "the inputs" if len(more) > 1 else "the input"
         raise ModelError(
             Problem.at(
-                spec.key,
+                model.key,
                 Kind.VALUE_MISMATCH,
                 f"the source model has {inputs} {', '.join(map(repr, more))}, and the compiled model "
                 "does not.",
                 "Give the values to which they were frozen.",
-                Setting(spec.key / "constants"),
+                Setting(model.key / "constants"),
             )
         )
 
