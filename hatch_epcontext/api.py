@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import Fallback, Optimization, ValidationMode
+from hatch_epcontext.config.tables import Fallback, Optimization, ValidationMode
 from hatch_epcontext.errors import (
     BuildError,
     ConfigError,

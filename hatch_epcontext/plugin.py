@@ -147,7 +147,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _write_sbom(
         self, result: Result, made: Bundle, output: PurePosixPath, staging: Path
     ) -> Path:
-        from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.package import sbom
 
         core = self.metadata.core
@@ -207,7 +207,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
         One that fails ends no other one, unless ``fail-fast`` is set; then all problems are raised.
         """
-        from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.files import Output
         from hatch_epcontext.jobs.plan import plan
         from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
@@ -411,7 +411,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     @contextlib.contextmanager
     def _errors_as_message(self) -> Iterator[None]:
         """Foreseen errors become one message without a traceback."""
-        from hatch_epcontext.config.lines import PyprojectNames
+        from hatch_epcontext.config.pyproject import PyprojectNames
         from hatch_epcontext.errors import EpcontextError, MissingError
         from hatch_epcontext.system import os_error_text
         from hatch_epcontext.text import printable

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.config.lines import PyprojectNames
+from hatch_epcontext.config.pyproject import PyprojectNames
 from hatch_epcontext.errors import (
     BuildError,
     EpcontextError,

@@ -11,7 +11,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from hatch_epcontext.cli._flags_to_config import job_settings
-from hatch_epcontext.config.settings import SYNTHETIC, Optimization
+from hatch_epcontext.config.settings import SYNTHETIC
+from hatch_epcontext.config.tables import Optimization
 from hatch_epcontext.providers import PROVIDERS, Device
 from hatch_epcontext.text import show
 

@@ -13,9 +13,8 @@ import click
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._flag_errors import use_lines
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.lines import PyprojectNames
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import tool_table
+from hatch_epcontext.config.pyproject import PyprojectNames, tool_table
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem
 from hatch_epcontext.text import show, suggestion

@@ -18,7 +18,7 @@ from hatch_epcontext.cli._common import (
 from hatch_epcontext.cli._flag_errors import use_flag_names
 from hatch_epcontext.cli._flags import job_flags, models_argument
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.config.settings import Fallback
+from hatch_epcontext.config.tables import Fallback
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.text import show_size

@@ -12,8 +12,7 @@ import click
 
 from hatch_epcontext.cli._common import warn
 from hatch_epcontext.cli._output import echo
-from hatch_epcontext.config.lines import FILE
-from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.pyproject import FILE, parse
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.files import file_sha256, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,18 +53,17 @@ class BuildHooks:
 
     def advice(self) -> str | None:
         """What to do if a missing file is made by one of them; None if there are none."""
+        if not self:
+            return None
         if not self.run:
-            return self._how_to_run() if self else None
+            return (
+                f"If a build hook makes it ({listing(self.before + self.after)}): this command runs none. "
+                f"Run them first: hatch build -t {self.target} --hooks-only"
+            )
         lines = [self.right_order()] if self.after else []
         if self.before:
             lines.append(f"{_subject(self.before)} ran before this one, and did not make it.")
-        return "\n".join(lines) or None
-
-    def _how_to_run(self) -> str:
-        return (
-            f"If a build hook makes it ({listing(self.before + self.after)}): this command runs none. Run "
-            f"them first: hatch build -t {self.target} --hooks-only"
-        )
+        return "\n".join(lines)
 
     def right_order(self) -> str:
         """What to do if one of those ``after`` ours makes a file that it reads; there must be some."""
@@ -85,9 +83,6 @@ class BuildHooks:
             f"{order}\nwrite [{own}.{NAME}] below [{theirs}], and remove [{ours}], because hooks of "
             f"[{ALL_HOOKS}] run first.{sdist}"
         )
-
-
-NO_HOOKS = BuildHooks()
 
 
 def read_hooks(builder_config: Any) -> BuildHooks:
@@ -110,12 +105,7 @@ def hooks_of_project(root: Path) -> BuildHooks:
     # Whatever is wrong with the project, a build or the check of its configuration reports it.
     with contextlib.suppress(Exception):
         return read_hooks(WheelBuilder(str(root)).config)
-    return NO_HOOKS
-
-
-def hooks_for_command(root: Path) -> BuildHooks:
-    """The same for a command that runs none of them."""
-    return dataclasses.replace(hooks_of_project(root), run=False)
+    return BuildHooks()
 
 
 def _makers(names: list[str]) -> tuple[str, ...]:

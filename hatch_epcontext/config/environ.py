@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-from hatch_epcontext.config.settings import CREDENTIALS, Editable, ValidationMode
+from hatch_epcontext.config.settings import CREDENTIALS
 from hatch_epcontext.config.shared_cache import private_bytes
-from hatch_epcontext.config.tables import BuildTable, WheelTable
+from hatch_epcontext.config.tables import BuildTable, Check, Editable, ValidationMode, WheelTable
 from hatch_epcontext.errors import Diagnosed, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.serialize import from_text
@@ -139,19 +139,8 @@ def _expand(text: str) -> Path:
         raise ValueError("a path without ~, because this user has no home folder") from None
 
 
-def _editable(text: str) -> str:
-    return _choice(text, get_args(Editable))
-
-
-def _validate(text: str) -> str | Literal[False]:
-    choices = [choice for choice in get_args(ValidationMode) if choice]
-    return False if text.lower() in _FALSE else _choice(text, (*choices, "false"))
-
-
-def _choice(text: str, choices: tuple[str, ...]) -> str:
-    if text not in choices:
-        raise ValueError(" or ".join(choices))
-    return text
+def _validate(text: str) -> Any:
+    return False if text.lower() in _FALSE else from_text(text, ValidationMode)
 
 
 def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[str, Variable]:
@@ -171,7 +160,7 @@ def _variables_of(table: type[Any], name: Literal["build", "wheel"]) -> Mapping[
     }
 
 
-def _reader(type_: Any, check: Callable[[Any], str | None] | None) -> Callable[[str], Any]:
+def _reader(type_: Any, check: Check | None = None) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if type_ is bool:
             value: Any = _switch(text)
@@ -210,7 +199,7 @@ VARIABLES: Mapping[str, Variable] = {
         _private_key,
         hidden=True,
     ),
-    "EDITABLE": Variable("compile", "Wins over `editable`.", _editable),
+    "EDITABLE": Variable("compile", "Wins over `editable`.", _reader(Editable)),
     "VALIDATE": Variable("require", "Wins over the `validate` mode of all models.", _validate),
     "REPORT": Variable(
         "/DIR/F.html",

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.build_hooks import BuildHooks
+from hatch_epcontext.config.checks.common import check_values
 from hatch_epcontext.config.checks.root import check_hook
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
@@ -18,7 +19,6 @@ from hatch_epcontext.config.settings import (
     BuildSettings,
     Config,
     Model,
-    ValidationMode,
     WheelSettings,
 )
 from hatch_epcontext.config.tables import BuildTable, RootTable
@@ -88,14 +88,15 @@ def _load(
     yield from mistyped
     resolver = Resolver(parsed, environment, finder)
     models, invalid = collect(resolver.models())
-    _, missing = collect(_check_combinations(parsed, environment))
+    invalid += (_with_model(each, table) for each in check_values(Key(), parsed))
+    build = dataclasses.replace(parsed.build, **environment.build)
+    _, missing = collect(_check_build(build, environment))
     # An invalid part is left out: nothing else is reported about it.
     yield from (each for each in (*invalid, *missing) if not _is_about(each, mistyped))
     cluster = tuple(Key() / "build" / name for name in ("executor", "scheduler", "cache"))
     if not any(each.key in cluster for each in (*mistyped, *invalid)):
-        yield from _check_executor(parsed, environment)
-        yield from _check_farm(models, _build_table(parsed, environment), environment)
-    return _config(finder.root, parsed, models, environment)
+        yield from _check_farm(models, build, parsed.build, environment)
+    return _config(finder.root, parsed, build, models, environment)
 
 
 def _with_model(problem: Problem, table: Any) -> Problem:
@@ -127,27 +128,8 @@ def _is_about(problem: Problem, others: list[Problem]) -> bool:
     )
 
 
-def _check_combinations(table: RootTable, environment: Environment) -> Diagnosed[None]:
-    yield from _check_scheduler(table, environment)
-    yield from _check_trust(_build_table(table, environment), environment)
-
-
-def _check_trust(build: BuildTable, environment: Environment) -> Diagnosed[None]:
-    if build.cache is None or environment.no_cache or build.cache_trust == "all":
-        return
-    key = Key() / "build" / "cache-keys"
-    if not build.cache_keys:
-        yield Problem.at(
-            key,
-            Kind.MISSING_KEY,
-            "is required with a shared cache: the trusted public keys.",
-            "Make a pair of keys with `epcontext cache new-key`. Or use what anybody can write there:",
-            Setting(Key() / "build" / "cache-trust", "all"),
-        )
-
-
-def _check_scheduler(table: RootTable, environment: Environment) -> Diagnosed[None]:
-    build = _build_table(table, environment)
+def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]:
+    """What the keys of ``build``, with those of the environment, need of each other."""
     if (
         build.executor == "dask"
         and build.scheduler is None
@@ -159,17 +141,24 @@ def _check_scheduler(table: RootTable, environment: Environment) -> Diagnosed[No
             'is required with executor = "dask": the address of the scheduler.',
             f'For example scheduler = "tcp://host:8786", or the variable {PREFIX}SCHEDULER.',
         )
+    is_shared = build.cache is not None and not environment.no_cache
+    if is_shared and build.cache_trust == "signed" and not build.cache_keys:
+        yield Problem.at(
+            Key() / "build" / "cache-keys",
+            Kind.MISSING_KEY,
+            "is required with a shared cache: the trusted public keys.",
+            "Make a pair of keys with `epcontext cache new-key`. Or use what anybody can write there:",
+            Setting(Key() / "build" / "cache-trust", "all"),
+        )
 
 
-def _check_executor(table: RootTable, environment: Environment) -> Diagnosed[None]:
-    build = _build_table(table, environment)
+def _check_farm(
+    models: list[Model], build: BuildTable, table: BuildTable, environment: Environment
+) -> Diagnosed[None]:
+    """What a cluster needs: all files go through the shared cache, and no secrets are sent."""
     # A variable may switch the cluster of a project on or off.
-    if (
-        build.executor == "local"
-        and build.scheduler is not None
-        and table.build.scheduler is not None
-        and "executor" not in environment.build
-    ):
+    is_local = build.executor == "local" and "executor" not in environment.build
+    if is_local and build.scheduler is not None and table.scheduler is not None:
         yield Problem.at(
             Key() / "build" / "scheduler",
             Kind.CONFLICTING_KEYS,
@@ -177,12 +166,6 @@ def _check_executor(table: RootTable, environment: Environment) -> Diagnosed[Non
             "Remove it, or set this:",
             Setting(Key() / "build" / "executor", "dask"),
         )
-
-
-def _check_farm(
-    models: list[Model], build: BuildTable, environment: Environment
-) -> Diagnosed[None]:
-    """What a cluster needs: all files go through the shared cache, and no secrets are sent."""
     if build.executor != "dask" or build.scheduler is None:
         return
     if build.cache is None or environment.no_cache:
@@ -204,36 +187,27 @@ def _check_farm(
         )
 
 
-def _build_table(table: RootTable, environment: Environment) -> BuildTable:
-    return dataclasses.replace(table.build, **environment.build)
-
-
-def _config(root: Path, table: RootTable, models: list[Model], environment: Environment) -> Config:
-    build = _build_table(table, environment)
+def _config(
+    root: Path, table: RootTable, build: BuildTable, models: list[Model], environment: Environment
+) -> Config:
     wheel = dataclasses.replace(table.wheel, **environment.wheel)
     return Config(
         root=root,
         # A model without any of the selected targets can still be shipped as it is.
-        models=tuple(
-            _with_mode(model, environment.validate)
-            for model in models
-            if model.targets or model.fallback != "none"
-        ),
+        models=tuple(each for each in models if each.targets or each.fallback != "none"),
         output=PurePosixPath(table.output) if table.output is not None else None,
         editable=environment.editable or table.editable,
         build=BuildSettings(
-            None if build.jobs == "auto" else build.jobs,
-            build.timeout,
-            _size(build.memory_limit),
-            build.fail_fast,
-            None if environment.no_cache else build.cache,
-            environment.cache_write,
-            None if build.cache_trust == "all" else build.cache_keys,
-            environment.cache_key,
-            build.cache_timeout,
-            build.scheduler if build.executor == "dask" else None,
+            **{
+                **vars(build),
+                "memory_limit": _size(build.memory_limit),
+                "cache": None if environment.no_cache else build.cache,
+                "scheduler": build.scheduler if build.executor == "dask" else None,
+                "cache_write": environment.cache_write,
+                "cache_key": environment.cache_key,
+            }
         ),
-        wheel=WheelSettings(wheel.tag, _size(wheel.max_size), wheel.verify, wheel.sbom),
+        wheel=WheelSettings(**{**vars(wheel), "max_size": _size(wheel.max_size)}),
         progress=environment.progress,
         cache_dir=environment.cache_dir,
         use_cache=not environment.no_cache,
@@ -249,9 +223,3 @@ def _size(size: int | str | None) -> int | None:
     except ValueError:
         # An invalid size is a problem already, and then nobody gets this configuration.
         return None
-
-
-def _with_mode(model: Model, mode: ValidationMode | None) -> Model:
-    if mode is None:
-        return model
-    return dataclasses.replace(model, validate=dataclasses.replace(model.validate, mode=mode))

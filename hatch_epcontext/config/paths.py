@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
-from hatch_epcontext.config.build_hooks import NO_HOOKS, BuildHooks, hooks_for_command
+from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import Rejection, is_missing, is_regular, unreadable
 from hatch_epcontext.frozen import dataclass
@@ -33,7 +34,7 @@ class Finder:
         """The project's other build hooks, which may make files."""
         if self.run_hooks is not None:
             return self.run_hooks
-        return hooks_for_command(self.root) if self.confined else NO_HOOKS
+        return replace(hooks_of_project(self.root), run=False) if self.confined else BuildHooks()
 
     def models(self, key: Key, pattern: str) -> Diagnosed[list[Path]]:
         """The models that a path or a glob names, in order."""

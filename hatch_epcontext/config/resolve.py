@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.config.checks.common import check_duplicates, check_name
 from hatch_epcontext.config.checks.model import (
-    applicable,
     check_groups,
     check_model,
     check_narrowing,
 )
 from hatch_epcontext.config.checks.options import render_options
 from hatch_epcontext.config.checks.root import check_root
-from hatch_epcontext.config.checks.target import check_target
+from hatch_epcontext.config.checks.target import check_target, check_target_name
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
-    GivenLimits,
     Model,
     Quantize,
     Target,
-    ValidateSettings,
 )
 from hatch_epcontext.config.shapes import check_name_length, expand
 from hatch_epcontext.config.tables import (
-    LimitsTable,
     ModelTable,
     NarrowableTable,
     QuantizeTable,
     RootTable,
     TargetTable,
-    ToleranceTable,
     ValidateTable,
 )
 from hatch_epcontext.config.targets import NamedTarget, named_target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
-from hatch_epcontext.files import file_sha256
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider
 from hatch_epcontext.text import show, suggestion
@@ -59,8 +52,7 @@ class Resolver:
         self._table = table
         self._environment = environment
         self._finder = finder
-        self._targets: Mapping[str, NamedTarget] = {}
-        self._hashes: dict[str, str | None] = {}
+        self._targets: Mapping[str, NamedTarget | None] = {}
 
     def models(self) -> Diagnosed[list[Model]]:
         """Return all models, each with those of its targets that are selected; yield all problems."""
@@ -108,7 +100,8 @@ class Resolver:
         inside = path.is_relative_to(self._root)
         return (path.relative_to(self._root) if inside else path).as_posix()
 
-    def _read_targets(self) -> Diagnosed[Mapping[str, NamedTarget]]:
+    def _read_targets(self) -> Diagnosed[Mapping[str, NamedTarget | None]]:
+        """The targets by name; None for those with an unknown provider."""
         table = self._table
         found: dict[str, tuple[Key, TargetTable]] = {}
         if table.targets:
@@ -117,25 +110,24 @@ class Resolver:
             names = (f.name for f in dataclasses.fields(TargetTable))
             short = TargetTable(**{name: getattr(table, name) for name in names})
             found = {table.provider: (Key(), short)}
-        targets = {n: named_target(n, key, each, self._root) for n, (key, each) in found.items()}
-        for target in targets.values():
+        targets: dict[str, NamedTarget | None] = {}
+        for name, (key, each) in found.items():
+            yield from check_target_name(key, name, each.provider)
+            targets[name] = target = named_target(name, key, each, self._root)
+            if target is None:
+                continue
             yield from check_target(target)
-            plugin = target.provider.plugin if target.provider else None
-            if plugin is not None and plugin.path:
-                key = target.key / "library"
-                yield from self._finder.library(key, target.table.library, Path(plugin.path))
-        yield from check_duplicates(((each.key, each.name) for each in targets.values()), "target")
+            if target.provider.plugin is not None and (path := target.provider.plugin.path):
+                yield from self._finder.library(key / "library", each.library, Path(path))
+        yield from check_duplicates(((key, name) for name, (key, _) in found.items()), "target")
         return targets
 
-    def _check_names(self, names: tuple[str, ...] | None, location: Key | str) -> Diagnosed[None]:
+    def _check_names(self, names: Iterable[str] | None, location: Key | str) -> Diagnosed[None]:
         for name in names or ():
             if name not in self._targets:
-                message = f"{show(name)} is not a target."
-                hint = suggestion(name, self._targets)
-                if isinstance(location, Key):
-                    yield Problem.at(location, Kind.UNKNOWN_TARGET, message, hint)
-                else:
-                    yield Problem(Kind.UNKNOWN_TARGET, location, message, hint)
+                message, hint = f"{show(name)} is not a target.", suggestion(name, self._targets)
+                key = location if isinstance(location, Key) else None
+                yield Problem(Kind.UNKNOWN_TARGET, str(location), message, hint, key)
 
     def _model(self, key: Key, table: ModelTable, path: Path) -> Diagnosed[Model]:
         name = table.name if table.name is not None else path.stem
@@ -156,22 +148,17 @@ class Resolver:
             license=table.license,
         )
 
-    def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateSettings]:
+    def _validate(self, key: Key, given: Any) -> Diagnosed[ValidateTable]:
         table = given if isinstance(given, ValidateTable) else ValidateTable(mode=given)
-        inputs = table.inputs
-        if inputs not in SYNTHETIC:
+        if self._environment.validate is not None:
+            table = dataclasses.replace(table, mode=self._environment.validate)
+        if table.inputs not in SYNTHETIC:
             what = f"file or folder of inputs, and none of the generated ones ({', '.join(SYNTHETIC)}),"
-            path = yield from self._finder.file(key / "inputs", inputs, what, or_folder=True)
-            inputs = str(path)
-        tolerance: tuple[GivenLimits, ...] | None = ()
-        if table.tolerance is False:
-            tolerance = None
-        elif isinstance(table.tolerance, ToleranceTable):
-            yield from self._check_names(
-                tuple(table.tolerance.targets), key / "tolerance" / "targets"
-            )
-            tolerance = tuple(_tolerance(table.tolerance))
-        return ValidateSettings(table.mode, inputs, tolerance, table.timeout, table.states)
+            path = yield from self._finder.file(key / "inputs", table.inputs, what, or_folder=True)
+            table = dataclasses.replace(table, inputs=str(path))
+        if table.tolerance:
+            yield from self._check_names(table.tolerance.targets, key / "tolerance" / "targets")
+        return table
 
     def _targets_of(self, key: Key, table: ModelTable) -> Diagnosed[tuple[Target, ...]]:
         yield from self._check_names(table.targets, key / "targets")
@@ -182,24 +169,15 @@ class Resolver:
             names = tuple(self._targets)
         if not names and self._targets:
             yield Problem.at(key / "targets", Kind.UNKNOWN_TARGET, "names no target.")
-        known = [
-            self._targets[name]
-            for name in dict.fromkeys(names)
-            if name in self._targets and self._targets[name].provider is not None
-        ]
-        yield from check_narrowing(key, table, known)
+        known = [each for name in dict.fromkeys(names) if (each := self._targets.get(name))]
+        tables = yield from check_narrowing(key, table, known)
         targets = []
-        for target in known:
-            narrowed = yield from self._narrow(key, table, target, known)
-            targets.append(narrowed)
+        for target, own in zip(known, tables, strict=True):
+            targets.append((yield from self._narrow(key, own, target)))
         return tuple(targets)
 
-    def _narrow(
-        self, model_key: Key, table: ModelTable, named: NamedTarget, others: list[NamedTarget]
-    ) -> Diagnosed[Target]:
-        provider, unchecked = named.provider, named.table.allow_unknown_options
-        assert provider is not None
-        model = applicable(table, named, others)
+    def _narrow(self, model_key: Key, model: ModelTable, named: NamedTarget) -> Diagnosed[Target]:
+        provider, unchecked = named.provider, named.unchecked
         merged = _merge(named.table, model)
         profiles: tuple[Profile, ...] = tuple(
             {name: dataclasses.asdict(shapes) for name, shapes in profile.items()}
@@ -219,7 +197,7 @@ class Resolver:
         return Target(
             name=named.name,
             key=model_key if model.profiles else named.key,
-            settings=_compile_settings(merged, provider, options, self._library_sha256(provider)),
+            settings=_compile_settings(merged, named, options),
             plugin=provider.plugin,
             load_options={
                 **provider.loading(options),
@@ -251,13 +229,6 @@ class Resolver:
         )
         return str(found or "")
 
-    def _library_sha256(self, provider: Provider) -> str | None:
-        path = provider.plugin.path if provider.plugin else ""
-        if path and path not in self._hashes:
-            # Libraries are large, and all models of a target have the same one.
-            self._hashes[path] = _sha256_if_readable(Path(path))
-        return self._hashes.get(path)
-
 
 def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(name for name in names or () if name != ALL)
@@ -265,12 +236,9 @@ def _without_all(names: tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
     """The names of all models and of their weight-sharing groups."""
-    named: list[tuple[Key, str, str | None]] = []
-    for model in models:
-        named.append((model.key, model.configured_name, model.share_weights))
-        named.append((model.key, model.name, None))
-    yield from check_duplicates(((key, name) for key, name, _ in named), "model")
-    yield from check_groups(named)
+    names = ((each.key, name) for each in models for name in (each.configured_name, each.name))
+    yield from check_duplicates(names, "model")
+    yield from check_groups(models)
     for model in models:
         yield from check_name_length(model)
 
@@ -292,12 +260,10 @@ def _merge(target: TargetTable, model: NarrowableTable) -> TargetTable:
 
 
 def _compile_settings(
-    table: TargetTable,
-    provider: Provider,
-    options: Mapping[str, str],
-    library_sha256: str | None,
+    table: TargetTable, named: NamedTarget, options: Mapping[str, str]
 ) -> CompileSettings:
     """The settings of a merged ``table``; a field that is called like a key is copied."""
+    provider = named.provider
     keys = {key.name for key in dataclasses.fields(table)}
     names = {field.name for field in dataclasses.fields(CompileSettings)}
     copied = {name: getattr(table, name) for name in names & keys}
@@ -312,7 +278,7 @@ def _compile_settings(
         "ep": provider.ep,
         "registration_name": plugin.registration_name if plugin else None,
         "library_module": (plugin.module or None) if plugin else None,
-        "library_sha256": library_sha256,
+        "library_sha256": named.library_sha256,
         "provider_options": options,
         "session_options": render_options(table.session_options),
         "device": device,
@@ -328,23 +294,8 @@ def _compile_settings(
     return CompileSettings(**{**copied, **derived})
 
 
-def _tolerance(table: ToleranceTable) -> Iterator[GivenLimits]:
-    names = [field.name for field in dataclasses.fields(LimitsTable)]
-    for target, of_target in ((None, table), *table.targets.items()):
-        for output, limits in ((None, of_target), *of_target.outputs.items()):
-            given = {name: getattr(limits, name) for name in names}
-            yield GivenLimits({n: g for n, g in given.items() if g is not None}, target, output)
-
-
 def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:
     if not isinstance(given := table.quantize, QuantizeTable):
         return None
     activation = given.activation or provider.quantized_activation
     return Quantize(activation, given.weight, given.per_channel)
-
-
-def _sha256_if_readable(path: Path) -> str | None:
-    # `Finder.library` reports a missing file, and a name that no file can have.
-    with contextlib.suppress(OSError, ValueError):
-        return file_sha256(path)
-    return None

@@ -6,8 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
+from hatch_epcontext.config.tables import (
+    BuildTable,
+    Dequantize,
+    Editable,
+    Fallback,
+    Optimization,
+    Policy,
+    QuantizedType,
+    TargetToleranceTable,
+    ToleranceTable,
+    ValidateTable,
+    WheelTable,
+)
 from hatch_epcontext.errors import Key
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
@@ -21,25 +34,6 @@ from hatch_epcontext.providers import (
     configured,
     secrets_in,
 )
-
-Optimization = Literal["none", "basic", "extended", "all"]
-Policy = Literal[
-    "default",
-    "prefer-cpu",
-    "prefer-npu",
-    "prefer-gpu",
-    "max-performance",
-    "max-efficiency",
-    "min-overall-power",
-]
-Fallback = Literal["auto", "source", "none"]
-Editable = Literal["source", "compile", "skip"]
-ValidationMode = Literal["auto", "require", "structure", False]
-Trust = Literal["signed", "all"]
-ExecutorName = Literal["local", "dask"]
-Verification = Literal["record", "full"]
-Dequantize = Literal["all"] | bool
-QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
 CREDENTIALS = frozenset(
     {
@@ -154,33 +148,6 @@ class Target:
 
 
 @dataclass(frozen=True)
-class GivenLimits:
-    """``limits`` of a `Tolerance` by name that differ from the provider's: of all targets or of one, and of
-    all outputs or of one.
-    """
-
-    limits: Mapping[str, float]
-    target: str | None = None
-    output: str | None = None
-
-
-@dataclass(frozen=True)
-class ValidateSettings:
-    """How a model is validated.
-
-    ``inputs`` is one of `SYNTHETIC`, or an absolute path. ``tolerance`` has the limits that differ
-    from the provider's, those of single targets last; None means that nothing is compared. ``timeout``:
-    seconds for one run. ``states``: inputs, each with the output that is fed to it in the next step.
-    """
-
-    mode: ValidationMode = "auto"
-    inputs: str = "random"
-    tolerance: tuple[GivenLimits, ...] | None = ()
-    timeout: float = 600.0
-    states: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Listed:
     """A table in a list: the key with the list (``"dims"`` or ``"shapes"``), and the table's index."""
 
@@ -209,7 +176,8 @@ class Model:
     ``key`` is the model's place in the configuration, and ``listed`` that of its sizes, if they are in a
     list. With ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of
     the dummy inputs. ``shape_set`` is the one of all shapes of the same model, None for a model that is not
-    resolved into several. ``license``: its SPDX license expression.
+    resolved into several. ``license``: its SPDX license expression. ``validate.inputs`` is one of
+    `SYNTHETIC`, or an absolute path.
     """
 
     name: str
@@ -218,7 +186,7 @@ class Model:
     dims: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-    validate: ValidateSettings = ValidateSettings()
+    validate: ValidateTable = ValidateTable()
     targets: tuple[Target, ...] = ()
     static_shapes: bool = True
     listed: Listed | None = None
@@ -260,12 +228,12 @@ class Model:
 
     def has_other_limits(self, target: Target) -> bool:
         """Whether limits for ``target`` are not those of all targets: it has some, or there are others."""
-        given = self.validate.tolerance or ()
-        return len(self.targets) > 1 or any(each.target == target.name for each in given)
+        given = self.validate.tolerance or ToleranceTable()
+        return len(self.targets) > 1 or target.name in given.targets
 
     def tolerance_for(self, target: Target) -> Tolerance | None:
         """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
-        if self.validate.tolerance is None:
+        if self.validate.tolerance is False:
             return None
         tolerance = target.provider.tolerance
         if target.settings.changes_precision:
@@ -273,47 +241,37 @@ class Model:
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
         limits: dict[str, Any] = {}
         outputs: dict[str, dict[str, float]] = {}
-        for given in self.validate.tolerance:
-            if given.target in (None, target.name):
-                own = limits if given.output is None else outputs.setdefault(given.output, {})
-                own.update(given.limits)
+        given = self.validate.tolerance or ToleranceTable()
+        for table in (given, given.targets.get(target.name, TargetToleranceTable())):
+            limits |= table.given
+            for output, own in table.outputs.items():
+                outputs[output] = {**outputs.get(output, {}), **own.given}
         return dataclasses.replace(tolerance, **limits, outputs=outputs)
 
 
-@dataclass(frozen=True)
-class BuildSettings:
-    """How a build runs.
+@dataclass(frozen=True, kw_only=True)
+class BuildSettings(BuildTable):
+    """``[tool.epcontext.build]`` with the variables that win over it, and with sizes in bytes.
 
-    ``jobs``: jobs at once, None for as many as the machine can do. ``timeout``: seconds for each worker;
-    ``memory_limit``: its bytes of memory. With ``fail_fast`` the first failed job ends the build.
-    ``cache`` is the URL of the shared cache, which ``cache_write`` lets the build write to. ``cache_keys``:
-    the public keys of those whose documents in it are used, or None for everybody's; ``cache_key`` is the
-    private key that signs what the build writes. ``cache_timeout``: seconds that the build waits for it.
-    ``scheduler``: the address of the dask scheduler that jobs are given to; None to run them on this machine.
+    ``cache`` is None where no cache is used, and ``scheduler`` where jobs run on this machine. With
+    ``cache_write`` the build writes to the shared cache, signed with the private key ``cache_key``.
     """
 
-    jobs: int | None
-    timeout: float
     memory_limit: int | None = None
-    fail_fast: bool = False
-    cache: str | None = None
     cache_write: bool = False
-    cache_keys: tuple[str, ...] | None = ()
     cache_key: str | None = field(default=None, repr=False)
-    cache_timeout: float = 20.0
-    scheduler: str | None = None
+
+    @property
+    def trust(self) -> tuple[str, ...] | None:
+        """The public keys of those whose documents in the shared cache are used; None for everybody's."""
+        return None if self.cache_trust == "all" else self.cache_keys
 
 
-@dataclass(frozen=True)
-class WheelSettings:
-    """The wheel's tag (``"auto"``, ``"any"`` or a tag), its largest size in bytes, its verification, and
-    whether it contains an SBOM.
-    """
+@dataclass(frozen=True, kw_only=True)
+class WheelSettings(WheelTable):
+    """``[tool.epcontext.wheel]`` with the variables that win over it, and with its size in bytes."""
 
-    tag: str
-    max_size: int | None
-    verify: Verification = "record"
-    sbom: bool = False
+    max_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -9,24 +10,29 @@ from dataclasses import field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from packaging.tags import parse_tag
-
-from hatch_epcontext.config.settings import (
-    Dequantize,
-    Editable,
-    ExecutorName,
-    Fallback,
-    Optimization,
-    Policy,
-    QuantizedType,
-    Trust,
-    ValidationMode,
-    Verification,
-)
 from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
+
+Optimization = Literal["none", "basic", "extended", "all"]
+Policy = Literal[
+    "default",
+    "prefer-cpu",
+    "prefer-npu",
+    "prefer-gpu",
+    "max-performance",
+    "max-efficiency",
+    "min-overall-power",
+]
+Fallback = Literal["auto", "source", "none"]
+Editable = Literal["source", "compile", "skip"]
+ValidationMode = Literal["auto", "require", "structure", False]
+Trust = Literal["signed", "all"]
+ExecutorName = Literal["local", "dask"]
+Verification = Literal["record", "full"]
+Dequantize = Literal["all"] | bool
+QuantizedType = Literal["uint8", "int8", "uint16", "int16"]
 
 Options = Mapping[str, OptionValue]
 Dims = Mapping[str, int]
@@ -67,32 +73,21 @@ def _key(
     return field(default=default, metadata=metadata)
 
 
-def _positive_count(value: Any) -> str | None:
-    return None if value == "auto" or value >= 1 else "at least 1"
+def _must_be(allowed: str, is_valid: Callable[[Any], bool]) -> Check:
+    return lambda value: None if is_valid(value) else allowed
 
 
-def _positive_seconds(value: float) -> str | None:
-    return None if 0 < value < math.inf else "a number of seconds above 0"
-
-
-def _share(value: float) -> str | None:
-    return None if 0 <= value <= 1 else "from 0 to 1"
-
-
-def _bytes(value: int) -> str | None:
-    return None if value >= 0 else "at least 0 bytes"
-
-
-def _decibels(value: float) -> str | None:
-    return None if -200 <= value <= 200 else "from -200 to 200 decibels"
-
-
-def _nodes(value: int) -> str | None:
-    return None if value >= 0 else "at least 0 nodes"
-
-
-def _limit(value: float) -> str | None:
-    return None if 0 <= value < math.inf else "at least 0"
+_COUNT = _must_be("at least 1", lambda value: value == "auto" or value >= 1)
+_SECONDS = _must_be("a number of seconds above 0", lambda value: 0 < value < math.inf)
+_SHARE = _must_be("from 0 to 1", lambda value: 0 <= value <= 1)
+_BYTES = _must_be("at least 0 bytes", lambda value: value >= 0)
+_DECIBELS = _must_be("from -200 to 200 decibels", lambda value: -200 <= value <= 200)
+_NODES = _must_be("at least 0 nodes", lambda value: value >= 0)
+_LIMIT = _must_be("at least 0", lambda value: 0 <= value < math.inf)
+_RESOURCES = _must_be(
+    "names with numbers above 0, such as { NPU = 1 }",
+    lambda value: all(name and 0 < number < math.inf for name, number in value.items()),
+)
 
 
 def _size(value: int | str) -> str | None:
@@ -101,11 +96,6 @@ def _size(value: int | str) -> str | None:
     except ValueError as allowed:
         return str(allowed)
     return None
-
-
-def _resources(value: Mapping[str, float]) -> str | None:
-    valid = all(name and 0 < number < math.inf for name, number in value.items())
-    return None if valid else "names with numbers above 0, such as { NPU = 1 }"
 
 
 def _address(value: str) -> str | None:
@@ -137,6 +127,9 @@ def _license(value: str) -> str | None:
 def _wheel_tag(value: str) -> str | None:
     if value in ("auto", "any"):
         return None
+    # Only now, because workers read these tables too.
+    from packaging.tags import parse_tag
+
     try:
         valid = value.count("-") == 2 and bool(parse_tag(value))
     except ValueError:
@@ -220,7 +213,7 @@ class NarrowableTable:
         otherwise=False,
     )
     external_initializers_threshold: int | None = _key(
-        "The size in bytes from which a weight goes there.", otherwise=1024, check=_bytes
+        "The size in bytes from which a weight goes there.", otherwise=1024, check=_BYTES
     )
     static_shapes: bool | None = _key(
         "Fix the model's dimensions as `dims` and `shapes` say. With `false` they stay open, and "
@@ -232,7 +225,7 @@ class NarrowableTable:
         "unrolled, because the EP refuses them or computes something else: see `docs/rewrites.md`. `0` "
         "leaves them as they are.",
         otherwise=5000,
-        check=_nodes,
+        check=_NODES,
     )
     recompile: bool | None = _key(
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '
@@ -251,7 +244,7 @@ class NarrowableTable:
     min_coverage: float | None = _key(
         "Fail when less than this share of a model's nodes is compiled.",
         otherwise=1.0,
-        check=_share,
+        check=_SHARE,
     )
 
 
@@ -270,7 +263,7 @@ class _WholeTarget(NarrowableTable):
         "Resources of the dask workers that may compile for this target, such as `{ NPU = 1 }`: see "
         "`docs/farm.md`.",
         dict,
-        check=_resources,
+        check=_RESOURCES,
     )
     allow_unknown_options: bool = _key(
         "Take provider options without a check, session options with unknown names, and "
@@ -311,19 +304,27 @@ class LimitsTable:
         "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth. Slices of the output "
         "may be 10 dB worse, and those of fewer than 8 values 20 dB.",
         when_missing="the provider's",
-        check=_decibels,
+        check=_DECIBELS,
     )
     cosine: float | None = _key(
-        "The smallest cosine similarity.", when_missing="the provider's", check=_share
+        "The smallest cosine similarity.", when_missing="the provider's", check=_SHARE
     )
     atol: float | None = _key(
         "The largest difference of any value; with `rtol`, `|out - ref| <= atol + rtol * |ref|`.",
         when_missing="no limit",
-        check=_limit,
+        check=_LIMIT,
     )
     rtol: float | None = _key(
-        "The largest difference relative to the reference.", when_missing="no limit", check=_limit
+        "The largest difference relative to the reference.", when_missing="no limit", check=_LIMIT
     )
+
+    @property
+    def given(self) -> Mapping[str, float]:
+        """The limits that are given, by name."""
+        limits = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(LimitsTable)
+        }
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +371,7 @@ class ValidateTable:
         "Seconds for running the model once: the source on the CPU, and what was made of it. A run ends "
         "at its next node, also inside a loop.",
         600.0,
-        check=_positive_seconds,
+        check=_SECONDS,
     )
 
 
@@ -437,9 +438,9 @@ class BuildTable:
     jobs: int | Literal["auto"] = _key(
         "Jobs at once; `auto` is as many as cores and free memory allow.",
         "auto",
-        check=_positive_count,
+        check=_COUNT,
     )
-    timeout: float = _key("Seconds for one worker.", 1800.0, check=_positive_seconds)
+    timeout: float = _key("Seconds for one worker.", 1800.0, check=_SECONDS)
     memory_limit: int | str | None = _key(
         'Memory for one worker: bytes, or a size such as `"8 GB"`. Linux only.',
         when_missing="no limit",
@@ -468,7 +469,7 @@ class BuildTable:
     cache_timeout: float = _key(
         "Seconds that a build waits for the shared cache without a byte, in all. Then it goes on without it.",
         20.0,
-        check=_positive_seconds,
+        check=_SECONDS,
     )
     executor: ExecutorName = _key(
         "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/farm.md`.",

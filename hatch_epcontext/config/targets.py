@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import Key
+from hatch_epcontext.files import file_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Plugin, Provider, configured, find
 
 
 @dataclass(frozen=True)
 class NamedTarget:
-    """A target as it is written: its name, its place, and its provider, None if that is unknown."""
+    """A target as it is written: its name, its place and its provider.
+
+    With ``unchecked`` it takes options that are not known. ``library_sha256``: that of its library, if the
+    table has its path.
+    """
 
     name: str
     key: Key
     table: TargetTable
-    provider: Provider | None
+    provider: Provider
+    unchecked: bool = False
+    library_sha256: str | None = None
 
 
-def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTarget:
-    """The target with its provider, changed by the table's ``library``, ``ep-name`` and so on."""
+def named_target(name: str, key: Key, table: TargetTable, root: Path) -> NamedTarget | None:
+    """The target with its provider, changed by the table's ``library``, ``ep-name`` and so on.
+
+    None if the provider is unknown.
+    """
     provider = find(table.provider)
     if provider is None:
-        return NamedTarget(name, key, table, None)
+        return None
     ep, plugin = provider.ep, provider.plugin
     if table.library or provider.needs_library:
         ep = table.ep_name or ep
         plugin = _plugin(table.library or "", table.registration_name or ep, root)
     unchecked = table.allow_unknown_options
-    return NamedTarget(name, key, table, configured(provider.name, ep, plugin, unchecked=unchecked))
+    provider = configured(provider.name, ep, plugin, unchecked=unchecked)
+    sha256 = None
+    if plugin is not None and plugin.path:
+        # `Finder.library` reports a missing file, and a name that no file can have.
+        with contextlib.suppress(OSError, ValueError):
+            sha256 = file_sha256(Path(plugin.path))
+    return NamedTarget(name, key, table, provider, unchecked, sha256)
 
 
 def is_path(library: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 _JOB_MEMORY = 1 << 30
 """Bytes that a job needs besides its model: ONNX Runtime, the EP's compiler, and what it prints."""
@@ -17,12 +18,12 @@ _OWN_GROUP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def jobs_at_once(wanted: int | None, largest_model: int) -> int:
-    """How many jobs to run at once; ``wanted`` is the configured number, None for as many as fit.
+def jobs_at_once(wanted: int | Literal["auto"], largest_model: int) -> int:
+    """How many jobs to run at once; ``wanted`` is the configured number, or "auto" for as many as fit.
 
     ``largest_model``: bytes of the largest source model.
     """
-    if wanted is not None:
+    if wanted != "auto":
         return wanted
     memory = free_memory()
     fits = cores() if memory is None else memory // (_JOB_MEMORY + _MODEL_COPIES * largest_model)

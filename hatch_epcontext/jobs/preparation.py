@@ -164,7 +164,7 @@ def _precision(job: Job, model: Model) -> Precision | None:
 
 
 def _compare(model: Model) -> bool:
-    return model.validate.tolerance is not None
+    return model.validate.tolerance is not False
 
 
 def prepare(

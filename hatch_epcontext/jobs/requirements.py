@@ -154,7 +154,7 @@ def cache_requirements(settings: BuildSettings) -> tuple[str, ...]:
     """
     if settings.cache is None:
         return ()
-    signed = settings.cache_keys is not None or settings.cache_key is not None
+    signed = settings.trust is not None or settings.cache_key is not None
     backend = REQUIREMENTS[settings.cache.partition("://")[0]]
     return (backend, SIGNATURES) if signed else (backend,)
 

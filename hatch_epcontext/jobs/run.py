@@ -62,7 +62,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
         settings.cache,
         warn,
         can_write=_may_write(settings, warn),
-        trust=settings.cache_keys,
+        trust=settings.trust,
         key=settings.cache_key,
         timeout=settings.cache_timeout,
     )
@@ -71,7 +71,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
 
 def _may_write(settings: BuildSettings, warn: Callable[[str], None]) -> bool:
     """Whether the build writes to the shared cache: only what others would use."""
-    is_refused = settings.cache_keys is not None and settings.cache_key is None
+    is_refused = settings.trust is not None and settings.cache_key is None
     if settings.cache_write and is_refused:
         warn(
             f"{PREFIX}CACHE_WRITE is set without {PREFIX}CACHE_KEY, and builds refuse unsigned artifacts; "

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import hatch_epcontext
 from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.config.tables import ToleranceTable
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
@@ -83,13 +84,13 @@ def check_unchanged(sources: Iterable[Source], hint: str) -> None:
 def unknown_outputs(model: Model, outputs: Iterable[TensorFacts]) -> Iterator[Problem]:
     """The outputs in the tolerance of ``model`` that are not among its ``outputs``."""
     names = [output.name for output in outputs]
-    for given in model.validate.tolerance or ():
-        if given.output is not None and given.output not in names:
-            key = model.key / "validate" / "tolerance"
-            place = key if given.target is None else key / "targets" / given.target
-            message = f"the model has no output {given.output!r}."
-            hint = suggestion(given.output, names)
-            yield Problem.at(place / "outputs" / given.output, Kind.UNKNOWN_INPUT, message, hint)
+    key, given = model.key / "validate" / "tolerance", model.validate.tolerance or ToleranceTable()
+    of_targets = ((key / "targets" / name, table) for name, table in given.targets.items())
+    for place, table in ((key, given), *of_targets):
+        for name in (each for each in table.outputs if each not in names):
+            message = f"the model has no output {name!r}."
+            hint = suggestion(name, names)
+            yield Problem.at(place / "outputs" / name, Kind.UNKNOWN_INPUT, message, hint)
 
 
 def _for_each(index: Index, request: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -14,8 +14,8 @@ from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
     Model,
-    ValidateSettings,
 )
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
@@ -158,7 +158,7 @@ def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str
 
 
 def validation_from_reply(artifact: Artifact, reply: ValidateReply, inputs: str) -> Validation:
-    """The validation of ``artifact`` by a worker; ``inputs`` are those of `ValidateSettings`."""
+    """The validation of ``artifact`` by a worker; ``inputs`` are those of `ValidateTable`."""
     status = ValidationStatus.RAN
     if reply.unavailable is not None:
         optimized = artifact.record.product == "optimized"
@@ -216,7 +216,7 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
 def not_run_error(job: Job, model: Model, reason: str) -> BuildError:
     """The error for a model that must be run, and cannot be."""
     validate = model.key / "validate"
-    only_mode = dataclasses.replace(model.validate, mode="auto") == ValidateSettings()
+    only_mode = dataclasses.replace(model.validate, mode="auto") == ValidateTable()
     return BuildError(
         Problem(
             Kind.NOT_RUN,

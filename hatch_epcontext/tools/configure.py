@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.settings import Config, Fallback
-from hatch_epcontext.config.tables import BuildTable, ModelTable, TargetTable
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.tables import BuildTable, Fallback, ModelTable, TargetTable
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.text import file_name, show, suggestion, toml_key
 

@@ -17,9 +17,8 @@ from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_table
-from hatch_epcontext.config.lines import is_question, try_parse
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.pyproject import is_question, parse, try_parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph.facts import TensorFacts

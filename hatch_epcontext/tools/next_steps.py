@@ -12,9 +12,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config.build_hooks import hooks_of_project
-from hatch_epcontext.config.lines import Lines
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.pyproject import Lines, parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
@@ -67,8 +66,8 @@ def next_steps(root: Path, text: str) -> NextSteps:
         module, notes = _with_export(project, config)
     notes += tuple(_python(values))
     questions = tuple(
-        OpenQuestion(str(model.get("path") if isinstance(model, dict) else model), question.line)
-        for model, question in Lines(text).questions()
+        OpenQuestion(str(q.model.get("path") if isinstance(q.model, dict) else q.model), q.line)
+        for q in Lines(text).questions.values()
     )
     return NextSteps(module, names, tuple(_dependencies(values, config)), notes, questions)
 

@@ -10,7 +10,8 @@ from dataclasses import field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from hatch_epcontext.config.settings import Dequantize, Quantize
+from hatch_epcontext.config.settings import Quantize
+from hatch_epcontext.config.tables import Dequantize
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.providers import Tolerance

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.build_hooks import hooks_for_command, hooks_of_project
+from hatch_epcontext.config.build_hooks import hooks_of_project
+from hatch_epcontext.config.paths import Finder
 
 WHEEL, EVERYWHERE = "tool.hatch.build.targets.wheel.hooks", "tool.hatch.build.hooks"
 
@@ -58,6 +59,7 @@ def test_the_advice_says_how_to_change_the_order(tmp_path: Path) -> None:
 
 def test_a_command_runs_no_hooks_and_says_how_to(tmp_path: Path) -> None:
     root = write(tmp_path, tables(f"{WHEEL}.custom", f"{WHEEL}.epcontext"))
-    assert "(custom)" in str(hooks_for_command(root).advice())
-    assert "hatch build -t wheel --hooks-only" in str(hooks_for_command(root).advice())
-    assert hooks_for_command(write(tmp_path, tables(f"{WHEEL}.epcontext"))).advice() is None
+    advice = str(Finder(root).hooks.advice())
+    assert "(custom)" in advice
+    assert "hatch build -t wheel --hooks-only" in advice
+    assert Finder(write(tmp_path, tables(f"{WHEEL}.epcontext"))).hooks.advice() is None

@@ -9,7 +9,7 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import GivenLimits, ValidateSettings
+from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.errors import ConfigError, Kind
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.providers import Tolerance
@@ -26,7 +26,7 @@ from tests.config.examples import (
 
 CPU = 'provider = "cpu"\n'
 
-RTOL = (GivenLimits({"rtol": 0.1}),)
+RTOL = ToleranceTable(rtol=0.1)
 
 
 def test_the_short_form_is_one_target_named_after_its_provider(project: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_short_form_is_one_target_named_after_its_provider(project: Path) ->
     assert [model.fallback for model in config.models] == ["auto"] * len(config.models)
     assert (config.build.timeout, config.use_cache) == (1800, True)
     assert (config.wheel.tag, config.wheel.max_size) == ("auto", None)
-    assert model.validate == ValidateSettings("auto", "random")
+    assert model.validate == ValidateTable(mode="auto", inputs="random")
     assert model.tolerance_for(target) == Tolerance(20, 0.99, unit=0.1)
 
 
@@ -64,7 +64,7 @@ def test_the_long_form(project: Path) -> None:
     assert first.dims == {"batch": 1}
     assert first.shapes == {"image": (1, 1, 28, 28)}
     assert first.constants == {"sr": 16000, "flags": [True, False]}
-    assert first.validate == ValidateSettings("require", "ones", RTOL)
+    assert first.validate == ValidateTable(mode="require", inputs="ones", tolerance=RTOL)
     (target,) = second.targets
     settings = target.settings
     assert settings.provider_options["enable_htp_fp16_precision"] == "1"
@@ -73,7 +73,7 @@ def test_the_long_form(project: Path) -> None:
     assert target.platforms == ("win_arm64",)
     assert target.requirements == ("onnxruntime-qnn==2.7.0",)
     assert (settings.optimization, settings.embed, target.min_coverage) == ("extended", True, 0.9)
-    assert second.validate == ValidateSettings("auto", "random", None)
+    assert second.validate == ValidateTable(mode="auto", inputs="random", tolerance=False)
     assert second.tolerance_for(target) is None
 
 
@@ -94,7 +94,9 @@ def test_the_environment_wins(project: Path, tmp_path: Path) -> None:
     assert [model.name for model in config.models] == ["first"]
     assert (config.build.jobs, config.build.timeout, config.editable) == (1, 5, "skip")
     # The variable replaces the mode alone.
-    assert config.models[0].validate == ValidateSettings("structure", "ones", RTOL)
+    assert config.models[0].validate == ValidateTable(
+        mode="structure", inputs="ones", tolerance=RTOL
+    )
     assert (config.cache_dir, config.use_cache) == (tmp_path, False)
     assert "HATCH_EPCONTEXT_TARGETS=cpu" in config.overrides
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.pyproject import parse, tool_table
-from hatch_epcontext.errors import ConfigError, Kind
+from hatch_epcontext.config.pyproject import Lines, PyprojectNames, parse, tool_table
+from hatch_epcontext.errors import ConfigError, Key, Kind, Setting
 
 
 def test_the_table_of_a_project(tmp_path: Path) -> None:
@@ -35,3 +35,98 @@ def test_an_unusable_pyproject_is_one_problem(
         str(tmp_path / "pyproject.toml"),
     )
     assert found.message.startswith(message)
+
+
+TABLES = """\
+[project]
+text = '''
+[tool.epcontext]
+'''
+[tool.epcontext]
+provider = "cpu"
+[tool.epcontext.targets.x]
+provider-options = { soc_model = 60, htp_arch = 73 }
+[[tool.epcontext.models]]
+path = "a.onnx"
+# shapes = { x = [1, ?] }  # how long is it?
+validate.mode = "off"
+[[tool.epcontext.models]]
+path = "b.onnx"
+constants = { sr = 1 }
+# constants = { sr = 1, n = ? }
+targets = [
+    "x",
+    "cpu",
+]
+[[tool.epcontext.models]]
+path = "c.onnx"
+# dims = { batch = 1, "w#" = ? }
+[tool.ruff]
+# dims = { x = ? }
+"""
+
+LISTS = """\
+[tool.epcontext]
+models = [
+    # one
+    "a.onnx",
+    { path = "b.onnx" },  # dims = { w = ? }
+    { path = "c.onnx", dims = { w = 1 } },
+    "d.onnx" ]
+output = "x"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "line"),
+    [
+        (TABLES, (), 5),
+        (TABLES, ("provider",), 6),
+        (TABLES, ("output",), 5),
+        (TABLES, ("targets", "x", "provider-options", "htp_arch"), 8),
+        (TABLES, ("models", 0), 9),
+        (TABLES, ("models", 0, "path"), 10),
+        (TABLES, ("models", 0, "shapes", "x"), 11),
+        (TABLES, ("models", 0, "dims"), 9),
+        (TABLES, ("models", 0, "validate", "mode"), 12),
+        (TABLES, ("models", 1, "constants", "n"), 15),
+        (TABLES, ("models", 1, "targets"), 17),
+        (TABLES, ("models", 1, "targets", 1), 19),
+        (TABLES, ("models", 1, "dims"), 13),
+        (LISTS, ("models",), 2),
+        (LISTS, ("models", 0), 4),
+        (LISTS, ("models", 1, "dims"), 5),
+        (LISTS, ("models", 2, "dims", "w"), 6),
+        (LISTS, ("models", 3), 7),
+        (LISTS, ("models", 3, "dims"), 7),
+        (LISTS, ("output",), 8),
+        ("[tool.ruff]", (), None),
+        ("no TOML", (), None),
+    ],
+)
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_keys_have_lines(
+    text: str, parts: tuple[str | int, ...], line: int | None, ends: str
+) -> None:
+    assert Lines(text.replace("\n", ends)).of(Key(parts)) == line
+
+
+def test_messages_name_the_line_and_the_question_in_place_of_a_key(tmp_path: Path) -> None:
+    key = Key(("models", 0, "shapes", "x"))
+    assert PyprojectNames(tmp_path).key(key) == "tool.epcontext.models[0].shapes.x"
+    (tmp_path / "pyproject.toml").write_text(TABLES, encoding="utf-8")
+    names = PyprojectNames(tmp_path)
+    assert names.key(key) == "pyproject.toml:11: tool.epcontext.models[0].shapes.x"
+    assert names.setting(Setting(key)) == (
+        'Fill in line 11 of pyproject.toml, and remove its "#": '
+        "# shapes = { x = [1, ?] }  # how long is it?"
+    )
+    assert (
+        names.setting(Setting(Key(("provider",)), "qnn")) == 'Set tool.epcontext.provider = "qnn"'
+    )
+
+
+def test_questions_of_models_are_warnings(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(TABLES, encoding="utf-8")
+    lines = [each.split(": ")[0] for each in PyprojectNames(tmp_path).warnings]
+    assert lines == ["pyproject.toml:11", "pyproject.toml:23"]

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.config import resolve
-from hatch_epcontext.config.settings import (
-    CompileSettings,
-    GivenLimits,
-    Quantize,
-    ValidateSettings,
-)
-from hatch_epcontext.config.tables import TargetTable
+from hatch_epcontext.config import targets
+from hatch_epcontext.config.settings import CompileSettings, Quantize
+from hatch_epcontext.config.tables import TargetTable, ToleranceTable, ValidateTable
 from hatch_epcontext.errors import ConfigError, Key, Kind
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.plan import plan
@@ -137,21 +132,21 @@ def test_a_model_compiled_in_memory_contains_its_contexts(project: Path) -> None
 @pytest.mark.parametrize(
     ("validate", "settings"),
     [
-        ('"require"', ValidateSettings("require", "random")),
-        ("false", ValidateSettings(False, "random")),
-        ("{}", ValidateSettings("auto", "random")),
-        ('{ mode = "structure" }', ValidateSettings("structure", "random")),
-        ('{ inputs = "zeros" }', ValidateSettings("auto", "zeros")),
-        ("{ timeout = 5 }", ValidateSettings("auto", "random", timeout=5.0)),
-        ("{ tolerance = false }", ValidateSettings("auto", "random", None)),
+        ('"require"', ValidateTable(mode="require", inputs="random")),
+        ("false", ValidateTable(mode=False, inputs="random")),
+        ("{}", ValidateTable(mode="auto", inputs="random")),
+        ('{ mode = "structure" }', ValidateTable(mode="structure", inputs="random")),
+        ('{ inputs = "zeros" }', ValidateTable(mode="auto", inputs="zeros")),
+        ("{ timeout = 5 }", ValidateTable(mode="auto", inputs="random", timeout=5.0)),
+        ("{ tolerance = false }", ValidateTable(mode="auto", inputs="random", tolerance=False)),
         (
             '{ mode = "require", inputs = "ones", tolerance = { rtol = 0.1 } }',
-            ValidateSettings("require", "ones", (GivenLimits({"rtol": 0.1}),)),
+            ValidateTable(mode="require", inputs="ones", tolerance=ToleranceTable(rtol=0.1)),
         ),
     ],
 )
 def test_validation_is_a_mode_or_a_table(
-    project: Path, validate: str, settings: ValidateSettings
+    project: Path, validate: str, settings: ValidateTable
 ) -> None:
     toml = f'provider = "cpu"\nmodels = [{{ path = "models/a.onnx", validate = {validate} }}]'
     assert read(project, toml).models[0].validate == settings
@@ -239,7 +234,7 @@ def test_a_library_is_read_once_for_all_models(
         read_files.append(path)
         return "00"
 
-    monkeypatch.setattr(resolve, "file_sha256", sha256)
+    monkeypatch.setattr(targets, "file_sha256", sha256)
     toml = f'provider = "plugin"\n{LIBRARY}models = ["models/*.onnx"]'
     hashes = [found.settings.library_sha256 for found in read(project, toml).targets]
     assert (hashes, read_files) == (["00", "00"], [project / "ep.so"])

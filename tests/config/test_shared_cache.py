@@ -55,7 +55,7 @@ def test_a_shared_cache_needs_keys_or_trusts_everybody(project: Path) -> None:
     config = load(project, SHARED % f'cache-keys = ["{PUBLIC}"]', None, CACHE_KEY=PRIVATE)
     assert config.build.cache_keys == (PUBLIC,)
     assert config.build.cache_key == PRIVATE
-    assert load(project, SHARED % 'cache-trust = "all"').build.cache_keys is None
+    assert load(project, SHARED % 'cache-trust = "all"').build.trust is None
     assert load(project, SHARED % "jobs = 1", None, CACHE="").build.cache is None
     assert load(project, SHARED % "jobs = 1", None, NO_CACHE="1").build.cache is None
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.settings import Model, ValidateSettings
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, ModelError
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.tools.inspect import verify_model
@@ -73,7 +74,7 @@ def test_a_model_that_only_a_session_refuses_leaves_no_traceback(tmp_path: Path)
 def endless_request(folder: Path, seconds: float) -> PrepareRequest:
     """A request to prepare a model with a loop that does not end, with a limit for running it."""
     path = save(endless(), folder / "a.onnx")
-    spec = Model("a", path, KEY, validate=ValidateSettings(timeout=seconds))
+    spec = Model("a", path, KEY, validate=ValidateTable(timeout=seconds))
     (folder / "out").mkdir()
     return PrepareRequest(spec, "onnxruntime", str(folder / "out"), True)
 

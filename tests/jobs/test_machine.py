@@ -28,7 +28,7 @@ def test_jobs_at_once_fit_into_the_cores_and_the_memory(
 ) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 8)
     monkeypatch.setattr(machine, "free_memory", lambda: memory)
-    assert jobs_at_once(None, largest) == jobs
+    assert jobs_at_once("auto", largest) == jobs
     assert jobs_at_once(3, largest) == 3, "a configured number is taken as it is"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hatch_epcontext.config.settings import GivenLimits, ValidateSettings
+from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, ValidationStatus
@@ -235,8 +235,8 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
         with_validate(job, inputs="ones"),
         with_validate(job, inputs=str(file)),
         with_validate(job, inputs=str(folder)),
-        with_validate(job, tolerance=(GivenLimits({"atol": 0.5}),)),
-        with_validate(job, tolerance=None),
+        with_validate(job, tolerance=ToleranceTable(atol=0.5)),
+        with_validate(job, tolerance=False),
         dataclasses.replace(job, target=dataclasses.replace(job.target, load_options={"a": "1"})),
     ]
     keys = [key_of(each) for each in jobs]
@@ -249,4 +249,4 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
     assert key_of(with_validate(job, mode="require")) == keys[0]
     other = {**artifact.record.files, "a_ctx.onnx": FileRecord(1, "00" * 32)}
     assert key_of(job, dataclasses.replace(artifact.record, files=other)) != keys[0]
-    assert job.models[0].validate == ValidateSettings()
+    assert job.models[0].validate == ValidateTable()

@@ -11,7 +11,7 @@ import pytest
 
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.config.settings import ValidateSettings
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS
@@ -127,7 +127,7 @@ def test_a_failed_case_has_an_error_and_the_others_are_measured(
     target = dataclasses.replace(
         job.target, load_options={"backend_path": "/nowhere/libNothing.so"}
     )
-    model = dataclasses.replace(job.models[0], validate=ValidateSettings(mode=False))
+    model = dataclasses.replace(job.models[0], validate=ValidateTable(mode=False))
     job = dataclasses.replace(job, target=target, models=(model,))
     found, lines = run({False: dataclasses.replace(made, jobs=(job,))}, tmp_path / "bench", 1)
     by_opened = {each.case.opened: each for each in found.measured}

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.config.settings import Config, GivenLimits
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.tables import ToleranceTable
 from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.tools.configure import SETTABLE, JobSettings, configure, name_models
 
@@ -54,10 +55,10 @@ def test_settings_of_validate_are_merged(tmp_path: Path) -> None:
     for model in config(tmp_path, validate=validate, settings=settings).models:
         assert model.validate.mode == "require"
         assert model.validate.inputs == str(tmp_path / "x.npz")
-        assert model.validate.tolerance == (GivenLimits({"atol": 0.1, "rtol": 0.2}),)
+        assert model.validate.tolerance == ToleranceTable(atol=0.1, rtol=0.2)
     found = config(tmp_path, validate="require", settings={"validate.tolerance": False})
     assert found.models[0].validate.mode == "require"
-    assert found.models[0].validate.tolerance is None
+    assert found.models[0].validate.tolerance is False
 
 
 def test_an_unknown_key_is_an_error_with_a_suggestion(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.config.lines import Lines
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.pyproject import Lines, parse
 from hatch_epcontext.errors import HOOK, ConfigError, Key
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import PROVIDERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hatch_epcontext.errors import Key, KeyNames, Kind, Problem
@@ -14,14 +14,26 @@ LONGEST_NAME = 150
 """Characters of a name: with what files add to it, their names fit every file system."""
 
 
-def check_values(key: Key, table: Any) -> Iterator[Problem]:
-    """Each value of ``table``, which is at ``key``, by the check that its key declares."""
-    for field in dataclasses.fields(table):
-        value, check = getattr(table, field.name), field.metadata["check"]
-        if value is not None and check is not None and (allowed := check(value)):
-            found = "" if field.metadata["is_url"] else f", not {show(value)}"
-            message = f"must be {allowed}{found}."
-            yield Problem.at(key / toml_key(field.name), Kind.INVALID_VALUE, message)
+def check_values(key: Key, value: Any) -> Iterator[Problem]:
+    """All values inside of ``value``, which is at ``key``, each by the check that its key declares."""
+    inside: Iterable[tuple[str | int, Any]] = ()
+    if dataclasses.is_dataclass(value):
+        inside = [
+            (toml_key(field.name), getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        ]
+        for field, (name, each) in zip(dataclasses.fields(value), inside, strict=True):
+            check = field.metadata["check"]
+            if each is not None and check is not None and (allowed := check(each)):
+                found = "" if field.metadata["is_url"] else f", not {show(each)}"
+                message = f"must be {allowed}{found}."
+                yield Problem.at(key / name, Kind.INVALID_VALUE, message)
+    elif isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, tuple):
+        inside = enumerate(value)
+    for name, each in inside:
+        yield from check_values(key / name, each)
 
 
 def check_name(key: Key, name: str) -> Iterator[Problem]:

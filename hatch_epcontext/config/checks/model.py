@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hatch_epcontext.config.checks.common import check_name, check_values
+from hatch_epcontext.config.checks.common import check_name
 from hatch_epcontext.config.checks.options import is_known_session_option
 from hatch_epcontext.config.checks.target import check_narrowable
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.shapes import check_shapes, places
 from hatch_epcontext.config.tables import (
     CutTable,
     ModelTable,
     NarrowableTable,
-    Options,
     Shapes,
-    TargetToleranceTable,
-    ToleranceTable,
-    ValidateTable,
 )
 from hatch_epcontext.config.targets import NamedTarget
-from hatch_epcontext.errors import Key, Kind, Problem, Setting
-from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
+from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import show, suggestion
 
 
@@ -45,19 +42,6 @@ def check_model(key: Key, table: ModelTable) -> Iterator[Problem]:
             )
     if table.cut is not None:
         yield from _check_cut(key / "cut", table.cut)
-    validate = table.validate
-    if isinstance(validate, ValidateTable):
-        yield from check_values(key / "validate", validate)
-        if isinstance(validate.tolerance, ToleranceTable):
-            yield from _check_tolerance(key / "validate" / "tolerance", validate.tolerance)
-
-
-def _check_tolerance(key: Key, table: TargetToleranceTable) -> Iterator[Problem]:
-    yield from check_values(key, table)
-    for name, limits in table.outputs.items():
-        yield from check_values(key / "outputs" / name, limits)
-    for name, own in table.targets.items() if isinstance(table, ToleranceTable) else ():
-        yield from _check_tolerance(key / "targets" / name, own)
 
 
 def _check_cut(key: Key, cut: CutTable) -> Iterator[Problem]:
@@ -93,14 +77,13 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, str | bool | int | float)
 
 
-def check_groups(models: Iterable[tuple[Key, str, str | None]]) -> Iterator[Problem]:
-    """Weight-sharing groups; for each model its key, its name and its group."""
-    models = list(models)
-    names = {name.casefold() for _, name, _ in models}
+def check_groups(models: Sequence[Model]) -> Iterator[Problem]:
+    """The weight-sharing groups of ``models``."""
+    names = {n.casefold() for each in models for n in (each.configured_name, each.name)}
     groups: dict[str, list[Key]] = {}
-    for key, _, group in models:
-        if group is not None:
-            groups.setdefault(group, []).append(key / "share-weights")
+    for model in models:
+        if model.share_weights is not None:
+            groups.setdefault(model.share_weights, []).append(model.key / "share-weights")
     for group, keys in groups.items():
         yield from check_name(keys[0], group)
         if group.casefold() in names:
@@ -121,71 +104,87 @@ def check_groups(models: Iterable[tuple[Key, str, str | None]]) -> Iterator[Prob
             )
 
 
-def applicable(
-    table: ModelTable, target: NamedTarget, targets: Sequence[NamedTarget] = ()
+_KNOWS: Mapping[str, Callable[[NamedTarget, str], bool]] = {
+    "provider_options": lambda target, name: _is_option(name, target.provider),
+    "load_options": lambda target, name: _is_option(name, target.provider),
+    "session_options": lambda _, name: is_known_session_option(name),
+}
+"""The tables of options, with whether a target knows the option with a name."""
+
+_APPLIES: Mapping[str, Callable[[Provider, Any], bool]] = {
+    "device": lambda provider, device: device in ("any", *provider.devices),
+    "recompile": lambda provider, _: provider.product == "context" and provider.plugin is not None,
+    "profiles": lambda provider, _: provider.profiles is not None,
+    "device_filter": lambda provider, _: provider.plugin is not None,
+    "policy": lambda provider, _: provider.plugin is not None,
+}
+"""The keys that at least one of a model's targets must have, with whether a provider takes a value."""
+
+
+def _is_option(name: str, provider: Provider) -> bool:
+    known = (provider.options, provider.deprecated, provider.reserved)
+    return provider.any_options or any(name in names for names in known)
+
+
+def check_narrowing(
+    key: Key, table: ModelTable, targets: Sequence[NamedTarget]
+) -> Diagnosed[list[ModelTable]]:
+    """What a model narrows, for all its targets: its table for each, with only the keys that are for it.
+
+    Options that one of them knows are for that one; options that none of them knows are a mistake, unless a
+    target allows unknown ones.
+    """
+    tables = [_applicable(table, target, targets) for target in targets]
+    for own, target in zip(tables, targets, strict=True):
+        yield from check_narrowable(key, own, target)
+    if table.share_weights is not None and targets:
+        yield from _check_sharing(key / "share-weights", targets)
+    of_none: dict[str, Any] = {
+        name: getattr(table, name)
+        for name in _APPLIES
+        if not any(getattr(own, name) for own in tables)
+    }
+    for name in _KNOWS:
+        known = {option for own in tables for option in getattr(own, name)}
+        of_none[name] = {n: v for n, v in getattr(table, name).items() if n not in known}
+    for first in targets[:1]:
+        checked = dataclasses.replace(first, unchecked=False)
+        yield from check_narrowable(key, NarrowableTable(**of_none), checked)
+    return tables
+
+
+def _applicable(
+    table: ModelTable, target: NamedTarget, targets: Sequence[NamedTarget]
 ) -> ModelTable:
     """``table`` with only those of its narrowed keys that the target's provider has.
 
     Options that no provider of ``targets`` knows go to the targets that allow unknown ones.
     """
-    provider = target.provider
-    assert provider is not None
-    return dataclasses.replace(
-        table,
-        provider_options=_of(table.provider_options, target, targets),
-        load_options=_of(table.load_options, target, targets),
-        session_options=_session_options_of(table.session_options, target, targets),
-        device=table.device if table.device in ("any", *provider.devices) else None,
-        embed=table.embed if provider.product == "context" else None,
-        in_memory=table.in_memory if provider.product == "context" else None,
-        recompile=table.recompile if provider.product == "context" and provider.plugin else None,
-        profiles=table.profiles if provider.profiles else (),
-        device_filter=table.device_filter if provider.plugin else {},
-        policy=table.policy if provider.plugin else None,
-    )
-
-
-def check_narrowing(
-    key: Key, table: ModelTable, targets: Sequence[NamedTarget]
-) -> Iterator[Problem]:
-    """What a model narrows, for the providers of all its targets.
-
-    Options that one of them knows are for that one; options that none of them knows are a mistake.
-    """
-    for target in targets:
-        provider, unchecked = target.provider, target.table.allow_unknown_options
-        assert provider is not None
-        narrowed = applicable(table, target, targets)
-        yield from check_narrowable(key, narrowed, provider, target.key, unchecked=unchecked)
-    if not targets:
-        return
-    if table.share_weights is not None:
-        yield from _check_sharing(key / "share-weights", targets)
-    applied = [applicable(table, target, targets) for target in targets]
-    known = {name for one in applied for name in (*one.provider_options, *one.load_options)}
-    of_none = NarrowableTable(
-        provider_options={n: v for n, v in table.provider_options.items() if n not in known},
-        load_options={n: v for n, v in table.load_options.items() if n not in known},
-        device=None if any(one.device for one in applied) else table.device,
-        recompile=None if any(one.recompile for one in applied) else table.recompile,
-        profiles=() if any(one.profiles for one in applied) else table.profiles,
-        device_filter={} if any(one.device_filter for one in applied) else table.device_filter,
-        policy=None if any(one.policy for one in applied) else table.policy,
-    )
-    first = targets[0]
-    assert first.provider is not None
-    yield from check_narrowable(key, of_none, first.provider, first.key, unchecked=False)
+    nothing, provider = NarrowableTable(), target.provider
+    kept: dict[str, Any] = {
+        name: getattr(table if applies(provider, getattr(table, name)) else nothing, name)
+        for name, applies in _APPLIES.items()
+    }
+    for name, knows in _KNOWS.items():
+        kept[name] = {
+            option: value
+            for option, value in getattr(table, name).items()
+            if knows(target, option)
+            or (target.unchecked and not any(knows(other, option) for other in targets))
+        }
+    if provider.product != "context":
+        kept |= {"embed": None, "in_memory": None}
+    return dataclasses.replace(table, **kept)
 
 
 def _check_sharing(key: Key, targets: Sequence[NamedTarget]) -> Iterator[Problem]:
-    providers = {target.key: target.provider for target in targets if target.provider}
-    if any(provider.shares_weights for provider in providers.values()):
+    if any(target.provider.shares_weights for target in targets):
         return
     hint = f"Providers that can: {', '.join(n for n, p in PROVIDERS.items() if p.shares_weights)}."
     settings = tuple(
-        Setting(target / "allow-unknown-options", True)
-        for target, provider in providers.items()
-        if provider.product == "context"
+        Setting(target.key / "allow-unknown-options", True)
+        for target in targets
+        if target.provider.product == "context"
     )
     if settings:
         hint += "\nIf the EP can, and this package does not know it:"
@@ -196,33 +195,3 @@ def _check_sharing(key: Key, targets: Sequence[NamedTarget]) -> Iterator[Problem
         hint,
         *settings[:1],
     )
-
-
-def _session_options_of(
-    options: Options, target: NamedTarget, targets: Sequence[NamedTarget]
-) -> Options:
-    """Those of a model's session options that are for ``target``: unknown ones go where they pass."""
-    if target.table.allow_unknown_options or not any(
-        other.table.allow_unknown_options for other in targets
-    ):
-        return options
-    return {name: value for name, value in options.items() if is_known_session_option(name)}
-
-
-def _of(options: Options, target: NamedTarget, targets: Sequence[NamedTarget]) -> Options:
-    """Those of a model's options that are for ``target``."""
-    unchecked = target.table.allow_unknown_options
-
-    def is_for(name: str) -> bool:
-        if unchecked and not any(_knows(other, name) for other in targets):
-            return True
-        return _knows(target, name)
-
-    return {name: value for name, value in options.items() if is_for(name)}
-
-
-def _knows(target: NamedTarget, name: str) -> bool:
-    provider = target.provider
-    assert provider is not None
-    known = (provider.options, provider.deprecated, provider.reserved)
-    return provider.any_options or any(name in names for names in known)

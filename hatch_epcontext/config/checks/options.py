@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.providers import OptionValue, Provider, render, variable_of
 from hatch_epcontext.text import listing, near_name, show, suggestion
@@ -64,20 +65,18 @@ def check_options(
     key: Key,
     options: Mapping[str, OptionValue],
     load_options: Mapping[str, OptionValue],
-    provider: Provider,
-    target: Key,
-    *,
-    unchecked: bool = False,
+    target: NamedTarget,
 ) -> Iterator[Problem]:
-    """The two tables of provider options in the table at ``key``, for the target at ``target``.
+    """The two tables of provider options in the table at ``key``, which is that of ``target`` or of a model.
 
-    With ``unchecked`` only their secrets are checked.
+    For a target that is unchecked only their secrets are checked.
     """
+    provider = target.provider
     yield from _check_secrets(key / "provider-options", options, provider)
     yield from _check_secrets(key / "load-options", load_options, provider)
-    if unchecked or provider.any_options:
+    if target.unchecked or provider.any_options:
         return
-    allowed = Setting(target / "allow-unknown-options", True)
+    allowed = Setting(target.key / "allow-unknown-options", True)
     yield from _check_values(key / "provider-options", options, provider, allowed)
     yield from _check_values(key / "load-options", load_options, provider, allowed)
     for name, value in load_options.items():
@@ -176,12 +175,9 @@ def is_known_session_option(name: str) -> bool:
 
 
 def check_session_options(
-    key: Key, options: Mapping[str, OptionValue], target: Key, *, unchecked: bool = False
+    key: Key, options: Mapping[str, OptionValue], target: NamedTarget
 ) -> Iterator[Problem]:
-    """The table of session options at ``key``, for the target at ``target``.
-
-    With ``unchecked`` unknown ones pass.
-    """
+    """The table of session options at ``key``, for ``target``: if that is unchecked, unknown ones pass."""
     for name, value in options.items():
         if isinstance(value, str) and "{env:" in value:
             message = "takes no environment variable: only provider-options and load-options do."
@@ -194,7 +190,7 @@ def check_session_options(
                 f"must not be a {'table' if isinstance(value, Mapping) else 'list'}: {show(value)}."
             )
             yield Problem.at(key / name, Kind.WRONG_TYPE, message)
-        elif name not in _SESSION_OPTIONS and not unchecked:
+        elif name not in _SESSION_OPTIONS and not target.unchecked:
             silent = "ONNX Runtime would accept it, and ignore it silently."
             near = near_name(name, sorted(_SESSION_OPTIONS))
             yield Problem.at(
@@ -202,7 +198,7 @@ def check_session_options(
                 Kind.UNKNOWN_SESSION_OPTION,
                 "is not a session option of ONNX Runtime.",
                 f"{near or ''} {silent}\nIf ONNX Runtime is newer than this package:".lstrip(),
-                Setting(target / "allow-unknown-options", True),
+                Setting(target.key / "allow-unknown-options", True),
             )
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hatch_epcontext.config.checks.common import check_values
 from hatch_epcontext.config.tables import RootTable, TargetTable
 from hatch_epcontext.errors import ROOT, Key, Kind, Problem, Setting
 from hatch_epcontext.providers import PROVIDERS
@@ -37,8 +36,6 @@ def check_hook(table: Mapping[str, Any], name: str) -> Iterator[Problem]:
 def check_root(table: RootTable) -> Iterator[Problem]:
     """``[tool.epcontext]`` without its targets and models."""
     root = Key()
-    yield from check_values(root / "build", table.build)
-    yield from check_values(root / "wheel", table.wheel)
     if table.output is not None and not all(map(str.isidentifier, table.output.split("/"))):
         yield Problem.at(
             root / "output",

@@ -7,40 +7,38 @@ from collections.abc import Iterator
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from hatch_epcontext.config.checks.common import check_name, check_values
+from hatch_epcontext.config.checks.common import check_name
 from hatch_epcontext.config.checks.options import check_options, check_session_options
 from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.tables import NarrowableTable, ProfileTable
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.loader import SOURCE
-from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.text import listing, show, suggestion, toml_key
 
 
-def check_target(target: NamedTarget) -> Iterator[Problem]:
-    """A target's table."""
-    key, table, provider = target.key, target.table, target.provider
-    yield from check_name(key, target.name)
-    if target.name == SOURCE:
+def check_target_name(key: Key, name: str, provider: str) -> Iterator[Problem]:
+    """The name of the target at ``key``, and that of its provider."""
+    yield from check_name(key, name)
+    if name == SOURCE:
         message = f'"{SOURCE}" is reserved for the source model.'
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
-    if target.name == ALL:
+    if name == ALL:
         message = f'"{ALL}" is reserved: HATCH_EPCONTEXT_FROM_CACHE={ALL} means all targets.'
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
-    if provider is None:
-        hint = suggestion(table.provider, PROVIDERS)
-        where = key / "provider"
-        if table.provider:
-            message = f"{show(table.provider)} is not a known provider."
-            yield Problem.at(where, Kind.UNKNOWN_PROVIDER, message, hint)
-        else:
-            message = "is required: the execution provider."
-            yield Problem.at(where, Kind.MISSING_KEY, message, hint)
-        return
-    yield from _check_library(target, provider)
-    unchecked = table.allow_unknown_options
-    yield from check_narrowable(key, table, provider, key, unchecked=unchecked)
+    if find(provider) is None:
+        kind, message = Kind.UNKNOWN_PROVIDER, f"{show(provider)} is not a known provider."
+        if not provider:
+            kind, message = Kind.MISSING_KEY, "is required: the execution provider."
+        yield Problem.at(key / "provider", kind, message, suggestion(provider, PROVIDERS))
+
+
+def check_target(target: NamedTarget) -> Iterator[Problem]:
+    """A target's table, without its name."""
+    key, table, provider = target.key, target.table, target.provider
+    yield from _check_library(target)
+    yield from check_narrowable(key, table, target)
     if table.embed is True and provider.product != "context":
         message = f"the {provider.name} provider has no contexts to embed."
         yield Problem.at(key / "embed", Kind.NOT_APPLICABLE, message)
@@ -66,8 +64,8 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
             )
 
 
-def _check_library(target: NamedTarget, provider: Provider) -> Iterator[Problem]:
-    key, table = target.key, target.table
+def _check_library(target: NamedTarget) -> Iterator[Problem]:
+    key, table, provider = target.key, target.table, target.provider
     if provider.name == "cpu" and table.library:
         message = "the CPU execution provider has no library of its own."
         yield Problem.at(key / "library", Kind.NOT_APPLICABLE, message)
@@ -91,19 +89,11 @@ def _check_library(target: NamedTarget, provider: Provider) -> Iterator[Problem]
         yield Problem.at(key / "registration-name", Kind.NOT_APPLICABLE, message)
 
 
-def check_narrowable(
-    key: Key, table: NarrowableTable, provider: Provider, target: Key, *, unchecked: bool
-) -> Iterator[Problem]:
-    """The keys that a target's and a model's table have in common, for the target at ``target``.
-
-    With ``unchecked`` only secrets are checked among provider options, and unknown session options pass.
-    """
-    options, load_options = table.provider_options, table.load_options
-    yield from check_options(key, options, load_options, provider, target, unchecked=unchecked)
-    yield from check_session_options(
-        key / "session-options", table.session_options, target, unchecked=unchecked
-    )
-    yield from check_values(key, table)
+def check_narrowable(key: Key, table: NarrowableTable, target: NamedTarget) -> Iterator[Problem]:
+    """The keys that a target's and a model's ``table`` at ``key`` have in common, for ``target``."""
+    provider = target.provider
+    yield from check_options(key, table.provider_options, table.load_options, target)
+    yield from check_session_options(key / "session-options", table.session_options, target)
     if table.in_memory:
         yield from _check_in_memory(key, table, provider)
     if table.external_initializers_threshold is not None and table.external_initializers is False:

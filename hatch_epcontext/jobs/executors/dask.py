@@ -108,7 +108,8 @@ class DaskExecutor:
     ) -> None:
         assert settings.cache is not None, "a cluster needs one"
         threads = sum(client.nthreads().values())
-        self.at_once = settings.jobs or min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
+        wanted, automatic = settings.jobs, min(max(_MIN_JOBS, 2 * threads), _MAX_JOBS)
+        self.at_once = automatic if wanted == "auto" else wanted
         self.stopped = False
         self._client = client
         self._info = BuildInfo(

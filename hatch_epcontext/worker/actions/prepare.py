@@ -9,7 +9,8 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Dequantize, Model
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import Dequantize
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.dequantize import dequantize

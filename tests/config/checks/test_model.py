@@ -116,3 +116,17 @@ def test_optimized_graphs_never_share_weights(project: Path) -> None:
     found = problems(project, toml)["models[0].share-weights"]
     assert "none of the model's targets" in found.message
     assert found.settings == ()
+
+
+def test_a_session_option_that_is_unknown_for_all_targets_is_one_problem(project: Path) -> None:
+    model = 'models = [{ path = "models/a.onnx", session-options = { "session.nope" = 1 } }]\n'
+    targets = '[targets.one]\nprovider = "cpu"\n[targets.two]\nprovider = "qnn"\n'
+    assert_one_problem(
+        project,
+        model + targets,
+        'models[0].session-options."session.nope"',
+        "is not a session option",
+    )
+    (found,) = read(project, f"{model}{targets}allow-unknown-options = true\n").models
+    options = {each.name: each.settings.session_options for each in found.targets}
+    assert options == {"one": {}, "two": {"session.nope": "1"}}

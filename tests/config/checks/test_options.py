@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from hatch_epcontext.config.checks.options import (
     check_session_options,
     render_options,
 )
+from hatch_epcontext.config.tables import TargetTable
+from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Key, Setting
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import quoted_key
@@ -19,12 +22,13 @@ from tests.config.examples import MODELS, only_problem, problems, target
 
 QNN = PROVIDERS["qnn"]
 T = Key() / "t"
+TARGET = NamedTarget("t", T, TargetTable(), QNN)
 UNCHECKED = Setting(T / "allow-unknown-options", value=True)
 
 
 def test_options_of_the_provider_pass() -> None:
     options, load_options = {"soc_model": 60}, {"htp_performance_mode": "burst"}
-    assert not list(check_options(T, options, load_options, QNN, T))
+    assert not list(check_options(T, options, load_options, TARGET))
 
 
 @pytest.mark.parametrize(
@@ -40,13 +44,13 @@ def test_options_of_the_provider_pass() -> None:
 def test_invalid_options_are_reported_with_their_key(
     options: dict[str, str], load_options: dict[str, str], location: str, message: str
 ) -> None:
-    (problem,) = check_options(T, options, load_options, QNN, T)
+    (problem,) = check_options(T, options, load_options, TARGET)
     assert problem.location == f"tool.epcontext.{location}"
     assert message in problem.message
 
 
 def test_an_option_for_compiling_names_its_place() -> None:
-    (problem,) = check_options(T, {}, {"soc_model": 60}, QNN, T)
+    (problem,) = check_options(T, {}, {"soc_model": 60}, TARGET)
     assert problem.settings == (Setting(T / "provider-options" / "soc_model", 60),)
 
 
@@ -82,22 +86,22 @@ def test_a_secret_in_the_configuration_is_refused_and_not_shown(
 
 
 def test_an_unknown_option_of_a_model_is_allowed_in_the_table_of_the_target() -> None:
-    (problem,) = check_options(Key() / "models" / 0, {"x": 1}, {}, QNN, T)
+    (problem,) = check_options(Key() / "models" / 0, {"x": 1}, {}, TARGET)
     assert problem.key == Key() / "models" / 0 / "provider-options" / "x"
     assert problem.settings == (UNCHECKED,)
 
 
 def test_a_provider_without_options_is_named() -> None:
-    (problem,) = check_options(T, {"x": 1}, {}, PROVIDERS["cpu"], T)
+    (problem,) = check_options(T, {"x": 1}, {}, replace(TARGET, provider=PROVIDERS["cpu"]))
     assert problem.hint == "The cpu provider has no options."
     assert problem.settings == ()
 
 
 def test_session_options_are_known_and_not_reserved() -> None:
     key = Key() / "s"
-    assert not list(check_session_options(key, {"session.intra_op_num_threads": 1}, T))
+    assert not list(check_session_options(key, {"session.intra_op_num_threads": 1}, TARGET))
     unknown, reserved = check_session_options(
-        key, {"session.intra_op_num_thread": 1, "ep.context_enable": 1}, T
+        key, {"session.intra_op_num_thread": 1, "ep.context_enable": 1}, TARGET
     )
     assert unknown.location == 'tool.epcontext.s."session.intra_op_num_thread"'
     assert unknown.hint is not None

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.config.settings import (
-    CompileSettings,
-    GivenLimits,
-    Quantize,
-    ValidateSettings,
-)
+from hatch_epcontext.config.settings import CompileSettings, Quantize
+from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.cache.fingerprint import fingerprint
 from hatch_epcontext.jobs.plan import Job, plan
@@ -99,7 +95,7 @@ def test_a_new_compile_setting_changes_the_fingerprint(job: Job) -> None:
         {"shapes": {"x": (1, 2)}},
         {"constants": {"sr": 16000}},
         # Without a comparison, preparation may accept the result of another simplifier.
-        {"validate": ValidateSettings(tolerance=None)},
+        {"validate": ValidateTable(tolerance=False)},
     ],
 )
 def test_a_models_settings_change_the_fingerprint(job: Job, changes: dict[str, Any]) -> None:
@@ -119,8 +115,12 @@ def test_contents_members_and_versions_change_the_fingerprint(job: Job) -> None:
     "changes",
     [
         {"path": Path("/elsewhere/a.onnx")},
-        {"validate": ValidateSettings(states={"h": "hn"})},
-        {"validate": ValidateSettings("require", "ones", (GivenLimits({"rtol": 0.5}),))},
+        {"validate": ValidateTable(states={"h": "hn"})},
+        {
+            "validate": ValidateTable(
+                mode="require", inputs="ones", tolerance=ToleranceTable(rtol=0.5)
+            )
+        },
     ],
 )
 def test_paths_and_validation_do_not_change_the_fingerprint(

@@ -9,7 +9,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from hatch_epcontext.config.settings import Listed, Model, Target, ValidateSettings
+from hatch_epcontext.config.settings import Listed, Model, Target
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.providers import Profile
 from hatch_epcontext.worker.actions.check import handle
@@ -132,7 +133,7 @@ def test_dummy_inputs_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
     np.savez(tmp_path / "inputs.npz", z=np.zeros(1))
     with pytest.raises(ModelError, match="has no array for the input 'x'"):
-        handle(request_for(path, validate=ValidateSettings(inputs=str(tmp_path / "inputs.npz"))))
+        handle(request_for(path, validate=ValidateTable(inputs=str(tmp_path / "inputs.npz"))))
 
 
 def with_profiles(*profiles: Profile, static_shapes: bool = True) -> Target:

@@ -10,7 +10,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from hatch_epcontext.config.settings import Model, ValidateSettings
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions import compile as compile_worker
@@ -38,7 +39,7 @@ def built(
     """Compile ``made``; returns a request to validate its artifact."""
     path = save(made, tmp_path / "models" / "a.onnx")
     dims = {"batch": 2} if "batch" in str(made.graph.input) else {}
-    spec = Model("a", path, MODEL, dims, {}, constants or {}, ValidateSettings(inputs=inputs))
+    spec = Model("a", path, MODEL, dims, {}, constants or {}, ValidateTable(inputs=inputs))
     to = target(provider, X_ELITE if provider == "qnn" else {}, embed=embed)
     request = compile_request(spec, to, tmp_path)
     reply = compile_worker.handle(request)

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hatch_epcontext.config.settings import Model, ValidateSettings
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
@@ -40,7 +41,7 @@ def test_inputs_that_are_given_are_not_asked_for() -> None:
     (setting,) = failed(outputs, Tolerance(20, 0.99)).problems[0].settings
     assert "inputs" in str(setting)
     given = failed(
-        outputs, Tolerance(20, 0.99), replace(SPEC, validate=ValidateSettings(inputs="/tmp/a.npz"))
+        outputs, Tolerance(20, 0.99), replace(SPEC, validate=ValidateTable(inputs="/tmp/a.npz"))
     )
     assert not given.problems[0].settings
 

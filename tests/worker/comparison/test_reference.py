@@ -8,7 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hatch_epcontext.config.settings import Model, ValidateSettings
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
@@ -162,7 +163,7 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
         )
 
     spec, expected = referred(
-        counter(2.0), tmp_path, validate=ValidateSettings(states={"state": "next"})
+        counter(2.0), tmp_path, validate=ValidateTable(states={"state": "next"})
     )
     with pytest.raises(BuildError, match=r"in step [2-8] of 8, with its own states"):
         check(counter(2.1), spec, expected, tmp_path)

@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from hatch_epcontext.config.settings import Model, ValidateSettings
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
@@ -20,7 +21,7 @@ from hatch_epcontext.worker.dummy.inputs import dummy_inputs
 
 def spec(inputs: object) -> Model:
     return Model(
-        "a", Path("a.onnx"), Key(("models", 0)), validate=ValidateSettings(inputs=str(inputs))
+        "a", Path("a.onnx"), Key(("models", 0)), validate=ValidateTable(inputs=str(inputs))
     )
 
 
@@ -61,7 +62,7 @@ def test_a_file_may_have_other_sizes_than_the_dummy_inputs(tmp_path: Path) -> No
     np.savez(tmp_path / "inputs.npz", x=np.zeros((2, 7), np.float32))
     sizes = dataclasses.replace(spec(tmp_path / "inputs.npz"), dims={"n": 3}, static_shapes=False)
     assert dummy_inputs([X], sizes)["x"].shape == (2, 7)
-    generated = dataclasses.replace(sizes, validate=ValidateSettings(inputs="ones"))
+    generated = dataclasses.replace(sizes, validate=ValidateTable(inputs="ones"))
     assert dummy_inputs([X], generated)["x"].shape == (2, 3)
 
 

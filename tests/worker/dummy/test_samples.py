@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hatch_epcontext.config.settings import Model, ValidateSettings
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.samples import samples
@@ -19,7 +20,7 @@ OPEN = Range(-8, 8, known=False)
 
 def spec(inputs: object = "random") -> Model:
     return Model(
-        "a", Path("a.onnx"), Key(("models", 0)), validate=ValidateSettings(inputs=str(inputs))
+        "a", Path("a.onnx"), Key(("models", 0)), validate=ValidateTable(inputs=str(inputs))
     )
 
 
