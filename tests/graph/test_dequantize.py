@@ -246,6 +246,42 @@ def test_static_quantization_is_only_undone_on_request() -> None:
         assert noise(source, undone, {"x": np.full((3, 4), number, np.float32)}) < 0.03
 
 
+OTHER_SCALES = {
+    "of a measured range": [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+        helper.make_node("DequantizeLinear", ["q", "half", "zero"], ["y"]),
+    ],
+    "of one that is stored": [
+        helper.make_node("QuantizeLinear", ["x", "tenth", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "half", "zero"], ["y"]),
+    ],
+    "of one of two": [
+        helper.make_node("QuantizeLinear", ["x", "half", "zero"], ["q"]),
+        helper.make_node("QuantizeLinear", ["x", "tenth", "zero"], ["r"]),
+        helper.make_node("Concat", ["q", "r"], ["both"], axis=1),
+        helper.make_node("DequantizeLinear", ["both", "half", "zero"], ["y"]),
+    ],
+    "with the same value": [
+        helper.make_node("QuantizeLinear", ["x", "half", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "other_half"], ["y"]),
+    ],
+}
+"""Integers that are read with another scale than they were written with."""
+
+
+@pytest.mark.parametrize("name", OTHER_SCALES)
+def test_integers_are_floats_again_only_with_their_own_scale(name: str) -> None:
+    stored = [floats("half", 0.5), floats("other_half", 0.5), floats("tenth", 0.1)]
+    stored.append(numpy_helper.from_array(np.uint8(0), "zero"))
+    columns = 8 if name == "of one of two" else 4
+    made = model(OTHER_SCALES[name], [value("x", [1, 4])], [value("y", [1, columns])], stored)
+    feeds = {"x": np.array([[1, 2, 3, 4]], np.float32)}
+    (before,) = run(made, feeds)
+    assert bool(dequantize(made, static=True)) == (name == "with the same value")
+    (after,) = run(made, feeds)
+    assert np.array_equal(before, after)
+
+
 def test_a_broken_scale_is_noticed(tmp_path: Path) -> None:
     source = network(3)
     made = quantized(source, tmp_path)

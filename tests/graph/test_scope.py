@@ -98,3 +98,22 @@ def test_graphs_inside_nodes_are_a_part_of_it_if_they_are_to_be() -> None:
     assert (maker.op_type, whole.shape("sum")) == ("Add", (3,))
     assert whole.constant("two") == 2
     assert whole.ancestors(["sum"]) == ["sum", "a", "two", "x"]
+
+
+def test_an_input_of_an_inner_graph_hides_what_is_called_so_around_it() -> None:
+    outer = Scope(
+        helper.make_graph(
+            [helper.make_node("Relu", ["x"], ["s"]), helper.make_node("Neg", ["x"], ["t"])],
+            "outer",
+            [value("x", [1])],
+            [value("s", [1])],
+        )
+    )
+    body = helper.make_graph(
+        [helper.make_node("Add", ["s", "t"], ["y"])], "body", [value("s", [1])], [value("y", [1])]
+    )
+    inner = Scope(body, outer)
+    assert inner.maker("s") is None
+    made = inner.maker("t")
+    assert made is not None
+    assert made.op_type == "Neg"

@@ -236,13 +236,15 @@ def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 ANSWERING = """
 import os, sys
-print("Python starts", flush=True)
+print("Python starts", end="", flush=True)
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.worker.actions import check
 from hatch_epcontext.worker.facts import ModelFacts
+from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import CheckReply
 def handle(request):
     name = request.models[0].name
+    step("looking")
     print(name, "prints", flush=True)
     if name == "crash":
         os.abort()
@@ -280,6 +282,8 @@ def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
     (failed,) = raised.value.problems
     assert failed.location == "the last one"
     assert failed.kind is (Kind.WORKER_CRASHED if last == "crash" else Kind.COMPILE_FAILED)
+    # Each request has steps of its own, also where they are called the same.
+    assert (" while looking " in failed.message) == (last == "crash")
 
 
 LEAVING_FILES = """
