@@ -595,8 +595,8 @@ class Problem:
     have none until the runner of the job sets it. ``key`` is set when it is a key of the configuration.
     ``settings`` are what the user can set to solve the problem, after the sentence in ``hint``. ``log`` is
     the end of a worker's log. ``targets``: those that have the problem, where it is in a job, or the key is
-    that of a model with several. ``tried``: other ways to compile the job, each with what came out of it.
-    ``step``: that of the job, unless it is compiling. ``causes``: what else can be the reason, in sentences.
+    that of a model with several. ``tried``: other ways to compile the job, each with its result. The
+    ``step`` of the job, unless it is compiling. ``causes``: what else can be the reason, in sentences.
     """
 
     kind: Kind
