@@ -30,7 +30,9 @@ from tests.conftest import REPOSITORY, needs_qnn
 from tests.jobs.processes.test_process import KEY, LEAVING_FILES, request_for
 from tests.models import network, save
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
+if sys.platform != "linux":
+    # Other systems do not even have the signals that it names.
+    pytest.skip("only Linux forks workers", allow_module_level=True)
 
 
 @pytest.fixture
