@@ -28,6 +28,10 @@ GENERATOR = "hatch-epcontext"
 """The name that manifests and reports give as their generator, followed by the version."""
 
 
+PACKAGE = "package"
+"""The folder of a build's staging for the model package: artifacts of the cache are put where they belong."""
+
+
 @dataclass(frozen=True)
 class Preparation:
     """How a model was prepared: the simplifier, the nodes before and after, and what failed before.

@@ -27,6 +27,7 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.jobs.artifact import (
+    PACKAGE,
     Artifact,
     Built,
     Recipe,
@@ -108,7 +109,7 @@ class JobRunner:
     def _run(self, job: Job) -> Built:
         settings_key = self._fingerprint(job, {})
         if job.target.from_cache:
-            folder = self.staging / "artifacts" / job.folder
+            folder = self.staging / PACKAGE / job.folder
             key, artifact = self._latest(job, settings_key, folder)
             _check_coverage(job, artifact.record)
             cached, runs = True, self.validations(job, key, artifact)
@@ -149,7 +150,7 @@ class JobRunner:
 
         ``wrong`` gets its key and the disagreement if it does not; then it is not tried again.
         """
-        folder = self.staging / "artifacts" / job.folder
+        folder = self.staging / PACKAGE / job.folder
         # What others have chosen since then is as good: a build that has its own asks no shared cache.
         key = self._cache(job).latest(choice, own_first=True)
         artifact = None if key in wrong else self.take(job, key, folder)

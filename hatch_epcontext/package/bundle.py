@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import Result, Source
+from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
 from hatch_epcontext.jobs.cache.index import changed_error
 from hatch_epcontext.loader import CPU_EP
 from hatch_epcontext.package import manifest, model_package
@@ -18,7 +18,9 @@ from hatch_epcontext.system import writing
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model package on disk: ``files`` in ``folder``, by their path there, the manifest last.
+    """A model package on disk: ``files`` in ``folder``, which may have others, by their path there.
+
+    The manifest is the last one.
 
     ``sources``: those of ``files`` that the user can still change, each with the user's own file.
     """
@@ -45,15 +47,17 @@ def bundle(result: Result, staging: Path, modules: Mapping[str, Path]) -> Bundle
     ``modules``: the Python modules that the folder gets too, by their path in it, each with its file.
     """
     with writing("the model package", staging):
-        return _bundle(result, staging / "bundle", modules)
+        return _bundle(result, staging / PACKAGE, modules)
 
 
 def _bundle(result: Result, folder: Path, modules: Mapping[str, Path]) -> Bundle:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for built in result.built:
-        shutil.copytree(
-            built.artifact.folder, folder / built.job.folder, copy_function=link_or_copy
-        )
+        place = folder / built.job.folder
+        if built.artifact.folder != place:
+            # Chips that were built alone may be there.
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(built.artifact.folder, place, copy_function=link_or_copy)
     files = manifest.artifact_files(result)
     sources = shipped_sources(result)
     own: dict[str, Path] = {}

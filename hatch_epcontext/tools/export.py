@@ -141,7 +141,9 @@ def _replace(place: Path, made: Bundle) -> None:
     with refused, _beside(place) as beside:
         copy, earlier = beside / "new", beside / "earlier"
         # Real copies: in the bundle the files of the cache and of the project are only linked.
-        shutil.copytree(made.folder, copy, copy_function=shutil.copyfile)
+        for name in made.files:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(made.folder / name, copy / name)
         made.check_sources(copy)
         if place.exists():
             place.rename(earlier)
