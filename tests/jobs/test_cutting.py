@@ -57,7 +57,7 @@ def test_the_shipped_source_is_cut_as_the_artifact_is(
 ) -> None:
     before = (project / "models" / "a.onnx").read_bytes()
     made = bundle(run(), tmp_path, MODULES)
-    package = tmp_path / "package"
+    package = tmp_path / "shipped"
     # As a wheel has it: the files of the bundle are links.
     shutil.copytree(made.folder, package)
     x = np.ones((2, 4, 8, 8), np.float32)
