@@ -283,8 +283,9 @@ class _Undoing:
     def _activation(self, name: str, scale: str, zero: str, scope: Scope) -> str | None:
         """The floats of the integers ``name``, if these are their scale and their zero point."""
         known = self.known.get(name)
-        fits = isinstance(known, _Quantized) and _has(scope, known, scale, zero)
-        return known.real if isinstance(known, _Quantized) and fits else None
+        if isinstance(known, _Quantized) and _has(scope, known, scale, zero):
+            return known.real
+        return None
 
     def _lstm(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         names = graph.operands(node, 12)

@@ -39,7 +39,7 @@ itself, and its workers end with it.
 
 
 class ServerGoneError(Exception):
-    """The server has ended, and did not start the worker, or has crashed before that."""
+    """The server has ended, and nothing is known of the worker: it never started, or the server crashed."""
 
 
 def is_supported() -> bool:
@@ -63,7 +63,7 @@ class Fork:
             self._connection.sendall(command.order)
 
     def wait(self, seconds: float) -> int | None:
-        """Raises ServerGoneError if it was never started."""
+        """Raises ServerGoneError as `ForkServer.exit_code` does."""
         end = time.monotonic() + seconds
         while self._messages.exit_code is None:
             self._connection.settimeout(max(end - time.monotonic(), 0.001))

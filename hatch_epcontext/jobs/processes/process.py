@@ -315,7 +315,7 @@ class Worker:
                 self._process.send(order, self._workers.timeout)
                 return self._wait(self._process, order, location, beat)
             except ServerGoneError:
-                # What every worker imports crashes, for example: the worker's own log then has more.
+                # What the server imports for all crashes, for example: the worker's own log then has more.
                 self._end()
                 self._processes.exit()
 

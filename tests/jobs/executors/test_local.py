@@ -1,4 +1,4 @@
-"""Which processes the local executor uses for the steps of a job, and what they are told."""
+"""Which processes the local executor uses for the steps of a job, and what their requests have."""
 
 from __future__ import annotations
 
