@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.limits import Limits
+from hatch_epcontext.graph.number_format import NumberFormat
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
 from hatch_epcontext.loader import Device
@@ -116,6 +117,10 @@ def _no_words(message: str) -> str | None:
     return None
 
 
+def _same_numbers(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+    return None
+
+
 def _runs_anywhere(system: str, machine: str) -> bool:
     return True
 
@@ -170,8 +175,9 @@ class Provider:
     quantized_activation: Literal["uint8", "uint16"] = "uint16"
     """The integers to which activations are quantized by default."""
 
-    float16_on: tuple[Device, ...] = ()
-    """The devices on which it computes floats in float16 by default, whose largest number is 65504."""
+    number_format: Callable[[Device, Mapping[str, str]], NumberFormat | None] = _same_numbers
+    """(device, options) -> the format to which it rounds floats; None where it computes in float32, or where
+    that is not known."""
 
     needs: str | None = None
     """The hardware and the driver that it needs to offer a device."""
@@ -305,10 +311,6 @@ class Provider:
     runs_on: Callable[[str, str], bool] = _runs_anywhere
     """(sys.platform, platform.machine()) -> whether such a machine can run, or simulate, a context that
     was compiled for any of the EP's chips."""
-
-    def computes_in_float16(self, device: Device) -> bool:
-        """Whether floats are computed in float16 by default on ``device``."""
-        return device in self.float16_on or (device == "any" and bool(self.float16_on))
 
     def leaves_shapes_open(self, device: Device) -> bool:
         """Whether shapes stay open by default when models are compiled for ``device``."""

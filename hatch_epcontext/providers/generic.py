@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.providers.base import Provider, Tolerance
 
 PROVIDER = Provider(
@@ -12,7 +13,8 @@ PROVIDER = Provider(
     distributions=("onnxruntime", "onnxruntime-gpu"),
     devices=("any", "npu", "gpu", "cpu"),
     tolerance=Tolerance(snr=20, cosine=0.99, unit=0.1),
-    float16_on=("npu",),
+    # As most of them do.
+    number_format=lambda device, options: FLOAT16 if device in ("npu", "any") else None,
     verified="On Linux x86-64 with the libraries of QNN and OpenVINO, and with those of two EPs that write "
     "no EP contexts, which is an error.",
     needs_library=True,

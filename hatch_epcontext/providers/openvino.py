@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
+from hatch_epcontext.graph.number_format import FLOAT16, NumberFormat
+from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, switch, text
 
@@ -82,6 +84,12 @@ _LACKS = frozenset(
 """The operators of ONNX's own test models of which the CPU device took none."""
 
 
+def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+    if '"f32"' in options.get("load_config", ""):
+        return None
+    return FLOAT16 if device in ("gpu", "npu", "any") else None
+
+
 PROVIDER = Provider(
     name="openvino",
     ep="OpenVINOExecutionProvider",
@@ -94,7 +102,7 @@ PROVIDER = Provider(
     # CPUs with AMX compute in bfloat16 unless INFERENCE_PRECISION_HINT is set. Measured on a real
     # model: probabilities that differ by 0.056, with a cosine of 0.9989.
     tolerance=Tolerance(snr=20, cosine=0.99),
-    float16_on=("gpu", "npu"),
+    number_format=_number_format,
     # Its CPU device computes wrong with 16 bits: -2 dB in a small network, and 37 dB with 8.
     quantized_activation="uint8",
     needs="Intel hardware: on other processors it offers no device, not even the CPU",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hatch_epcontext.graph.limits import NUMBERS_ONLY
+from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
+from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import ProfileOptions, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, number, pointer, switch, text
 
@@ -75,6 +77,12 @@ _RESERVED: Mapping[str, str] = {
 }
 
 
+def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:
+    if options.get("trt_fp16_enable") == "1":
+        return FLOAT16
+    return BFLOAT16 if options.get("trt_bf16_enable") == "1" else None
+
+
 def _own_context_options(path: str, embed: bool) -> dict[str, str]:
     # The EP writes the engine next to the context model, unless another folder is set.
     return {
@@ -101,6 +109,7 @@ PROVIDER = Provider(
     aliases=("trt",),
     systems=("linux", "win32"),
     options=_OPTIONS,
+    number_format=_number_format,
     reserved=_RESERVED,
     profiles=_PROFILES,
     own_context_options=_own_context_options,

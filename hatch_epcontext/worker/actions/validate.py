@@ -81,8 +81,9 @@ def handle(request: ValidateRequest) -> ValidateReply:
         first=first,
         only_target=request.only_target,
     )
-    halves = request.target.provider.computes_in_float16(request.target.settings.device)
-    large = expected.facts.large if halves else ()
+    settings = request.target.settings
+    format_ = request.target.provider.number_format(settings.device, settings.provider_options)
+    large = () if format_ is None else expected.facts.large
     return ValidateReply(
         checked.agreements, unavailable, load, checked.samples, checked.warnings, large
     )
