@@ -55,12 +55,14 @@ Numbers = NDArray[np.float64]
 class Comparison:
     """How near an output is to its reference, and what it would need: empty where all limits hold.
 
-    ``needed``: the limits that this output keeps, for those that it does not.
+    ``needed``: the limits that this output keeps, for those that it does not. ``margin``: the decibels by
+    which its ratios of signal to noise are above the limits, negative where one is below.
     """
 
     agreement: Agreement
     excesses: tuple[str, ...]
     needed: Mapping[str, float]
+    margin: float = math.inf
 
 
 def compare(
@@ -106,10 +108,15 @@ def compare(
 def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) -> Comparison:
     excesses = []
     needed: dict[str, float] = {}
+    margins = [math.inf]
+    if agreement.snr is not None:
+        margins.append(agreement.snr - limits.snr)
     if agreement.snr is not None and agreement.snr < limits.snr:
         excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
         needed["snr"] = agreement.snr
     worst = agreement.worst
+    if worst is not None:
+        margins.append(worst.snr - limits.snr + _less(ref.shape, worst.axis))
     if worst is not None and worst.snr < (least := limits.snr - _less(ref.shape, worst.axis)):
         excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
         needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
@@ -124,7 +131,7 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
                 f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"
             )
             needed["atol"] = atol + float(beyond.max())
-    return Comparison(agreement, tuple(excesses), needed)
+    return Comparison(agreement, tuple(excesses), needed, min(margins))
 
 
 def _less(shape: tuple[int, ...], axis: int) -> float:
