@@ -321,11 +321,17 @@ class Rewrite:
 
 
 def by_node(name: str, rules: Rules, *, nested: bool = True) -> Rewrite:
-    """A rewrite that replaces nodes one by one; with ``nested`` in the graphs inside of others too."""
+    """A rewrite that replaces nodes one by one, and removes what nothing uses then.
+
+    With ``nested`` it replaces those in the graphs inside of others too.
+    """
 
     def apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
         wanted = {operator: rule for operator, rule in rules.items() if operator in refused}
-        return replace(model, wanted, types, nested=nested)
+        if count := replace(model, wanted, types, nested=nested):
+            for part in graph.graphs(model.graph):
+                remove_unused(part)
+        return count
 
     return Rewrite(name, frozenset(rules), apply)
 

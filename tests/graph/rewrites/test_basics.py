@@ -154,7 +154,8 @@ def test_computed_bounds_become_max_and_min(bounds: list[str], expected: list[st
         {"y": (FLOAT, [2, 9])},
         {"half": np.float32(0.5), "infinity": np.float32(np.inf)},
     )
-    assert operators(rewritten(model, COMPUTED_BOUNDS, ["Clip"]))[3:] == expected
+    found = operators(rewritten(model, COMPUTED_BOUNDS, ["Clip"]))
+    assert [each for each in found if each in ("Max", "Min", "Identity")] == expected
 
 
 BYTES = [pytest.param(each, marks=newer_runtime) for each in (np.int8, np.uint8)]

@@ -1,0 +1,305 @@
+"""Equal forms of what EPs compute wrong, or inexactly, in float16.
+
+Those of `ALWAYS` lose nothing and add hardly a node. Those of `REMEDIES` add nodes, and what these cost on an
+NPU is not measured: they are for models that a run has shown to need them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
+from hatch_epcontext.graph.number_format import FUSING
+from hatch_epcontext.graph.scope import Scope, Types
+
+_BROADCASTING = 8
+"""The opset since which Max and Min take a number beside a tensor."""
+
+_BOUNDS_AS_INPUTS = 11
+"""The opset since which those of Clip are inputs."""
+
+_FLOAT_MAX = float(np.finfo(np.float32).max)
+
+
+def _number(name: str, scope: Scope) -> float | None:
+    """The stored number ``name``, also in a tensor of one value; None for anything else."""
+    array = scope.constant(name)
+    return float(array.item()) if array is not None and array.size == 1 else None
+
+
+def _number_beside(value: str, name: str, scope: Scope) -> float | None:
+    """The number ``name``, if ``value`` keeps its shape beside it."""
+    ranks = [len(scope.sizes(each) or ()) for each in (name, value)]
+    return _number(name, scope) if ranks[0] <= ranks[1] else None
+
+
+def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] | None:
+    """The operands of a ``node`` that computes a value with a number, in any order."""
+    names = list(node.input)
+    while names and not names[-1]:
+        names.pop()
+    for value, name in (names, names[::-1]) if len(names) == 2 else ():
+        number = _number_beside(value, name, scope)
+        if number is not None and scope.stored.get(value) is None:
+            return value, number
+    return None
+
+
+def _maker(name: str, scope: Scope) -> str:
+    """The operator that makes a value; empty for inputs and stored tensors."""
+    node = scope.maker(name)
+    return "" if node is None else graph.operator(node)
+
+
+def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, name = node.input
+    exponent = name
+    while (maker := scope.maker(exponent)) is not None and maker.op_type in ("Cast", "Identity"):
+        exponent = maker.input[0]
+    number = _number_beside(value, exponent, scope)
+    if number == 2:
+        return [builder.add("Mul", value, value)]
+    is_float = builder.dtype.kind == "f"
+    return [builder.add("Sqrt", value)] if number == 0.5 and is_float else None
+
+
+def _axes(node: onnx.NodeProto, scope: Scope) -> list[int] | None:
+    """Those that a node reduces, counted from the first; None if they are not known, or none."""
+    sizes, name = scope.sizes(node.input[0]), graph.operand(node, 1)
+    axes = scope.constant(name) if name else np.array(graph.attribute(node, "axes", []), np.int64)
+    if sizes is None or axes is None:
+        return None
+    if not axes.size:
+        return None if graph.number(node, "noop_with_empty_axes", 0) else [*range(len(sizes))]
+    return [int(axis) % len(sizes) for axis in axes]
+
+
+def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A sum divided by the number of its values, which nothing else reads."""
+    if (found := _value_and_number(node, scope)) is None or builder.dtype.kind != "f":
+        return None
+    name, number = found
+    total = scope.maker(name)
+    if total is None or graph.operator(total) != "ReduceSum" or not _is_read_once(name, scope):
+        return None
+    sizes, axes = scope.sizes(total.input[0]), _axes(total, scope)
+    summed = [sizes[axis] for axis in axes] if sizes is not None and axes is not None else [None]
+    known = [size for size in summed if size is not None]
+    if node.op_type == "Div":
+        if name != node.input[0] or not number:
+            return None
+        number = 1 / number
+    if axes is None or known != summed or abs(number * math.prod(known) - 1) > 1e-6:
+        return None
+    keepdims = graph.number(total, "keepdims", 1)
+    return [builder.reduced("ReduceMean", total.input[0], axes, keepdims)]
+
+
+def _is_read_once(name: str, scope: Scope) -> bool:
+    """Whether only one node of the graph reads a value, which is no output of it."""
+    is_output = any(each.name == name for each in scope.part.output)
+    return not is_output and len(scope.readers.get(name, ())) == 1
+
+
+def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Clip whose bounds are attributes: its opset has no others."""
+    if builder.opset >= _BOUNDS_AS_INPUTS:
+        return None
+    value = node.input[0]
+    for operator, bound in (("Max", "min"), ("Min", "max")):
+        number = graph.attribute(node, bound, _FLOAT_MAX)
+        if abs(number) < _FLOAT_MAX:
+            value = builder.add(operator, value, builder.number(number))
+    return [value]
+
+
+_FUSING = FUSING | {"Add", "Sub"}
+_FUSED_THROUGH = graph.RESHAPING | {"Mul", "Slice", "Split"}
+"""What EPs compute together with an activation, and what may stand between."""
+
+
+def _barrier(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """An activation, apart from what it would be fused with: it is 0 or -1 at the number, and below it."""
+    value = node.input[0]
+    maker = scope.maker(value)
+    while maker is not None and graph.operator(maker) in _FUSED_THROUGH:
+        computed = (each for each in maker.input if scope.stored.get(each) is None)
+        maker = scope.maker(next(computed, ""))
+    if maker is None or graph.operator(maker) not in _FUSING:
+        return None
+    return [builder.add(node.op_type, builder.add("Max", value, builder.number(-60000)))]
+
+
+_EXP_FROM, _EXP_TO = -80.0, 80.0
+"""Where Exp is right: QNN's simulator gives anything beyond 88. Both results are beyond float16."""
+
+
+def _exp(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value = node.input[0]
+    if _maker(value, scope) in ("", "Abs", "Clip", "Max", "Relu"):
+        return None
+    return [builder.add("Exp", builder.add("Max", value, builder.number(_EXP_FROM)))]
+
+
+def _sigmoid(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    negative = builder.add("Neg", node.input[0])
+    above = builder.add("Max", negative, builder.number(_EXP_FROM))
+    power = builder.add("Exp", builder.add("Min", above, builder.number(_EXP_TO)))
+    return [builder.add("Reciprocal", builder.add("Add", power, builder.number(1)))]
+
+
+_LEAST = 2.0**-14
+"""The smallest number that float16 has with all its digits."""
+
+_PART = 1 / 8
+"""Of the largest value, by which all are divided: QNN's simulator gives 0 for divisors above 16384."""
+
+_DEEPEST = 8
+"""Nodes from a root down to its squares."""
+
+_PASSING = graph.RESHAPING | {"Transpose"}
+_WITH_NUMBERS = frozenset({"Add", "Clip", "Max"})
+_MEANS = frozenset({"ReduceMean"})
+_SUMS = frozenset({"Add", "ReduceSum"})
+
+
+@dataclass(frozen=True)
+class _Roots:
+    """Square roots of sums of squares, by way of values of about 1, whose squares float16 has.
+
+    ``operators``: those that may sum them.
+    """
+
+    scope: Scope
+    builder: Builder
+    operators: frozenset[str]
+
+    def of(self, name: str, offset: float = 0.0, deepest: int = _DEEPEST) -> str | None:
+        """Sqrt(name + offset); None if ``name`` is no sum of squares."""
+        node = self.scope.maker(name)
+        if node is None or not deepest:
+            return None
+        operator = graph.operator(node)
+        if value := _squared(node, self.scope):
+            return self._scaled([self._magnitude(value)], offset)
+        if operator in _WITH_NUMBERS and (found := _value_and_number(node, self.scope)):
+            return self._beside(operator, *found, offset, deepest - 1)
+        if operator in _PASSING and (inner := self.of(node.input[0], offset, deepest - 1)):
+            return self.builder.add_like(node, operator, [inner, *node.input[1:]])[0]
+        return self._summed(node, offset, deepest - 1) if operator in self.operators else None
+
+    def _beside(
+        self, operator: str, value: str, number: float, offset: float, deepest: int
+    ) -> str | None:
+        if number < 0 or (offset and operator != "Add"):
+            return None
+        if operator == "Add":
+            return self.of(value, offset + number, deepest)
+        least = self.builder.number(math.sqrt(number))
+        inner = self.of(value, 0, deepest)
+        return inner and self.builder.add("Max", inner, least)
+
+    def _summed(self, node: onnx.NodeProto, offset: float, deepest: int) -> str | None:
+        operator = graph.operator(node)
+        if operator == "Add":
+            roots = [each for name in node.input if (each := self.of(name, 0, deepest))]
+            return self._scaled(roots, offset) if len(roots) == 2 else None
+        inner, axes = self.of(node.input[0], 0, deepest), _axes(node, self.scope)
+        shape = self.scope.shape(node.output[0])
+        if inner is None or axes is None or shape is None:
+            return None
+        root = self._scaled([inner], offset, operator, axes)
+        return root if graph.number(node, "keepdims", 1) else self.builder.reshape(root, shape)
+
+    def _scaled(
+        self, values: Sequence[str], offset: float, reducing: str = "", axes: Sequence[int] = ()
+    ) -> str:
+        """The root of the sum of the squares of ``values``, and of ``offset``.
+
+        ``reducing``: the operator that sums the squares of a single one, over ``axes``.
+        """
+        builder, least = self.builder, math.sqrt(offset)
+        largest = builder.add("Max", *values) if len(values) > 1 else values[0]
+        if reducing:
+            largest = builder.reduced("ReduceMax", largest, axes, keepdims=1)
+        elif len(values) == 1 and not offset:
+            return largest
+        floor = builder.number(max(_LEAST, least * _PART))
+        scale = builder.add("Max", builder.scaled(largest, _PART), floor)
+        squares = [self._squared_part(value, scale) for value in values]
+        if reducing:
+            squares = [builder.reduced(reducing, squares[0], axes, keepdims=1)]
+        if offset:
+            squares.append(self._squared_part(builder.number(least), scale))
+        total, *others = squares
+        for each in others:
+            total = builder.add("Add", total, each)
+        return builder.add("Mul", builder.add("Sqrt", total), scale)
+
+    def _magnitude(self, value: str) -> str:
+        positive = _maker(value, self.scope) in ("Abs", "Relu", "Sqrt")
+        return value if positive else self.builder.add("Abs", value)
+
+    def _squared_part(self, value: str, scale: str) -> str:
+        part = self.builder.add("Div", value, scale)
+        return self.builder.add("Mul", part, part)
+
+
+def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
+    """The value of which ``node`` is the square."""
+    operator, (value, *others) = graph.operator(node), node.input
+    if operator == "Mul" and others == [value]:
+        return value
+    return value if operator == "Pow" and _number_beside(value, others[0], scope) == 2 else None
+
+
+def _root(
+    operators: frozenset[str], node: onnx.NodeProto, scope: Scope, builder: Builder
+) -> Outputs:
+    root = _Roots(scope, builder, operators).of(node.input[0])
+    return root and [root]
+
+
+def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The logarithm of a square as that of its root, whose exponent is half as large."""
+    root = _Roots(scope, builder, _SUMS | _MEANS).of(node.input[0])
+    return root and [builder.scaled(builder.add("Log", root), 2)]
+
+
+ALWAYS: Mapping[str, Rewrite] = {
+    "square": by_node("Pow as Mul or Sqrt", {"Pow": _power}),
+    "mean": by_node("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
+    "clip-inputs": by_node("Clip with attributes as Max and Min", {"Clip": _clip}),
+}
+"""Rewrites by their ids that can be applied to every model."""
+
+REMEDIES: Mapping[str, Rewrite] = {
+    "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
+    "exp": by_node("Exp of large negative numbers as 0", {"Exp": _exp}),
+    "hypot": by_node("roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS)}),
+    "log-power": by_node("logarithms of roots", {"Log": _log}),
+    "scaled-square": by_node(
+        "roots of means of scaled squares", {"Sqrt": partial(_root, _SUMS | _MEANS)}
+    ),
+    "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
+}
+"""Rewrites by their ids that are worth their nodes only where a run shows it, in the order to try them."""
+
+
+def remedy(model: onnx.ModelProto, types: Types, names: Iterable[str]) -> tuple[str, ...]:
+    """Apply those of `ALWAYS` and `REMEDIES` that ``names`` has, to ``model``, in place, in their order.
+
+    ``types``: those of its values, as far as they are known. Returns the names of those that did something.
+    """
+    wanted, all_ = frozenset(names), {**ALWAYS, **REMEDIES}
+    if graph.opset(model) < _BROADCASTING:
+        return ()
+    found = ((name, each) for name, each in all_.items() if name in wanted)
+    return tuple(name for name, each in found if each.apply(model, types, each.operators))
