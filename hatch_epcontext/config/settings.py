@@ -24,6 +24,7 @@ from hatch_epcontext.config.tables import (
 from hatch_epcontext.errors import Key
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import (
     QUANTIZED,
     Device,
@@ -73,6 +74,7 @@ class CompileSettings:
     fixed. ``external_initializers``: bytes from which an initializer outside the contexts goes into
     a file of its own, or None. ``dequantize``: whether dynamic quantization is undone, ``"all"`` for static
     quantization too. ``quantize``: how floats are quantized, or None; the calibration data is the target's.
+    ``without_rewrites``: those for its number format that are left out.
     """
 
     provider: str
@@ -92,6 +94,7 @@ class CompileSettings:
     in_memory: bool = False
     external_initializers: int | None = None
     unroll_limit: int = 5000
+    without_rewrites: tuple[RewriteName, ...] = ()
     recompile: bool = False
     dequantize: Dequantize = False
     quantize: Quantize | None = None

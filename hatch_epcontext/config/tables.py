@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from hatch_epcontext.config.shared_cache import check_cache_url, check_public_keys
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Device, OptionValue
 from hatch_epcontext.text import parse_size
 
@@ -226,6 +227,11 @@ class NarrowableTable:
         "leaves them as they are.",
         otherwise=5000,
         check=_NODES,
+    )
+    without_rewrites: tuple[RewriteName, ...] | None = _key(
+        "Rewrites that are left out, of those that avoid what the EP computes wrong or inexactly in float16: "
+        "see `docs/rewrites.md`.",
+        otherwise=(),
     )
     recompile: bool | None = _key(
         'Ship the prepared model too, so that `load(..., fallback="jit")` can compile it on the user\'s '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
@@ -13,6 +14,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
 from hatch_epcontext.worker.facts import (
@@ -37,8 +39,9 @@ class Preparation:
     """How a model was prepared: the simplifier, the nodes before and after, and what failed before.
 
     ``precision``: how its numbers were changed, in words. ``rewrites``: what was rewritten, because the EP
-    refuses the original; ``options``: those with which it took more. ``tried``: other ways to compile it,
-    each with its result.
+    refuses the original or computes it wrong; ``options``: those with which it took more. ``tried``: other
+    ways to compile it, each with its result. ``remedies``: the rewrites for the EP's number format that did
+    something.
     """
 
     simplifier: Simplifier
@@ -50,6 +53,7 @@ class Preparation:
     rewrites: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
+    remedies: tuple[RewriteName, ...] = ()
 
 
 Operators = tuple[str, ...]
@@ -73,7 +77,8 @@ class Recipe:
 
     ``fuse``: whether scales are folded into the weights of convolutions. ``changes`` are applied to the
     prepared models one after the other. ``options``: of the EP, in addition to the target's.
-    ``takes_control_flow``: whether a model is compiled in which preparation leaves some.
+    ``takes_control_flow``: whether a model is compiled in which preparation leaves some. ``remedies``: the
+    rewrites for the number format of the EP, see `number_format`; they come last.
     """
 
     simplifier: Simplifier
@@ -81,11 +86,17 @@ class Recipe:
     changes: tuple[Change, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     takes_control_flow: bool = True
+    remedies: tuple[RewriteName, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether the models are compiled as they are prepared, with the target's options."""
-        return self.fuse and not self.changes and not self.options
+        return self.fuse and not self.changes and not self.options and self.remedy is None
+
+    @property
+    def remedy(self) -> RewriteName | None:
+        """The last rewrite that is not one of those for all models."""
+        return next((each for each in reversed(self.remedies) if each not in ALWAYS), None)
 
     @property
     def unrolls(self) -> bool:
@@ -206,6 +217,14 @@ class Validation:
     def sensitive(self) -> bool:
         """Whether other inputs may disagree."""
         return any(each.status is AgreementStatus.SENSITIVE for each in self.agreements)
+
+    @property
+    def margin(self) -> float:
+        """The least decibels by which an output is above its limit, here or emulated."""
+        found = [each.margin for each in self.compared]
+        if self.emulation is not None and self.emulation.seen:
+            found.append(self.emulation.margin)
+        return min((each for each in found if each is not None), default=math.inf)
 
     @property
     def inconclusive(self) -> tuple[Agreement, ...]:

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -44,7 +45,15 @@ from hatch_epcontext.jobs.coverage import check_coverage
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.jobs.recipes import Attempt, acceptable, best, refusal, try_recipes
+from hatch_epcontext.jobs.recipes import (
+    Attempt,
+    Verdict,
+    acceptable,
+    best,
+    chosen,
+    refusal,
+    try_recipes,
+)
 from hatch_epcontext.jobs.validation import (
     check_conclusive,
     input_files,
@@ -378,17 +387,17 @@ class _Search:
 
     def run(self) -> tuple[Attempt, Artifact, Runs]:
         """The chosen attempt, its artifact, and its validations; raises BuildError if none is good enough."""
-        chosen = (
+        taken = (
             self._known_partial()
-            or try_recipes(self._job, self._attempts, self._attempt, self._agrees)
+            or try_recipes(self._job, self._attempts, self._attempt, self._judge)
             or self._choose()
         )
-        runs = self._validated[chosen.key]
+        runs = self._validated[taken.key]
         assert not isinstance(runs, BuildError), "only what agrees is chosen"
         for each in self._attempts:
-            if each is not chosen and isinstance(each.result, Artifact):
+            if each is not taken and isinstance(each.result, Artifact):
                 shutil.rmtree(each.result.folder, ignore_errors=True)
-        return chosen, replace(chosen.artifact, record=self._record(chosen)), runs
+        return taken, replace(taken.artifact, record=self._record(taken)), runs
 
     def _known_partial(self) -> Attempt | None:
         """The best of an earlier build in which nothing was whole, if it is good enough now."""
@@ -397,7 +406,7 @@ class _Search:
         if key is None or artifact is None:
             return None
         attempt = Attempt(artifact.record.recipe, key, artifact, cached=True)
-        if not acceptable(self._job, [attempt]) or not self._agrees(attempt):
+        if not acceptable(self._job, [attempt]) or self._judge(attempt).differs:
             return None
         self._attempts.append(attempt)
         return attempt
@@ -415,7 +424,7 @@ class _Search:
         return Attempt(recipe, key, Artifact(folder, result))
 
     def _choose(self) -> Attempt:
-        """The attempt that covers most of those that cover enough and agree with the CPU.
+        """The attempt that covers most of those that cover enough and do not differ from the CPU.
 
         Raises BuildError if there is none: with the first disagreement, with what is left to the CPU, or with
         what the EP has refused, in that order.
@@ -424,9 +433,8 @@ class _Search:
         if found.may_be_taken and not found.is_whole:
             self._store(found)
             self._cache.set_latest(self._partial, found.key)
-        for attempt in acceptable(self._job, self._attempts):
-            if self._agrees(attempt):
-                return attempt
+        if (taken := chosen(self._job, self._attempts, self._judge)) is not None:
+            return taken
         for attempt in self._attempts:
             if (error := self._disagreement(attempt)) is not None:
                 raise _with_tried(error, self._notes(attempt))
@@ -439,8 +447,8 @@ class _Search:
         first, refused = refusal(self._job, self._attempts)
         raise _with_tried(refused, self._notes(first))
 
-    def _agrees(self, attempt: Attempt) -> bool:
-        """Whether the artifact agrees with the CPU, or cannot be compared here; it is stored before that."""
+    def _judge(self, attempt: Attempt) -> Verdict:
+        """How near the artifact is to the CPU, as far as it can be compared here; it is stored before."""
         if attempt.key not in self._validated:
             self._store(attempt)
             try:
@@ -451,7 +459,18 @@ class _Search:
                 if not error.is_only(_DISAGREEMENTS):
                     raise
                 self._validated[attempt.key] = error
-        return self._disagreement(attempt) is None
+        return self._verdict(self._validated[attempt.key])
+
+    def _verdict(self, found: Runs | BuildError) -> Verdict:
+        if isinstance(found, BuildError):
+            return Verdict(
+                False, min((each.margin or -1.0 for each in found.problems), default=-1.0)
+            )
+        validations = [each.validation for each in found.values()]
+        return Verdict(
+            not any(each.sensitive for each in validations),
+            max(0.0, min((each.margin for each in validations), default=math.inf)),
+        )
 
     def _store(self, attempt: Attempt) -> None:
         if not attempt.cached and attempt.key not in self._stored:
@@ -463,13 +482,17 @@ class _Search:
         found = self._validated.get(attempt.key)
         return found if isinstance(found, BuildError) else None
 
+    def _margin(self, attempt: Attempt) -> float | None:
+        found = self._validated.get(attempt.key)
+        return None if found is None else self._verdict(found).margin
+
     def _notes(self, other_than: Attempt) -> tuple[str, ...]:
         """What else was tried, and what came out of it."""
         notes = (
             note
             for each in self._attempts
             if each is not other_than
-            for note in each.notes(self._disagreement(each))
+            for note in each.notes(self._disagreement(each), self._margin(each))
         )
         return tuple(dict.fromkeys(notes))
 

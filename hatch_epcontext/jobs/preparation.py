@@ -116,7 +116,10 @@ class Preparations:
             (each.kind, None if each.refused is None else each.refused[index])
             for each in recipe.changes
         ]
-        how = [recipe.simplifier, recipe.fuse, changes, job.target.settings.unroll_limit]
+        how = [
+            *(recipe.simplifier, recipe.fuse, changes, recipe.remedies),
+            job.target.settings.unroll_limit,
+        ]
         key = value_sha256([self._key(job, job.models[index]), how])
         with self._lock:
             busy = self._busy.setdefault(key, threading.Lock())
@@ -138,6 +141,9 @@ class Preparations:
     ) -> Prepared:
         model = job.models[index]
         caller = self._workers if self._is_shared(job, model) else worker
+        if recipe.remedies:
+            before = self._get(job, index, replace(recipe, remedies=()), worker)
+            return change(job, index, before, recipe, scratch, caller)
         if recipe.changes:
             before = self._get(job, index, replace(recipe, changes=recipe.changes[:-1]), worker)
             return change(job, index, before, recipe, scratch, caller)
@@ -208,14 +214,14 @@ def prepare(
 def change(
     job: Job, index: int, before: Prepared, recipe: Recipe, scratch: Path, worker: Workers | Worker
 ) -> Prepared:
-    """``before``, the model of ``job`` with that index, after the last change of ``recipe``.
+    """``before``, the model of ``job`` with that index, after the remedies or the last change of ``recipe``.
 
     Raises BuildError when the source model fails.
     """
     from hatch_epcontext.worker.requests import RewriteRequest
 
-    last = recipe.changes[-1]
-    refused = None if last.refused is None else last.refused[index]
+    last = None if recipe.remedies else recipe.changes[-1]
+    refused = None if last is None or last.refused is None else last.refused[index]
     if refused == ():
         return replace(before, changed=False, dropped=())
     model, folder = job.models[index], scratch / "result"
@@ -230,7 +236,8 @@ def change(
         compare=_compare(model),
         reference=before.reference,
         tolerance=model.tolerance_for(job.target) if before.preparation.precision else None,
-        unroll_limit=job.target.settings.unroll_limit if last.kind == "unroll" else None,
+        unroll_limit=job.target.settings.unroll_limit if last and last.kind == "unroll" else None,
+        remedies=recipe.remedies,
     )
     reply = worker.call(request, scratch / "call", location=job.location, step="preparation")
     return _changed(before, reply)
@@ -244,6 +251,7 @@ def _changed(before: Prepared, reply: RewriteReply) -> Prepared:
         nodes=reply.nodes,
         control_flow=reply.control_flow,
         rewrites=(*before.preparation.rewrites, *reply.rewrites),
+        remedies=reply.remedies,
     )
     return replace(
         before, path=reply.path, preparation=preparation, changed=True, dropped=reply.dropped

@@ -12,19 +12,23 @@ the job: a broken model, a killed worker, a full disk.
 2. Options with which the EP takes operators that it leaves without them.
 3. Rewrites of what the EP leaves or refuses, and then of what it leaves of those.
 4. Loops and recurrent layers unrolled, and rewrites of these.
-5. Where the best attempt covers enough and disagrees with the CPU: less invasive and unrolled forms of it.
+5. Where the best attempt covers enough, and disagrees with the CPU or may do so: rewrites for the number
+   format of the EP, one more at a time; each is kept if it brings the outputs nearer.
+6. Where it still disagrees: less invasive and unrolled forms of it.
 
-`try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough is
-chosen when all were tried.
+`try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough, or
+may disagree for other inputs, is chosen when all were tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.graph.number_format import ALWAYS, REMEDIES, RewriteName
 from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
@@ -33,6 +37,31 @@ from hatch_epcontext.worker.facts import SIMPLIFIERS, Coverage, Simplifier
 
 _MAX_ROUNDS = 3
 """How often a model is changed in step 3, and in step 4: an EP can refuse what a rewrite leaves, too."""
+
+
+GAIN = 6.0
+"""Decibels by which a more invasive attempt has to be nearer to the CPU: half of the error."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How near an attempt is to the CPU: ``margin`` in decibels above the limits, less than 0 where it is
+    beyond them.
+
+    ``agrees``: also true where it cannot be run or compared on this machine; false where it differs, or
+    may differ for other inputs.
+    """
+
+    agrees: bool
+    margin: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether an output is beyond its limits."""
+        return self.margin < 0
+
+
+NOT_COMPARED = Verdict(True, math.inf)
 
 
 @dataclass(frozen=True)
@@ -116,14 +145,19 @@ class Attempt:
         """The operators for which it was not compiled, see `Recipe`."""
         return self.result.control_flow if isinstance(self.result, Refused) else ()
 
-    def notes(self, disagreement: BuildError | None) -> Iterator[str]:
-        """What came out of it, for a report; ``disagreement``: that of its outputs with the CPU's, if any."""
+    def notes(self, disagreement: BuildError | None, margin: float | None = None) -> Iterator[str]:
+        """What came out of it, for a report; ``disagreement``: that of its outputs with the CPU's, if any.
+
+        ``margin``: the decibels by which they are above the limits, if they were compared.
+        """
         if isinstance(self.result, Artifact):
             done = self.result.record.preparations
             names = dict.fromkeys(n for each in done for n in (*each.options, *each.rewrites))
             result = f"{count(self.uncovered, 'node')} on the CPU"
             if disagreement is not None:
                 result = _first_line(disagreement.problems[0].message)
+            elif margin is not None and math.isfinite(margin):
+                result = f"{result}, {margin:.0f} dB above the limits"
             yield f"{'; '.join(names) or 'unmodified'}: {result}"
         elif self.stopped_in == "prepare":
             crashed, simplifier = self.has_crashed, self.recipe.simplifier
@@ -140,6 +174,10 @@ class Attempt:
             yield f"{'; '.join(self.result.rewrites) or 'unmodified'}: {result}"
 
 
+Judge = Callable[[Attempt], Verdict]
+"""Validates an attempt."""
+
+
 def _first_line(message: str) -> str:
     return message.split("\n", 1)[0].rstrip(".")
 
@@ -152,13 +190,11 @@ def best(attempts: Sequence[Attempt]) -> Attempt:
     return max(attempts, key=lambda each: (each.stopped_in in (None, "compile"), each.quality))
 
 
-def recipes(
-    job: Job, attempts: Sequence[Attempt], agrees: Callable[[Attempt], bool]
-) -> Iterator[Recipe]:
+def recipes(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
     """Yield the recipes for ``job``, in the order above.
 
     ``attempts`` are those so far: `try_recipes` adds the attempt of each recipe before it asks for the next
-    one. ``agrees`` is that of `try_recipes`.
+    one. ``judge`` is that of `try_recipes`.
     """
     yield from _simplifiers(job, attempts)
     if attempts[-1].stopped_in == "prepare":
@@ -169,27 +205,29 @@ def recipes(
     yield from _options(job, attempts)
     yield from _rewrites(attempts)
     yield from _unrolled(job, attempts)
-    yield from _other_forms(job, attempts, agrees)
+    # Of groups and of contexts for several chips other jobs are compared: see `Job.alone`.
+    if job.group is None and not job.has_several_chips:
+        yield from _remedies(job, attempts, judge)
+        yield from _other_forms(job, attempts, judge)
 
 
 def try_recipes(
     job: Job,
     attempts: list[Attempt],
     make: Callable[[Recipe, int], Attempt],
-    agrees: Callable[[Attempt], bool],
+    judge: Judge,
 ) -> Attempt | None:
     """Try the recipes for ``job`` until one is whole and agrees with the CPU; None if none is.
 
-    ``attempts`` gets what ``make`` gives for each recipe and its number. ``agrees`` validates an attempt: it
-    is also true where the artifact cannot be run or compared on this machine.
+    ``attempts`` gets what ``make`` gives for each recipe and its number.
     """
-    for number, recipe in enumerate(recipes(job, attempts, agrees)):
+    for number, recipe in enumerate(recipes(job, attempts, judge)):
         attempt = make(recipe, number)
         if attempt.stopped_in == "prepare" and attempt.has_crashed:
             # Perhaps by chance. What happens again is the simplifier's own fault; an EP's crash is a refusal.
             attempt = make(recipe, number)
         attempts.append(attempt)
-        if attempt.is_whole and agrees(attempt):
+        if attempt.is_whole and judge(attempt).agrees:
             return attempt
     return None
 
@@ -218,7 +256,9 @@ def _simplifiers(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
         if simplifier == "none" and any(each.is_prepared for each in attempts):
             # It would leave as much control flow as any of them.
             break
-        yield Recipe(simplifier, takes_control_flow=takes_control_flow)
+        yield Recipe(
+            simplifier, takes_control_flow=takes_control_flow, remedies=_wanted(job, ALWAYS)
+        )
         if attempts[-1].stopped_in != "prepare":
             return
     prepared = [each for each in attempts if each.is_prepared]
@@ -268,24 +308,46 @@ def _unrolled(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
             yield last.recipe.with_change("unroll", last.uncovered_operators)
 
 
-def _other_forms(
-    job: Job, attempts: Sequence[Attempt], agrees: Callable[[Attempt], bool]
-) -> Iterator[Recipe]:
+def _wanted(job: Job, names: Sequence[RewriteName]) -> tuple[RewriteName, ...]:
+    """Those of ``names`` that avoid something of the number format of the EP, and that are not left out."""
+    settings, provider = job.target.settings, job.target.provider
+    format_ = provider.number_format(settings.device, settings.provider_options)
+    if format_ is None or provider.product != "context":
+        return ()
+    return tuple(
+        each for each in names if each in format_.rewrites and each not in settings.without_rewrites
+    )
+
+
+def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
+    """Rewrites that compute more exactly in the number format of the EP, as far as each helps."""
+    found = best(attempts)
+    if not _is_enough(job, found):
+        return
+    for name in _wanted(job, REMEDIES):
+        verdict = judge(found)
+        if verdict.agrees:
+            return
+        yield replace(found.recipe, remedies=(*found.recipe.remedies, name))
+        last = attempts[-1]
+        if _is_enough(job, last) and judge(last).margin >= verdict.margin + GAIN:
+            found = last
+
+
+def _other_forms(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
     """Forms in which an EP may compute rightly what it computes wrong.
 
     Scales that are folded into the weights of convolutions cost accuracy in float16, and some EPs compute
     loops and recurrent layers wrong. They start from the simplified model: rewrites may be to blame too.
     """
-    found = best(attempts)
-    # Of groups and of contexts for several chips other jobs are compared: see `Job.alone`.
-    is_compared = job.group is None and not job.has_several_chips
-    if not is_compared or not _is_enough(job, found) or agrees(found):
+    enough = acceptable(job, attempts)
+    if not enough or any(not judge(each).differs for each in enough):
         return
-    plain = replace(found.recipe, changes=(), fuse=True)
+    plain = replace(enough[0].recipe, changes=(), fuse=True, remedies=_wanted(job, ALWAYS))
     if job.target.settings.optimization == "basic":
         yield replace(plain, fuse=False)
         # In parts: at a whole one `try_recipes` ends.
-        if _is_enough(job, attempts[-1]) and agrees(attempts[-1]):
+        if _is_enough(job, attempts[-1]) and judge(attempts[-1]).agrees:
             return
     unrolled = plain.with_change("unroll", None)
     if job.target.settings.unroll_limit and all(each.recipe != unrolled for each in attempts):
@@ -296,7 +358,26 @@ def _is_enough(job: Job, attempt: Attempt) -> bool:
     return attempt.may_be_taken and reaches_minimum(attempt.artifact.record.contexts, job.target)
 
 
+def chosen(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Attempt | None:
+    """Of the ``attempts`` that cover enough and do not differ the one that covers most, if there is one.
+
+    Of those that cover as much it is the one nearest to the CPU, if that is worth what was changed more.
+    """
+    found: Attempt | None = None
+    for each in acceptable(job, attempts):
+        if found is not None and each.quality != found.quality:
+            break
+        verdict = judge(each)
+        if verdict.differs:
+            continue
+        if found is None or (
+            not judge(found).agrees and verdict.margin >= judge(found).margin + GAIN
+        ):
+            found = each
+    return found
+
+
 def acceptable(job: Job, attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The ``attempts`` that cover enough, the best first."""
+    """The ``attempts`` that cover enough, those that cover most first."""
     enough = [each for each in attempts if _is_enough(job, each)]
     return sorted(enough, key=lambda each: each.quality, reverse=True)

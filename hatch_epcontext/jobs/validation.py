@@ -80,11 +80,16 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
             "give real inputs (validate.inputs, or --inputs on the command line)"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
-    if validation.emulation is not None and validation.emulation.reason:
+    emulation = validation.emulation
+    reasons = [
+        each.reason for each in validation.agreements if each.reason and each in validation.compared
+    ]
+    if emulation is not None and emulation.reason:
+        reasons.append(emulation.reason)
+    for reason in dict.fromkeys(reasons):
         yield (
-            f"{name}: its answers depend on {validation.emulation.format}: {validation.emulation.reason}; "
-            "give real inputs, so that what the app has decides (validate.inputs, or --inputs on the "
-            "command line)"
+            f"{name}: other inputs may give wrong answers: {reason}; compare with real ones "
+            "(validate.inputs, or --inputs on the command line)"
         )
 
 

@@ -27,7 +27,7 @@ from hatch_epcontext.jobs.machine import jobs_at_once
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.preparation import Prepared
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.recipes import Attempt, best, refusal, try_recipes
+from hatch_epcontext.jobs.recipes import NOT_COMPARED, Attempt, best, refusal, try_recipes
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment, installed, owners
 from hatch_epcontext.jobs.validation import reason_not_to_run
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
@@ -543,7 +543,9 @@ class _Tried:
             )
 
         attempts: list[Attempt] = []
-        found = try_recipes(self.job, attempts, make, lambda attempt: True) or best(attempts)
+        found = try_recipes(self.job, attempts, make, lambda attempt: NOT_COMPARED) or best(
+            attempts
+        )
         if not found.may_be_taken:
             _, error = refusal(self.job, attempts)
             raise error

@@ -162,8 +162,9 @@ class Agreement:
     """How near one output is to the CPU EP's: the largest absolute difference, the cosine similarity, and
     the ratio of signal to noise in decibels, for the whole output and for its ``worst`` slice.
 
-    ``snr`` and ``worst`` are None for equal outputs. ``cosine`` is None for an output so near to zero that
-    its direction is only rounding. ``reason``: why it is not simply ``AGREES``, and what to feed.
+    ``margin``: the decibels by which the ratios are above their limits. It, ``snr`` and ``worst`` are None
+    for equal outputs. ``cosine`` is None for an output so near to zero that its direction is only rounding.
+    ``reason``: why it is not simply ``AGREES``, and what to feed.
     """
 
     output: str
@@ -173,6 +174,7 @@ class Agreement:
     worst: Slice | None = None
     status: AgreementStatus = AgreementStatus.AGREES
     reason: str | None = None
+    margin: float | None = None
 
 
 def worst_agreements(found: Iterable[Agreement]) -> tuple[Agreement, ...]:
@@ -193,6 +195,7 @@ def _worst_of(one: Agreement, other: Agreement) -> Agreement:
         max_abs=max(one.max_abs, other.max_abs),
         cosine=_least(one.cosine, other.cosine),
         snr=_least(one.snr, other.snr),
+        margin=_least(one.margin, other.margin),
         worst=min(slices, key=lambda each: each.snr, default=None),
     )
 
@@ -207,7 +210,8 @@ class Emulation:
 
     ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the sample that
     suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal, or no number.
-    ``reason``: why the model is sensitive to the format, and the node; None if it is not.
+    ``margin``: the decibels by which the worst of the samples that an app can have is above the limits, None
+    if all are equal. ``reason``: why the model is sensitive to the format, and the node; None if it is not.
     """
 
     format: str
@@ -215,4 +219,5 @@ class Emulation:
     samples: int
     worst: str
     snr: float | None
+    margin: float | None
     reason: str | None

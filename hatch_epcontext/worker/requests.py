@@ -14,6 +14,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Product, Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import (
@@ -143,7 +144,7 @@ class RewriteReply:
     """The absolute path of the rewritten model, and its nodes; the path is None if nothing was rewritten.
 
     ``rewrites``: the names of the rewrites in it. ``dropped``: those that would have changed its results,
-    each with the reason.
+    each with the reason. ``remedies``: those of the request that are in it.
     """
 
     path: str | None
@@ -151,6 +152,7 @@ class RewriteReply:
     control_flow: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    remedies: tuple[RewriteName, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
     ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
     the source if its numbers were changed. With an ``unroll_limit`` loops and layers of known length are
-    unrolled instead, up to so many nodes.
+    unrolled instead, up to so many nodes. With ``remedies``, the ids of rewrites for a number format, only
+    these are applied.
     """
 
     model: Model
@@ -173,6 +176,7 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     reference: str | None = None
     tolerance: Tolerance | None = None
     unroll_limit: int | None = None
+    remedies: tuple[RewriteName, ...] = ()
 
     def misfit(self, reply: RewriteReply) -> str | None:
         return _misfit_files(self.folder, filter(None, (reply.path,)))

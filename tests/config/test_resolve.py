@@ -177,6 +177,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "in_memory": ('provider = "qnn"\nin-memory = true', True),
     "external_initializers": ('provider = "cpu"\nexternal-initializers = true', 1024),
     "unroll_limit": ('provider = "qnn"\nunroll-limit = 0', 0),
+    "without_rewrites": ('provider = "qnn"\nwithout-rewrites = ["mean"]', ("mean",)),
     "recompile": ('provider = "qnn"\nrecompile = true', True),
     "dequantize": ('provider = "qnn"\ndequantize = "all"', "all"),
     "quantize": (

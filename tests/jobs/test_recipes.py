@@ -13,6 +13,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import record_file, record_files
+from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import (
     Artifact,
     Built,
@@ -29,7 +30,14 @@ from hatch_epcontext.jobs.artifact import (
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.job import JobRunner
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.worker.facts import Context, Coverage, ModelFacts, NodeFacts
+from hatch_epcontext.worker.facts import (
+    Agreement,
+    AgreementStatus,
+    Context,
+    Coverage,
+    ModelFacts,
+    NodeFacts,
+)
 from tests.conftest import needs_qnn
 
 pytestmark = needs_qnn
@@ -45,11 +53,12 @@ models = [{ path = "models/a.onnx", validate = { tolerance = { cosine = 0.9 } } 
 
 
 def name_of(recipe: Recipe) -> str:
-    """A short name: the simplifier if it is not the first, the options, and the changes."""
+    """A short name: the simplifier if it is not the first, the options, the changes and the remedies."""
     parts: list[str] = [] if recipe.simplifier == "onnxruntime" else [recipe.simplifier]
     parts += [] if recipe.fuse else ["unfused"]
     parts += [f"{name}={value}" for name, value in recipe.options]
     parts += [each.kind for each in recipe.changes]
+    parts += [each for each in recipe.remedies if each not in ALWAYS]
     return " ".join(parts) or "plain"
 
 
@@ -57,11 +66,13 @@ def name_of(recipe: Recipe) -> str:
 class Compiler:
     """Gives each recipe its outcome, by its name, and nothing to change for others.
 
-    ``wrong``: the recipes whose results differ from the CPU's.
+    ``wrong``: the recipes whose results differ from the CPU's; ``sensitive``: those whose results may differ
+    for other inputs, each with its margin.
     """
 
     outcomes: Mapping[str, Outcome]
     wrong: Sequence[str] = ()
+    sensitive: Mapping[str, float] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
     recipes: list[Recipe] = field(default_factory=list)
     validated: list[str] = field(default_factory=list)
@@ -71,7 +82,9 @@ class Compiler:
 
     @property
     def tried(self) -> list[str]:
-        return [name_of(recipe) for recipe in self.recipes]
+        """Without remedies that find nothing."""
+        names = [(name_of(each), each.remedy) for each in self.recipes]
+        return [name for name, remedy in names if remedy is None or name in self.outcomes]
 
     def versions(self, job: Job) -> Mapping[str, str]:
         return {}
@@ -114,6 +127,11 @@ class Compiler:
         self.validated.append(name)
         if name in self.wrong:
             raise BuildError(Problem(Kind.OUTPUT_DIFFERS, job.location, f"{name} is wrong."))
+        if name in self.sensitive:
+            found = Agreement(
+                "y", 0.1, 1.0, status=AgreementStatus.SENSITIVE, margin=self.sensitive[name]
+            )
+            return ValidationRun(Validation(ValidationStatus.RAN, (found,)))
         return ValidationRun(Validation(ValidationStatus.RAN))
 
     def finished(self, job: Job) -> None: ...
@@ -342,6 +360,47 @@ def test_what_differs_is_compiled_in_other_forms(
     assert builder.name(built) == taken
     assert compiler.tried == tried
     assert "is wrong" in built.artifact.record.preparations[0].tried[0]
+
+
+def test_what_may_differ_is_rewritten_until_it_agrees(builder: Builder) -> None:
+    compiler = Compiler(
+        {"plain": [], "hypot": [], "hypot log-power": [], "hypot scaled-square": []},
+        sensitive={"plain": 3, "hypot": 9},
+    )
+    built = builder.build(compiler)
+    assert compiler.tried == ["plain", "hypot", "hypot log-power"]
+    assert name_of(built.artifact.record.recipe) == "hypot log-power"
+    tried = built.artifact.record.preparations[0].tried
+    assert any("3 dB above the limits" in each for each in tried)
+    assert any("9 dB above the limits" in each for each in tried)
+
+
+def test_a_rewrite_that_hardly_helps_is_not_kept(builder: Builder) -> None:
+    compiler = Compiler(
+        {"plain": [], "hypot": [], "log-power": [], "log-power scaled-square": []},
+        sensitive={"plain": 2, "hypot": 7, "log-power": 8, "log-power scaled-square": 9},
+    )
+    built = builder.build(compiler)
+    assert compiler.tried == ["plain", "hypot", "log-power", "log-power scaled-square"]
+    assert name_of(built.artifact.record.recipe) == "log-power"
+    (agreement,) = built.validations["a"].agreements
+    assert agreement.status is AgreementStatus.SENSITIVE
+
+
+def test_what_may_differ_is_taken_before_what_differs(builder: Builder) -> None:
+    compiler = Compiler({"plain": [], "hypot": []}, wrong=["plain"], sensitive={"hypot": 4})
+    built = builder.build(compiler)
+    assert name_of(built.artifact.record.recipe) == "hypot"
+    # Other forms are for what differs.
+    assert compiler.tried == ["plain", "hypot"]
+
+
+def test_rewrites_can_be_left_out(builder: Builder) -> None:
+    compiler = Compiler({"plain": [], "hypot": []}, sensitive={"plain": 3})
+    builder.build(compiler, 'without-rewrites = ["hypot", "square"]')
+    assert compiler.tried == ["plain"]
+    assert all("square" not in each.remedies for each in compiler.recipes)
+    assert all("mean" in each.remedies for each in compiler.recipes)
 
 
 def test_other_forms_keep_the_options_that_coverage_needs(builder: Builder) -> None:

@@ -1,7 +1,7 @@
 """Equal forms of what EPs compute wrong, or inexactly, in float16.
 
-Those of `ALWAYS` lose nothing and add hardly a node. Those of `REMEDIES` add nodes, and what these cost on an
-NPU is not measured: they are for models that a run has shown to need them.
+Those of `number_format.ALWAYS` lose nothing and add hardly a node. Those of `number_format.REMEDIES` add
+nodes, and what these cost on an NPU is not measured: they are for models that a run has shown to need them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
-from hatch_epcontext.graph.number_format import FUSING
+from hatch_epcontext.graph.number_format import FUSING, RewriteName
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
@@ -273,14 +273,10 @@ def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return root and [builder.scaled(builder.add("Log", root), 2)]
 
 
-ALWAYS: Mapping[str, Rewrite] = {
+PRECISE: Mapping[RewriteName, Rewrite] = {
     "square": by_node("Pow as Mul or Sqrt", {"Pow": _power}),
     "mean": by_node("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
     "clip-inputs": by_node("Clip with attributes as Max and Min", {"Clip": _clip}),
-}
-"""Rewrites by their ids that can be applied to every model."""
-
-REMEDIES: Mapping[str, Rewrite] = {
     "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "exp": by_node("Exp of large negative numbers as 0", {"Exp": _exp}),
     "hypot": by_node("roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS)}),
@@ -290,16 +286,18 @@ REMEDIES: Mapping[str, Rewrite] = {
     ),
     "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
 }
-"""Rewrites by their ids that are worth their nodes only where a run shows it, in the order to try them."""
+"""Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
 
 
-def remedy(model: onnx.ModelProto, types: Types, names: Iterable[str]) -> tuple[str, ...]:
-    """Apply those of `ALWAYS` and `REMEDIES` that ``names`` has, to ``model``, in place, in their order.
+def remedy(
+    model: onnx.ModelProto, types: Types, names: Iterable[RewriteName]
+) -> tuple[RewriteName, ...]:
+    """Apply those of `PRECISE` that ``names`` has, to ``model``, in place, in their order.
 
     ``types``: those of its values, as far as they are known. Returns the names of those that did something.
     """
-    wanted, all_ = frozenset(names), {**ALWAYS, **REMEDIES}
+    wanted = frozenset(names)
     if graph.opset(model) < _BROADCASTING:
         return ()
-    found = ((name, each) for name, each in all_.items() if name in wanted)
+    found = ((name, each) for name, each in PRECISE.items() if name in wanted)
     return tuple(name for name, each in found if each.apply(model, types, each.operators))

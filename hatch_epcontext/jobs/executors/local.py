@@ -133,7 +133,12 @@ class LocalExecutor:
         if isinstance(prepared, Refused):
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
-        if not any(each.changed for each in prepared):
+        changed = any(each.changed for each in prepared)
+        if recipe.remedies:
+            # Those for all models may find nothing in this one.
+            done = {name for each in prepared for name in each.preparation.remedies}
+            changed = recipe.remedy is None or recipe.remedy in done
+        if not changed:
             return Refused("change", _problems(dropped))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)

@@ -14,7 +14,7 @@ from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
-from hatch_epcontext.worker.comparison.emulation import Emulator
+from hatch_epcontext.worker.comparison.emulation import SENSITIVE, Emulator
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -24,7 +24,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
-from hatch_epcontext.worker.facts import Agreement, AgreementStatus
+from hatch_epcontext.worker.facts import Agreement, AgreementStatus, Emulation
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
@@ -88,20 +88,27 @@ def handle(request: ValidateRequest) -> ValidateReply:
         only_target=request.only_target,
         emulator=emulator,
     )
-    emulation = emulator.result() if emulator else None
-    agreements = checked.agreements
-    if emulation is not None and emulation.reason and emulation.seen:
-        agreements = tuple(map(_sensitive, agreements))
+    agreements, emulation = checked.agreements, None
+    if emulator is not None:
+        emulation = emulator.result()
+        agreements = tuple(_judged(each, emulation, emulator) for each in agreements)
     return ValidateReply(
         agreements, unavailable, load, checked.samples, checked.warnings, emulation
     )
 
 
-def _sensitive(agreement: Agreement) -> Agreement:
-    """``agreement``, which the number format of the EP makes uncertain."""
+def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator) -> Agreement:
+    """``agreement``, or that other inputs may disagree, because of the number format of the EP."""
     if agreement.status is not AgreementStatus.AGREES:
         return agreement
-    return replace(agreement, status=AgreementStatus.SENSITIVE)
+    reason = emulation.reason if emulation.seen else None
+    if agreement.margin is not None and agreement.margin < SENSITIVE:
+        reason = reason or f"it is only {agreement.margin:.0f} dB above its limit"
+        if emulator.optimistic:
+            reason = f"{reason}, perhaps because of {emulator.optimistic}"
+    if reason is None:
+        return agreement
+    return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
 
 
 def _emulator(

@@ -27,6 +27,9 @@ SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 _WRONG = 6.0
 """Decibels of signal to noise below which no limit is suggested: the error is half of the signal."""
 
+_NOTHING = -1000.0
+"""Decibels for outputs of which nothing is right: JSON has no infinity."""
+
 _WRONG_SLICE = 3.0
 """The same for a slice, such as all scores of one class."""
 
@@ -152,7 +155,8 @@ def check_outputs(
             agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
         agreements.append(agreement)
         if compared.excesses:
-            problems.append(_differs(compared, model, reference_name, place, facts, only_target))
+            problem = _differs(compared, model, reference_name, place, facts, only_target)
+            problems.append(replace(problem, margin=max(compared.margin, _NOTHING)))
     if problems:
         raise BuildError(*problems)
     return agreements

@@ -33,6 +33,9 @@ SENSITIVE = 10.0
 """Decibels above the limit below which the emulation of a sample says that a model is sensitive: from one
 input to another float16 costs as much."""
 
+_NOTHING = -1000.0
+"""Decibels for outputs of which nothing is right: JSON has no infinity."""
+
 _WORTH_RUNNING = 45.0
 """Decibels of an emulated sample from which a run on the target says no more."""
 
@@ -149,6 +152,7 @@ class Emulator:
         """What is to be said of it."""
         worst = self.worst
         usual = min((each for each in self.levels if each.run.usual), key=lambda each: each.margin)
+        margin = max(usual.margin, _NOTHING)
         reason = None
         if usual.margin < SENSITIVE or worst.margin < 0:
             chosen = usual if usual.margin < SENSITIVE else worst
@@ -161,6 +165,7 @@ class Emulator:
             len(self.levels),
             worst.run.name,
             worst.snr if math.isfinite(worst.snr) else None,
+            margin if math.isfinite(margin) else None,
             reason,
         )
 
@@ -254,8 +259,9 @@ class Emulator:
         return f"{name} has an error of {behind}, and what it is computed from {before}"
 
     def _inner(self, run: Run) -> _Inner | None:
-        """All values of the last step of ``run``, exact and emulated; None if they are too many, or if the
-        model cannot be run with all of them as outputs.
+        """All values of the first step of ``run`` that is wrong, or of the last one, exact and emulated.
+
+        None if they are too many, or if the model cannot be run with all of them as outputs.
         """
         if run.name not in self._inners:
             self._inners[run.name] = self._compute_inner(run)
@@ -289,15 +295,23 @@ class Emulator:
     def _compute_inner(self, run: Run) -> _Inner | None:
         if self._sessions is None:
             return None
-        exact, emulated = (self._last_step(each, run) for each in self._sessions)
-        fed = {name: array for each in run.feeds for name, array in each.items()}
-        return _Inner({**fed, **exact}, {**fed, **emulated})
+        exact, emulated = (self._steps(each, run) for each in self._sessions)
+        for one, other in zip(exact, emulated, strict=True):
+            inner = _Inner(one, other)
+            if max(inner.errors.get(name, 0.0) for name in run.outputs[0]) > _WRONG:
+                # What is wrong in later steps comes from here.
+                break
+        return inner
 
-    def _last_step(self, session: ort.InferenceSession, run: Run) -> dict[str, Array]:
-        """All values of ``session`` in the last step of ``run``."""
+    def _steps(self, session: ort.InferenceSession, run: Run) -> Iterator[dict[str, Array]]:
+        """All values of ``session`` in each step of ``run``, with its inputs."""
         states = self._expected.facts.states
-        *_, last = run_steps(session, run.feeds, states, self._model, "the emulated model")
-        return last
+        fed: dict[str, Array] = {}
+        steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
+        for given, found in zip(run.feeds, steps, strict=True):
+            fed.update(given)
+            yield {**fed, **found}
+            fed.update({first: found[last] for first, last in states.items() if last in found})
 
     def _copy(self) -> onnx.ModelProto:
         copy = onnx.ModelProto()

@@ -131,7 +131,9 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
                 f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"
             )
             needed["atol"] = atol + float(beyond.max())
-    return Comparison(agreement, tuple(excesses), needed, min(margins))
+    margin = min(margins)
+    known = margin if math.isfinite(margin) else None
+    return Comparison(replace(agreement, margin=known), tuple(excesses), needed, margin)
 
 
 def _less(shape: tuple[int, ...], axis: int) -> float:

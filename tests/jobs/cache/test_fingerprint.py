@@ -34,6 +34,7 @@ CHANGED: dict[str, Any] = {
     "in_memory": True,
     "external_initializers": 1,
     "unroll_limit": 1,
+    "without_rewrites": ("mean",),
     "recompile": True,
     "dequantize": "all",
     "quantize": Quantize("uint8"),
