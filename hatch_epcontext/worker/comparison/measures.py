@@ -5,13 +5,13 @@ and the cosine similarity. A whole output can be near its reference while a part
 the scores beside the boxes of a detector. So each slice of each axis is compared too.
 
 What is near zero has more noise than signal. So the signal of an output, and of a slice, counts as no
-less than a part of what it is in other samples, and a smaller part of the largest value of the output.
+less than a part of what it is in other samples, and a smaller part of the largest value of the output. The
+signal of one slice among many, such as a feature of an embedding, also counts as no less than a part of the output's.
 `docs/validation.md` says what that means for a user.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -28,13 +28,12 @@ Nature = Literal["any", "unit", "probabilities", "indices"]
 """What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1
 (behind a Softmax), or indices (of ArgMax), which are equal or not."""
 
-_SLICE = 10.0
+_SLICE = 7.0
 """Decibels by which the ratio of a slice may be worse than that of the whole output."""
 
-_SMALL_SLICE = 20.0
-"""The same for slices of few values, whose rounding errors do not cancel out."""
-
-_FEW = 8
+_MANY = 100
+"""Of so many slices of an axis one may be anything; a slice has at least this part of the whole output's signal,
+unless it is a column of a table: of at most so many slices, which have at least as many values."""
 
 _OTHER_SAMPLES = 0.1
 """The part of the signal in other samples that counts as signal in this one."""
@@ -110,7 +109,7 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
         excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
         needed["snr"] = agreement.snr
     worst = agreement.worst
-    if worst is not None and worst.snr < (least := limits.snr - _less(ref.shape, worst.axis)):
+    if worst is not None and worst.snr < (least := limits.snr - _SLICE):
         excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
         needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
@@ -125,11 +124,6 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
             )
             needed["atol"] = atol + float(beyond.max())
     return Comparison(agreement, tuple(excesses), needed)
-
-
-def _less(shape: tuple[int, ...], axis: int) -> float:
-    """The decibels by which the ratio of a slice across ``axis`` may be worse."""
-    return _SMALL_SLICE if math.prod(shape) // shape[axis] < _FEW else _SLICE
 
 
 def _measure(
@@ -155,10 +149,10 @@ def _measure(
         if size < 2:
             continue
         ratios = measure.decibels(tuple(each for each in range(ref.ndim) if each != axis))
-        index = int(np.argmin(ratios))
+        index = int(np.argsort(ratios)[size // _MANY])
         if np.isfinite(ratios[index]):
             slices.append(Slice(axis, index, ref.ndim, float(ratios[index])))
-    worst = min(slices, key=lambda each: each.snr + _less(ref.shape, each.axis), default=None)
+    worst = min(slices, key=lambda each: each.snr, default=None)
     return Agreement(
         name, largest_error, _cosine(out, ref, measure), float(measure.decibels(None)), worst
     )
@@ -185,7 +179,10 @@ class _Measure:
 
     def signal(self, axes: tuple[int, ...] | None) -> Numbers:
         own = np.asarray((self.ref**2).mean(axis=axes))
-        floor = self.largest**2 * self._part(self.ref.size // max(own.size, 1))
+        places = self.ref.size // own.size
+        floor = self.largest**2 * self._part(places)
+        if own.size > min(_MANY, places):
+            floor = max(floor, float(self.signal(None)) * own.size / _MANY)
         elsewhere = [_OTHER_SAMPLES**2 * (each**2).mean(axis=axes) for each in self.others]
         return np.asarray(np.maximum.reduce([own, np.full_like(own, floor), *elsewhere]))
 
