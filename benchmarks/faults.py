@@ -4,9 +4,9 @@
     python -m benchmarks.faults --models models --results faults.json
     python -m benchmarks.faults --models models --results new.json --before faults.json
 
-The faults are the same in each run: weights reversed, a bias left out, an inner value cut off at a quarter of its
-largest, an output transposed, a number doubled. The faulty model runs on the CPU, and its outputs are judged with the
-limits of each of `JUDGES`. ``--before`` prints which faults an earlier run found, and this one does not, or vice versa.
+The faults are the same in each run: weights reversed, a bias left out, an inner value cut off at a quarter
+of its largest, an output transposed, a number doubled. The faulty model runs on the CPU, and its outputs are
+judged with the limits of each of `JUDGES`. ``--before`` prints what only one of two runs found.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def judged(faulty: onnx.ModelProto, expected: Reference, model: Model) -> dict[s
     session = open_session(faulty.SerializeToString(), cpu_options())
     found = dict.fromkeys(JUDGES, "")
     for each in expected.runs:
-        if not (each.on_target and each.bounded):
+        if not (each.on_target and each.usual):
             continue
         steps = run_steps(session, each.feeds, expected.facts.states, model, "the model")
         for outputs, wanted in zip(steps, each.outputs, strict=True):

@@ -19,7 +19,7 @@ from hatch_epcontext.worker.facts import (
     Agreement,
     AgreementStatus,
     Context,
-    Magnitude,
+    Emulation,
     ModelFacts,
     Simplifier,
 )
@@ -172,9 +172,8 @@ class Validation:
     """How a context was validated; ``agreements`` is empty unless outputs were compared.
 
     ``reason``: why it was not run as the app will run it. ``samples``: the names of the inputs that were
-    compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs so large
-    that the app may never have them. ``large``: values inside the model that come near the limit of the EP's
-    type.
+    compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs that the
+    app may never have. ``emulation``: what the number format of the EP makes of the model.
     """
 
     status: ValidationStatus
@@ -183,19 +182,30 @@ class Validation:
     samples: tuple[str, ...] = ()
     synthetic: bool = True
     warnings: tuple[str, ...] = ()
-    large: tuple[Magnitude, ...] = ()
+    emulation: Emulation | None = None
 
     @property
     def label(self) -> str:
         """The status for a table, and whether outputs were compared."""
         if self.status is ValidationStatus.RAN:
+            if self.sensitive:
+                return "ran, sensitive"
             return "ran and agrees" if self.compared else "ran, not compared"
         return self.status.label
 
     @property
     def compared(self) -> tuple[Agreement, ...]:
         """The agreements of the outputs whose comparison says something."""
-        return tuple(a for a in self.agreements if a.status is AgreementStatus.AGREES)
+        return tuple(
+            a
+            for a in self.agreements
+            if a.status in (AgreementStatus.AGREES, AgreementStatus.SENSITIVE)
+        )
+
+    @property
+    def sensitive(self) -> bool:
+        """Whether other inputs may disagree."""
+        return any(each.status is AgreementStatus.SENSITIVE for each in self.agreements)
 
     @property
     def inconclusive(self) -> tuple[Agreement, ...]:

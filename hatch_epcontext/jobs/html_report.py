@@ -11,7 +11,7 @@ from hatch_epcontext.files import Output, write_atomically
 from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
-from hatch_epcontext.jobs.validation import validation_warnings
+from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
 from hatch_epcontext.system import check_file, writing
 from hatch_epcontext.text import count, printable, show_size
 from hatch_epcontext.worker.facts import CoverageStatus
@@ -281,14 +281,9 @@ def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
     if validation.samples:
         kind = "synthetic inputs" if validation.synthetic else "the given inputs"
         yield _facts([("compared on", f"{kind}: {', '.join(validation.samples)}")])
-    large = (
-        f"{each.value!r} reaches {each.largest:.3g} before the output {each.output!r}"
-        for each in validation.large
-    )
-    doubts = [
-        *(("warning", text) for text in validation_warnings(model.model, validation)),
-        *(("near float16's limit of 65504", text) for text in large),
-    ]
+    doubts = [("warning", text) for text in validation_warnings(model.model, validation)]
+    if validation.emulation is not None:
+        yield _facts([("emulated on the CPU", describe_emulation(validation.emulation))])
     if doubts:
         yield _facts(doubts)
 

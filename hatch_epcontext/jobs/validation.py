@@ -22,7 +22,8 @@ from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.facts import AgreementStatus, worst_agreements
+from hatch_epcontext.text import count
+from hatch_epcontext.worker.facts import Emulation, worst_agreements
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ValidateReply
@@ -42,20 +43,33 @@ def describe_validation(validation: Validation) -> str:
     }[validation.status]
     if not validation.agreements:
         return f"{ran}, outputs finite, not compared"
-    on = " on synthetic inputs" if validation.synthetic else ""
+    on = f" on {count(len(validation.samples), 'synthetic input')}" if validation.synthetic else ""
     others = "".join(
         f"; {each.output!r} is {each.status.value}"
         for each in validation.agreements
-        if each.status is not AgreementStatus.AGREES
+        if each not in validation.compared
     )
     if not validation.compared:
         return f"{ran}{on}, NOT compared{others}"
     largest = max(agreement.max_abs for agreement in validation.compared)
     cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
     snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
+    verdict = "agrees with the CPU"
+    emulation, emulated = validation.emulation, ""
+    if emulation is not None:
+        emulated = f"; {describe_emulation(emulation)}"
+        if validation.sensitive:
+            verdict = f"agrees with the CPU there, but is SENSITIVE to {emulation.format}"
     return (
-        f"{ran} and agrees with the CPU{on} ({snr}{cosine}largest difference {largest:.2g}){others}"
+        f"{ran} and {verdict}{on} ({snr}{cosine}largest difference {largest:.2g}){emulated}{others}"
     )
+
+
+def describe_emulation(emulation: Emulation) -> str:
+    """What the number format of the EP makes of the model, for a summary."""
+    snr = "equal" if emulation.snr is None else f"{emulation.snr:.0f} dB"
+    at_least = f"at least {snr}" if emulation.snr is not None else snr
+    return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {at_least}"
 
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
@@ -66,6 +80,12 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
             "give real inputs (validate.inputs, or --inputs on the command line)"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
+    if validation.emulation is not None and validation.emulation.reason:
+        yield (
+            f"{name}: its answers depend on {validation.emulation.format}: {validation.emulation.reason}; "
+            "give real inputs, so that what the app has decides (validate.inputs, or --inputs on the "
+            "command line)"
+        )
 
 
 def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
@@ -175,7 +195,7 @@ def validation_of(status: ValidationStatus, reply: ValidateReply, inputs: str) -
         reply.samples,
         inputs in SYNTHETIC,
         reply.warnings,
-        reply.large,
+        reply.emulation,
     )
 
 
@@ -209,7 +229,7 @@ def validation_of_alone(job: Job, model: Model, alone: Sequence[Validation]) -> 
         agreements=worst_agreements(found for each in alone for found in each.agreements),
         reason=reason,
         warnings=tuple(dict.fromkeys(text for each in alone for text in each.warnings)),
-        large=tuple(dict.fromkeys(found for each in alone for found in each.large)),
+        emulation=next((each.emulation for each in alone if each.emulation), None),
     )
 
 

@@ -149,6 +149,8 @@ class AgreementStatus(Enum):
 
     AGREES = "agrees"
     """It is within the limits."""
+    SENSITIVE = "sensitive"
+    """It is within the limits for the inputs that were run, and may not be for others."""
     INCONCLUSIVE = "inconclusive"
     """The reference proves nothing: it has no finite values, or is the same constant for all inputs."""
     RANDOM = "random"
@@ -200,9 +202,17 @@ def _least(one: float | None, other: float | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class Magnitude:
-    """The value inside a model that comes nearest to the limit of a float type before ``output``."""
+class Emulation:
+    """What the number ``format`` of an EP makes of a model, computed on the CPU for ``samples`` inputs.
 
-    output: str
-    value: str
-    largest: float
+    ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the sample that
+    suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal, or no number.
+    ``reason``: why the model is sensitive to the format, and the node; None if it is not.
+    """
+
+    format: str
+    seen: str
+    samples: int
+    worst: str
+    snr: float | None
+    reason: str | None

@@ -20,7 +20,7 @@ from hatch_epcontext.worker.facts import (
     Agreement,
     Context,
     CutResult,
-    Magnitude,
+    Emulation,
     ModelFacts,
     NodeFacts,
     Precision,
@@ -232,8 +232,8 @@ class ValidateReply:
 
     ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
     where the target's EP ran the artifact. ``samples``: the names of the inputs that were compared;
-    ``warnings``: disagreements for inputs so large that the app may never have them; ``large``: values inside
-    the model that come near the limit of the type in which the EP computes.
+    ``warnings``: disagreements for inputs that the app may never have; ``emulation``: what the number format
+    of the EP makes of the model, None where it has none that is known.
     """
 
     agreements: tuple[Agreement, ...]
@@ -241,7 +241,7 @@ class ValidateReply:
     load: float | None = None
     samples: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    large: tuple[Magnitude, ...] = ()
+    emulation: Emulation | None = None
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,7 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
     ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
     ``reference``: the source model's outputs on the same inputs, if a `PrepareReply` has them.
+    ``prepared``: the absolute path of the model that was compiled, if there is one to emulate.
     ``only_target``: the target's name, if the model has others, or limits of its own for it: then a
     disagreement is to be allowed for it alone.
     """
@@ -265,6 +266,7 @@ class ValidateRequest(Request[ValidateReply], action="validate"):
     sharing: tuple[Context, ...] = ()
     has_source: bool = True
     reference: str | None = None
+    prepared: str | None = None
     only_target: str | None = None
 
 

@@ -229,6 +229,7 @@ class LocalExecutor:
             reference=self.preparations.reference(job, model)
             if to_run == model.on(job.target)
             else None,
+            prepared=self._prepared_path(job, model, artifact),
             only_target=job.target.name if model.has_other_limits(job.target) else None,
         )
         with self._device(job.target), self._cores(job.target, artifact):
@@ -237,6 +238,17 @@ class LocalExecutor:
         return ValidationRun(
             validation_from_reply(artifact, reply, model.validate.inputs), reply.load
         )
+
+    def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
+        """The file that was compiled, for EPs of which the number format is known.
+
+        Prepared once more where an earlier build has compiled it.
+        """
+        settings, provider = job.target.settings, job.target.provider
+        if provider.number_format(settings.device, settings.provider_options) is None:
+            return None
+        found = self.preparations.get(job, artifact.record.recipe, self.workers)
+        return found[job.models.index(model)].path
 
     def finished(self, job: Job) -> None:
         """Remove prepared models that no other job wants: copies of whole models."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
+from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
+from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -21,6 +24,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
+from hatch_epcontext.worker.facts import Agreement, AgreementStatus
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
@@ -65,6 +69,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
+    emulator = _emulator(request, expected, request.tolerance)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
     first = run_model(session, expected.feeds, model, "the compiled model")
@@ -78,15 +83,46 @@ def handle(request: ValidateRequest) -> ValidateReply:
         model,
         "the compiled model",
         "the CPU's",
+        runs=emulator.to_run() if emulator else None,
         first=first,
         only_target=request.only_target,
+        emulator=emulator,
     )
-    settings = request.target.settings
-    format_ = request.target.provider.number_format(settings.device, settings.provider_options)
-    large = () if format_ is None else expected.facts.large
+    emulation = emulator.result() if emulator else None
+    agreements = checked.agreements
+    if emulation is not None and emulation.reason and emulation.seen:
+        agreements = tuple(map(_sensitive, agreements))
     return ValidateReply(
-        checked.agreements, unavailable, load, checked.samples, checked.warnings, large
+        agreements, unavailable, load, checked.samples, checked.warnings, emulation
     )
+
+
+def _sensitive(agreement: Agreement) -> Agreement:
+    """``agreement``, which the number format of the EP makes uncertain."""
+    if agreement.status is not AgreementStatus.AGREES:
+        return agreement
+    return replace(agreement, status=AgreementStatus.SENSITIVE)
+
+
+def _emulator(
+    request: ValidateRequest, expected: Reference, tolerance: Tolerance
+) -> Emulator | None:
+    """What the number format of the request's target makes of the model; None where that cannot be told."""
+    settings, provider = request.target.settings, request.target.provider
+    format_ = provider.number_format(settings.device, settings.provider_options)
+    if format_ is None or request.prepared is None or settings.changes_precision:
+        return None
+    path, coverage = Path(request.prepared), request.context.coverage
+    if request.product != "context" or not Emulator.is_possible(path):
+        return None
+    skipped = frozenset(each.name for each in coverage.uncovered) if coverage else frozenset()
+    try:
+        return Emulator(request.model, path, format_, skipped, expected, tolerance)
+    except ModelError:
+        raise
+    except Exception:
+        # ONNX Runtime raises many things, for graphs that it cannot open without optimizing them.
+        return None
 
 
 def _reference(request: ValidateRequest) -> Reference | Arrays:

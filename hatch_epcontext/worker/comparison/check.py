@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
+from hatch_epcontext.worker.comparison.emulation import SENSITIVE, Emulator
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.facts import Agreement, AgreementStatus, worst_agreements
@@ -38,23 +39,26 @@ def check_runs(
     what: str,
     reference_name: str,
     *,
+    runs: Sequence[Run] | None = None,
     first: Arrays | None = None,
     only_target: str | None = None,
+    emulator: Emulator | None = None,
 ) -> ComparisonResult:
-    """Run ``session``, the model ``what``, on those samples of the reference that a target is run on.
+    """Run ``session``, the model ``what``, on ``runs`` of the reference, by default on those for a target.
 
     ``first``: its outputs for the first sample, if it was run on it already. ``only_target``: the target that
-    is to allow more, if others are not. Raises BuildError when an output has NaN or Inf where the reference
-    has none, or leaves the tolerance; ModelError when it takes too long.
+    is to allow more, if others are not. ``emulator``: that of its number format. Raises BuildError when an
+    output has NaN or Inf where the reference has none, or leaves the tolerance; ModelError when it takes too
+    long.
     """
     found: list[Agreement] = []
     warnings: list[str] = []
     ran: list[str] = []
-    for index, each in enumerate(expected.runs):
-        if not each.on_target:
-            continue
+    if runs is None:
+        runs = [each for each in expected.runs if each.on_target]
+    for each in runs:
         ran.append(each.name)
-        if first is not None and index == 0:
+        if first is not None and each is expected.runs[0]:
             outputs: Iterable[Arrays] = (first,)
         else:
             outputs = run_steps(session, each.feeds, expected.facts.states, model, what)
@@ -68,10 +72,13 @@ def check_runs(
         except ModelError:
             raise
         except BuildError as error:
-            if each.bounded:
-                raise
-            # Nothing says that the app ever has such inputs.
-            warnings.append(_warning(each, error))
+            if emulator is not None:
+                error = _explained(error, emulator.explanation(each))
+            # Nothing says that the app ever has the others; but an EP that is wrong there for no reason of
+            # its number format may be wrong elsewhere too.
+            if each.usual or (emulator is not None and emulator.level(each).margin >= SENSITIVE):
+                raise error from None
+            warnings.append(_warning(error))
     return ComparisonResult(worst_agreements(found), tuple(warnings), tuple(ran))
 
 
@@ -86,7 +93,13 @@ class ComparisonResult:
     samples: tuple[str, ...]
 
 
-def _warning(each: Run, error: BuildError) -> str:
+def _explained(error: BuildError, text: str) -> BuildError:
+    """``error`` with ``text`` behind its first message."""
+    first, *others = error.problems
+    return type(error)(replace(first, message=f"{first.message}\n{text}"), *others)
+
+
+def _warning(error: BuildError) -> str:
     first, *others = (problem.message.splitlines()[0] for problem in error.problems)
     verb = "does" if len(others) == 1 else "do"
     more = f" So {verb} {count(len(others), 'other output')}." if others else ""
@@ -158,12 +171,6 @@ def _differs(
         f"the output {agreement.output!r} differs from {reference_name}{place}: "
         f"{' and '.join(compared.excesses)}; the largest difference is {agreement.max_abs:.3g}."
     )
-    large = next((each for each in facts.large if each.output == agreement.output), None)
-    if large is not None:
-        message += (
-            f"\nThe value {large.value!r} inside the model reaches {large.largest:.3g}, and float16 "
-            "ends at 65504."
-        )
     key = model.key / "validate"
     are_given = model.validate.inputs not in SYNTHETIC
     if facts.guessed and not are_given:

@@ -6,7 +6,8 @@ the scores beside the boxes of a detector. So each slice of each axis is compare
 
 What is near zero has more noise than signal. So the signal of an output, and of a slice, counts as no
 less than a part of what it is in other samples, and a smaller part of the largest value of the output. The
-signal of one slice among many, such as a feature of an embedding, also counts as no less than a part of the output's.
+signal of one slice among many, such as a feature of an embedding, counts as no less than a part of the
+output's.
 `docs/validation.md` says what that means for a user.
 """
 
@@ -32,8 +33,9 @@ _SLICE = 7.0
 """Decibels by which the ratio of a slice may be worse than that of the whole output."""
 
 _MANY = 100
-"""Of so many slices of an axis one may be anything; a slice has at least this part of the whole output's signal,
-unless it is a column of a table: of at most so many slices, which have at least as many values."""
+"""Of so many slices of an axis one may be anything. The energy of a slice counts as no less than this part of
+the whole output's, unless it is a column of a table: of at most so many, which have at least as many values.
+"""
 
 _OTHER_SAMPLES = 0.1
 """The part of the signal in other samples that counts as signal in this one."""
@@ -54,12 +56,14 @@ Numbers = NDArray[np.float64]
 class Comparison:
     """How near an output is to its reference, and what it would need: empty where all limits hold.
 
-    ``needed``: the limits that this output keeps, for those that it does not.
+    ``needed``: the limits that this output keeps, for those that it does not. ``margin``: the decibels by
+    which its ratios of signal to noise are above the limits, negative where one is below.
     """
 
     agreement: Agreement
     excesses: tuple[str, ...]
     needed: Mapping[str, float]
+    margin: float = math.inf
 
 
 def compare(
@@ -105,10 +109,15 @@ def compare(
 def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) -> Comparison:
     excesses = []
     needed: dict[str, float] = {}
+    margins = [math.inf]
+    if agreement.snr is not None:
+        margins.append(agreement.snr - limits.snr)
     if agreement.snr is not None and agreement.snr < limits.snr:
         excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
         needed["snr"] = agreement.snr
     worst = agreement.worst
+    if worst is not None:
+        margins.append(worst.snr - limits.snr + _SLICE)
     if worst is not None and worst.snr < (least := limits.snr - _SLICE):
         excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
         needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
@@ -123,7 +132,7 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
                 f"a largest difference of {agreement.max_abs:.3g} (allowed: atol {atol:g}, rtol {rtol:g})"
             )
             needed["atol"] = atol + float(beyond.max())
-    return Comparison(agreement, tuple(excesses), needed)
+    return Comparison(agreement, tuple(excesses), needed, min(margins))
 
 
 def _measure(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import onnx
 
 from hatch_epcontext.graph import graph
@@ -83,9 +81,3 @@ def depend_on_inputs(main: onnx.GraphProto) -> frozenset[str]:
     """The outputs of ``main`` that depend on the values of its inputs, and not only on their shapes."""
     flow = Dependencies(main)
     return frozenset(value.name for value in main.output if flow.depends([value.name]))
-
-
-def ancestors(main: onnx.GraphProto) -> Mapping[str, frozenset[str]]:
-    """For each output of ``main`` the values that it is computed from, itself included."""
-    scope = Scope(main)
-    return {output.name: frozenset(scope.ancestors([output.name])) for output in main.output}

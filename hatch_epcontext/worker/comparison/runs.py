@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Nature
-from hatch_epcontext.worker.facts import Magnitude
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
+
+_OTHERS = 8
+"""Samples whose values say how large those of an output are."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +30,23 @@ class Run:
     """One sample and the source's outputs. With several steps, states are fed back: ``feeds`` has them in the
     first step only.
 
-    ``bounded`` and ``is_extreme``: see `Sample`. ``on_target``: whether the compiled model is run on it too.
+    ``nature`` and ``usual``: see `Sample`. ``on_target``: whether what is compared is run on it too, where
+    nothing says which samples tell more.
     """
 
     name: str
     feeds: tuple[Arrays, ...]
     outputs: tuple[Arrays, ...]
-    bounded: bool
+    nature: str
+    usual: bool
     on_target: bool
-    is_extreme: bool = False
 
 
 @dataclass(frozen=True)
 class Facts:
     """What is known of the source model: its ``states``, the ``natures`` of its outputs, those that depend on
-    chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), the integer
-    inputs that nothing bounds (``guessed``), and values that come near float16's limit (``large``).
+    chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), and the
+    integer inputs that nothing bounds (``guessed``).
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +54,6 @@ class Facts:
     random: tuple[str, ...] = ()
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
-    large: tuple[Magnitude, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,56 @@ class Reference:
         return self.runs[0].feeds[0]
 
     def others(self, output: str) -> list[Array]:
-        """The values of ``output`` for all samples whose inputs are within what the graph bounds."""
-        return values_of(output, (each for each in self.runs if not each.is_extreme))
+        """The values of ``output`` for the first samples that an app can have."""
+        usual = (each for each in self.runs if each.usual)
+        return values_of(output, itertools.islice(usual, _OTHERS))
 
 
 def values_of(output: str, runs: Iterable[Run]) -> list[Array]:
     """The values of ``output`` in all steps of ``runs``."""
     return [outputs[output] for each in runs for outputs in each.outputs if output in outputs]
+
+
+def with_telling(chosen: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+    """``chosen``, and for each output that has one value in these one of ``runs`` in which it has others.
+
+    The target may be right there by accident, as with zeros behind a Relu.
+    """
+    result = [*chosen]
+    for output in runs[0].outputs[0]:
+        if not _tells(output, result):
+            telling = (each for each in runs if _tells(output, [chosen[0], each]))
+            result += itertools.islice(telling, 1)
+    return result
+
+
+def _tells(output: str, runs: Sequence[Run]) -> bool:
+    """Whether ``output`` has values in ``runs`` that are finite, and not all the same."""
+    values = values_of(output, runs)
+    return values[0].dtype.kind in "OSU" or not (is_nowhere_finite(values) or is_constant(values))
+
+
+def is_nowhere_finite(values: Sequence[Array]) -> bool:
+    """Whether ``values`` are NaN or Inf in all places."""
+    return not any(finite(array).any() for array in values)
+
+
+def is_constant(values: Sequence[Array]) -> bool:
+    """Whether ``values`` are one number in all places that are finite."""
+    # One number alone cannot differ.
+    if len(values) == 1 and values[0].size == 1:
+        return False
+    numbers = [array[finite(array)] for array in values]
+    first = next((array[:1] for array in numbers if array.size), None)
+    return first is None or all(bool((array == first).all()) for array in numbers)
+
+
+def finite(array: Array) -> Array:
+    """The places of ``array`` that are finite."""
+    if is_float(array.dtype):
+        found: Array = np.isfinite(array.astype(np.float64))
+        return found
+    return np.ones(array.shape, bool)
 
 
 def run_steps(
@@ -117,17 +163,17 @@ def for_other_numbers(expected: Reference) -> Reference:
     """Return ``expected`` for a model that computes with other numbers than the source, quantized or not.
 
     A quantizer measures the values that there are: it cannot be near on constants, where there is nothing to
-    measure. So only the first sample is compared, and the steps of a recurrent model. What is large inside
-    the source is not inside the model.
+    measure. So only the first sample is compared, and the first steps of a recurrent model.
     """
+    steps = next((each for each in expected.runs if len(each.feeds) > 1), None)
     runs = tuple(
-        replace(each, on_target=each.on_target and (index == 0 or len(each.feeds) > 1))
+        replace(each, on_target=index == 0 or each is steps)
         for index, each in enumerate(expected.runs)
     )
-    return Reference(runs, replace(expected.facts, large=()))
+    return Reference(runs, expected.facts)
 
 
-_FLAGS = ("bounded", "on_target", "is_extreme")
+_FLAGS = ("nature", "usual", "on_target")
 """The fields of a `Run` that a file has as they are."""
 
 

@@ -21,16 +21,23 @@ _MAX_SIZES = 4
 
 
 def run_samples(
-    run: Callable[[Sample], T], inputs: Sequence[TensorFacts], model: Model, ranges: Ranges
+    run: Callable[[Sample], T],
+    inputs: Sequence[TensorFacts],
+    model: Model,
+    ranges: Ranges,
+    number: int = 1,
+    states: Mapping[str, str] | None = None,
 ) -> tuple[list[tuple[Sample, T]], Ranges]:
     """Return the samples of ``inputs``, each with what ``run`` returns for it, and the ranges that they have.
+
+    ``number`` and ``states``: see `samples`.
 
     If ``run`` raises an error for the first one, gentler inputs are tried; further samples are left out if it
     does so for them. Raises ModelError at once, and the first error if all inputs fail.
     """
     failure: _Failure | None = None
     for each in _attempts(inputs, model, ranges):
-        first, *others = samples(inputs, model, each)
+        first, *others = samples(inputs, model, each, number, states)
         result = _try(run, first)
         if isinstance(result, _Failure):
             failure = failure or result

@@ -17,7 +17,7 @@ from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.files import unreadable
 from hatch_epcontext.graph.arrays import Array, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
-from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range, values
+from hatch_epcontext.worker.dummy.synthetic import RANDOM, ZEROS, Pattern, assumed_range, values
 
 _SEED = 20240229
 
@@ -40,9 +40,9 @@ def dummy_inputs(
     does not fit the model, or a dtype cannot be generated.
     """
     if model.validate.inputs == "random":
-        return generated_inputs("random", inputs, model, ranges or {})
+        return generated_inputs(RANDOM, inputs, model, ranges or {})
     if (same := _SAME.get(model.validate.inputs)) is not None:
-        return generated_inputs("zeros", inputs, model, {each.name: same for each in inputs})
+        return generated_inputs(ZEROS, inputs, model, {each.name: same for each in inputs})
     path, key = Path(model.validate.inputs), _key(model)
     found = read_arrays(path, inputs, key)
     arrays = {each.name: array_for(found, each, path, key) for each in inputs}
@@ -54,15 +54,25 @@ def dummy_inputs(
 
 
 def generated_inputs(
-    name: SampleName,
+    pattern: Pattern,
     inputs: Sequence[TensorFacts],
     model: Model,
     ranges: Mapping[str, Range],
+    *,
+    number: int = 0,
+    steps: int | None = None,
 ) -> dict[str, Array]:
-    """Return synthetic values of the kind ``name`` for ``inputs``; see `dummy_inputs`."""
-    rng = np.random.default_rng(_SEED)
+    """Return synthetic values for ``inputs``; see `dummy_inputs`.
+
+    ``number``: another one gives other random values. With ``steps`` the arrays have a first axis of that
+    size, along which signals go on.
+    """
+    rng = np.random.default_rng([_SEED, number] if number else _SEED)
+    more = () if steps is None else (steps,)
     return {
-        each.name: _generate(name, each, rng, ranges.get(each.name), model)
+        each.name: _generate(
+            pattern, replace(each, shape=(*more, *each.shape)), rng, ranges.get(each.name), model
+        )
         for each in sized(inputs, model)
     }
 
@@ -110,7 +120,7 @@ def _invalid(model: Model, message: str, hint: str | None = None, *settings: Set
 
 
 def _generate(
-    name: SampleName,
+    pattern: Pattern,
     tensor: TensorFacts,
     rng: np.random.Generator,
     range_: Range | None,
@@ -119,7 +129,7 @@ def _generate(
     count = math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
     try:
         if count <= _MAX_VALUES:
-            return values(name, tensor, range_ or assumed_range(tensor), rng)
+            return values(pattern, tensor, range_ or assumed_range(tensor), rng)
     except TypeError:
         raise _invalid(
             model,

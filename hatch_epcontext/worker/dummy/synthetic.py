@@ -1,20 +1,57 @@
-"""Values of synthetic inputs: arrays of a range, the same in every run."""
+"""Values of synthetic inputs: arrays of a range and of a nature, the same in every run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Literal
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hatch_epcontext.graph.arrays import Array, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.kinds import DEVIATIONS
 
-SampleName = Literal["random", "zeros", "ones", "largest", "smallest", "scaled"]
-"""The kinds of synthetic values."""
-
 _WORDS = ("alpha", "beta")
+
+_LEVELS = (0.01, 1e-3, 1e-4, 1e-5, 0.1, 1.0)
+"""How loud floats that nothing bounds are, from near silence to full scale, in the order of samples."""
+
+_QUIET = 1e-2
+"""The level from which on such floats are what an app has: features are seldom less."""
+
+_SPECIAL = 4
+"""Indices from 0 that tokenizers keep for special tokens, as they keep the last one."""
+
+Numbers = NDArray[np.float64]
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What synthetic values are like: those of sound and features, of pictures, and of integers, by name.
+
+    ``level``: by which floats are multiplied that nothing bounds. ``usual``: whether an app can have floats
+    like these, although nothing bounds them; not so for all that are alike, for silence, and for what is
+    larger than it should be.
+    """
+
+    signal: str
+    picture: str
+    ids: str
+    level: float = 1.0
+    usual: bool = True
+
+    def nature(self, ranges: Iterable[Range]) -> str:
+        """What inputs with these ``ranges`` are like, whatever their level."""
+        found = (self._nature(each) for each in ranges)
+        return ", ".join(dict.fromkeys(filter(None, found)))
+
+    def _nature(self, range_: Range) -> str:
+        if range_.usual is not None:
+            return ""
+        return self.ids if range_.whole else self.signal if range_.is_open else self.picture
 
 
 def assumed_range(facts: TensorFacts) -> Range:
@@ -29,46 +66,181 @@ def _is_real(facts: TensorFacts) -> bool:
     return is_float(dtype) or dtype.kind == "c"
 
 
-def values(name: SampleName, facts: TensorFacts, range_: Range, rng: np.random.Generator) -> Array:
+def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.Generator) -> Array:
     """Return an array for the input ``facts``, whose open dimensions have the size 1.
 
-    What has a usual value, such as a length, always has it. Raises TypeError for a dtype that NumPy and
-    ml_dtypes do not have.
+    What has a usual value, such as a length, always has it, and a mask may end early. Raises TypeError for a
+    dtype that NumPy and ml_dtypes do not have.
     """
     shape = tuple(size if isinstance(size, int) else 1 for size in facts.shape)
     if facts.dtype == "string":
-        return _strings(name, shape, rng)
+        chosen = rng.integers(0, 2, shape) if pattern.ids == "random" else np.zeros(shape, int)
+        return np.asarray(np.array(_WORDS, dtype=object)[chosen], dtype=object)
     dtype = numpy_dtype(facts.dtype)
     if range_.usual is not None:
         found = np.full(shape, range_.usual)
-        if name == "smallest" and _is_padding_mask(range_, shape):
+        if pattern.ids == "padded" and _is_padding_mask(range_, shape):
             found[..., shape[-1] - shape[-1] // 2 :] = range_.low
         return found.astype(dtype)
-    return np.asarray(_MAKERS[name](shape, range_, rng)).astype(dtype)
+    return np.asarray(_of_range(pattern, shape, range_, rng)).astype(dtype)
 
 
-def _strings(name: SampleName, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    chosen = rng.integers(0, 2, shape) if name == "random" else np.zeros(shape, int)
-    return np.asarray(np.array(_WORDS, dtype=object)[chosen], dtype=object)
+def _of_range(
+    pattern: Pattern, shape: _Shape, range_: Range, rng: np.random.Generator
+) -> NDArray[np.generic]:
+    if range_.whole:
+        return _IDS[pattern.ids](shape, int(range_.low), int(range_.high), rng)
+    if range_.is_open:
+        # The range has eight standard deviations on either side.
+        signal = _SIGNALS[pattern.signal](math.prod(shape), rng)
+        return signal.reshape(shape) * (pattern.level * range_.high / DEVIATIONS)
+    share = np.clip(_PICTURES[pattern.picture](shape, rng), 0.0, 1.0)
+    return range_.low + share * (range_.high - range_.low)
 
 
-def _is_padding_mask(range_: Range, shape: tuple[int, ...]) -> bool:
+def _is_padding_mask(range_: Range, shape: _Shape) -> bool:
     is_mask = (range_.low, range_.high, range_.usual) == (0, 1, 1)
     return is_mask and len(shape) > 1 and shape[-1] > 1
 
 
-_Maker = Callable[[tuple[int, ...], Range, np.random.Generator], Array]
+def patterns() -> Iterator[Pattern]:
+    """Yield about eighty: the most different ones first, then all levels of signals."""
+    yield RANDOM
+    first = (
+        ("zeros", 1.0, False),
+        ("pink", 1.0, True),
+        ("tone", 0.1, True),
+        ("spike", 1.0, True),
+        ("decay", 0.1, True),
+        ("burst", 1.0, True),
+        ("random", 1e-3, False),
+        ("constant", 1.0, False),
+        ("ramp", 1.0, True),
+        ("square", 0.1, True),
+        ("negative zeros", 1.0, False),
+        ("random", DEVIATIONS, False),
+        ("sorted", 1.0, True),
+    )
+    levels = (
+        (name, level, name != "constant" and level >= _QUIET) for level in _LEVELS for name in _LOUD
+    )
+    signals = [*first, *(each for each in levels if each not in first)]
+    pictures, ids = [*_PICTURES][1:], [*_IDS][1:]
+    for index, (signal, level, usual) in enumerate(signals):
+        yield Pattern(signal, pictures[index % len(pictures)], ids[index % len(ids)], level, usual)
 
 
-def _random(shape: tuple[int, ...], range_: Range, rng: np.random.Generator) -> Array:
-    if range_.is_open:
-        return np.asarray(rng.standard_normal(shape) * (range_.high / DEVIATIONS))
-    if range_.whole:
-        return _integers(shape, int(range_.low), int(range_.high), rng)
-    return np.asarray(rng.uniform(range_.low, range_.high, shape))
+RANDOM = Pattern("random", "random", "random")
+ZEROS = Pattern("zeros", "black", "all the lowest")
+"""All values are the same where the range has one only."""
+
+_Signal = Callable[[int, np.random.Generator], Numbers]
 
 
-def _integers(shape: tuple[int, ...], low: int, high: int, rng: np.random.Generator) -> Array:
+def _times(count: int) -> Numbers:
+    return np.arange(count, dtype=np.float64)
+
+
+def _pink(count: int, rng: np.random.Generator) -> Numbers:
+    """Noise whose power falls with its frequency, as in speech and music."""
+    frequencies = np.fft.rfftfreq(count)
+    frequencies[0] = frequencies[1] if count > 1 else 1.0
+    found = np.fft.irfft(_complex(frequencies.shape, rng) / np.sqrt(frequencies), count)
+    return np.asarray(3 * found / max(np.abs(found).max(), 1e-9))
+
+
+def _complex(shape: _Shape, rng: np.random.Generator) -> NDArray[np.complex128]:
+    return np.asarray(rng.standard_normal(shape) + 1j * rng.standard_normal(shape))
+
+
+def _tone(frequency: float) -> _Signal:
+    return lambda count, rng: np.sin(2 * np.pi * frequency * _times(count) + 0.3)
+
+
+def _spike(count: int, rng: np.random.Generator) -> Numbers:
+    return np.where(_times(count) == count // 3, 1.0, 0.0)
+
+
+_SIGNALS: Mapping[str, _Signal] = {
+    "random": lambda count, rng: rng.standard_normal(count),
+    "zeros": lambda count, rng: np.zeros(count),
+    "negative zeros": lambda count, rng: np.full(count, -0.0),
+    "constant": lambda count, rng: np.ones(count),
+    "sorted": lambda count, rng: np.sort(rng.standard_normal(count)),
+    "pink": _pink,
+    "tone": _tone(0.02),
+    "low tone": _tone(0.003),
+    "high tone": _tone(0.15),
+    "spike": _spike,
+    "burst": lambda count, rng: np.where(
+        _times(count) > count // 2, rng.standard_normal(count), 0.0
+    ),
+    "ramp": lambda count, rng: np.linspace(-1, 1, count),
+    "decay": lambda count, rng: np.exp(-12 * _times(count) / count) * _tone(0.02)(count, rng),
+    "square": lambda count, rng: np.sign(np.sin(0.02 * np.pi * _times(count) + 0.1)),
+}
+"""Floats that nothing bounds, such as sound and features; full scale is 1."""
+
+_LOUD = tuple(name for name in _SIGNALS if name not in ("zeros", "negative zeros", "sorted"))
+
+_Picture = Callable[[_Shape, np.random.Generator], Numbers]
+
+
+def _in_plane(make: Callable[[int, int, np.random.Generator], Numbers]) -> _Picture:
+    """Pictures that ``make`` draws of a height and a width: the two largest of neighbouring axes."""
+
+    def picture(shape: _Shape, rng: np.random.Generator) -> Numbers:
+        if len(shape) < 2:
+            return make(1, math.prod(shape), rng).reshape(shape)
+        axis = max(range(len(shape) - 1), key=lambda each: min(shape[each : each + 2]))
+        plane = make(shape[axis], shape[axis + 1], rng)
+        wide = [*[1] * axis, *plane.shape, *[1] * (len(shape) - axis - 2)]
+        return np.broadcast_to(plane.reshape(wide), shape)
+
+    return picture
+
+
+def _clouds(height: int, width: int, rng: np.random.Generator) -> Numbers:
+    """Structure of all sizes, as photographs have it."""
+    frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequencies[0, 0] = 1 / max(height, width)
+    found = np.fft.irfft2(_complex(frequencies.shape, rng) / frequencies, (height, width))
+    found -= found.min()
+    return np.asarray(found / max(found.max(), 1e-9))
+
+
+def _checkers(height: int, width: int, rng: np.random.Generator) -> Numbers:
+    return np.asarray(np.indices((height, width)).sum(0) // 8 % 2, np.float64)
+
+
+def _flat(share: float) -> _Picture:
+    return lambda shape, rng: np.full(shape, share)
+
+
+_PICTURES: Mapping[str, _Picture] = {
+    "random": lambda shape, rng: rng.uniform(size=shape),
+    "clouds": _in_plane(_clouds),
+    "black": _flat(0.0),
+    "checkers": _in_plane(_checkers),
+    "text": _in_plane(lambda height, width, rng: (rng.random((height, width)) > 0.1).astype(float)),
+    "gradient": _in_plane(
+        lambda height, width, rng: np.broadcast_to(np.linspace(0, 1, width), (height, width))
+    ),
+    "white": _flat(1.0),
+    "dark noise": lambda shape, rng: 0.05 * rng.uniform(size=shape),
+    "grey": _flat(0.5),
+    "spot": lambda shape, rng: _spike(math.prod(shape), rng).reshape(shape),
+    "sorted": lambda shape, rng: np.sort(rng.uniform(size=math.prod(shape))).reshape(shape),
+    "other clouds": _in_plane(_clouds),
+    "half noise": lambda shape, rng: 0.5 * rng.uniform(size=shape),
+    "nearly black": _flat(0.01),
+}
+"""Shares, from 0 to 1, of a range of floats that the graph bounds."""
+
+_Ids = Callable[[_Shape, int, int, np.random.Generator], NDArray[np.int64]]
+
+
+def _random_ids(shape: _Shape, low: int, high: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Integers from ``low`` to ``high``: each of them, where there is room for all."""
     found = rng.integers(low, high, shape, endpoint=True)
     flat = found.reshape(-1)
@@ -80,23 +252,51 @@ def _integers(shape: tuple[int, ...], low: int, high: int, rng: np.random.Genera
     return flat.reshape(shape)
 
 
-def _constant(number: float) -> _Maker:
-    def make(shape: tuple[int, ...], range_: Range, rng: np.random.Generator) -> Array:
-        return np.full(shape, min(max(number, range_.low), range_.high))
+def _listed(make: Callable[[int, int, np.random.Generator], Iterable[float]]) -> _Ids:
+    """Integers from 0 that ``make`` lists for a count and how many there are, moved into the range."""
 
-    return make
+    def ids(shape: _Shape, low: int, high: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        found = np.fromiter(make(math.prod(shape), high - low + 1, rng), np.int64)
+        return (low + found % (high - low + 1)).reshape(shape)
 
-
-def _scaled(shape: tuple[int, ...], range_: Range, rng: np.random.Generator) -> Array:
-    found = _random(shape, range_, rng)
-    return np.multiply(found.astype(np.float64), DEVIATIONS) if range_.is_open else found
+    return ids
 
 
-_MAKERS: Mapping[SampleName, _Maker] = {
-    "random": _random,
-    "zeros": _constant(0.0),
-    "ones": _constant(1.0),
-    "largest": lambda shape, range_, rng: np.full(shape, range_.high),
-    "smallest": lambda shape, range_, rng: np.full(shape, range_.low),
-    "scaled": _scaled,
+def _special(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
+    """The special tokens, and then ordinary ones, ended by the last."""
+    found = rng.integers(0, size, count)
+    found[:_SPECIAL] = np.arange(_SPECIAL)[:count]
+    found[-1:] = size - 1
+    return found
+
+
+def _padded(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
+    return np.where(np.arange(count) < count - count // 2, rng.integers(0, size, count), 0)
+
+
+def _few(number: int) -> _Ids:
+    return _listed(lambda count, size, rng: np.resize(rng.integers(0, size, number), count))
+
+
+def _all(index: int) -> _Ids:
+    return _listed(lambda count, size, rng: np.full(count, index % size))
+
+
+_IDS: Mapping[str, _Ids] = {
+    "random": _random_ids,
+    "special": _listed(_special),
+    "padded": _listed(_padded),
+    "ascending": _listed(lambda count, size, rng: np.arange(count)),
+    "zipf": _listed(lambda count, size, rng: np.minimum(rng.zipf(1.5, count), size - 1)),
+    "in runs": _listed(
+        lambda count, size, rng: np.repeat(rng.integers(0, size, count // 8 + 1), 8)[:count]
+    ),
+    "all the lowest": _all(0),
+    "all the highest": _all(-1),
+    "two in turn": _few(2),
+    "all the same": _few(1),
+    "sorted": _listed(lambda count, size, rng: np.sort(rng.integers(0, size, count))),
+    "seven in turn": _few(7),
+    "other random": _random_ids,
 }
+"""Integers of a range, such as indices of words or bytes."""

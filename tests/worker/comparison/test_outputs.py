@@ -7,7 +7,6 @@ from onnx import helper, numpy_helper
 
 from hatch_epcontext.worker.comparison.measures import Nature
 from hatch_epcontext.worker.comparison.outputs import (
-    ancestors,
     depend_on_chance,
     depend_on_inputs,
     natures,
@@ -86,4 +85,3 @@ def test_what_depends_on_inputs_is_no_shape() -> None:
     assert depend_on_inputs(made.graph) == {"y"}
     assert depend_on_chance(made.graph)
     assert not depend_on_chance(chain("Relu").graph)
-    assert ancestors(made.graph)["y"] == {"y", "x", "one"}

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.errors import BuildError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
@@ -66,39 +66,6 @@ def clipped(made: onnx.ModelProto, limit: float, node: int = -1) -> onnx.ModelPr
     return changed
 
 
-def test_a_sample_with_larger_values_is_run_on_the_target(tmp_path: Path) -> None:
-    # Rows of alike indices add up; the signs of others cancel each other out.
-    signs = numpy_helper.from_array(
-        np.where(np.arange(256) < 128, -1, 1).astype(np.float32), "signs"
-    )
-    made = model(
-        [
-            helper.make_node("Gather", ["signs", "ids"], ["chosen"]),
-            helper.make_node("MatMul", ["chosen", "halves"], ["sums"]),
-            helper.make_node("Mul", ["sums", "sums"], ["y"]),
-        ],
-        [value("ids", [1, 512], TensorProto.INT32)],
-        [value("y", [1, 1])],
-        [
-            signs,
-            numpy_helper.from_array(
-                np.repeat([[-1.0], [1.0]], 256, axis=0).astype(np.float32), "halves"
-            ),
-        ],
-    )
-    spec, expected = referred(made, tmp_path)
-    assert [run.name for run in expected.runs if run.on_target][:2] == ["random", "sorted"]
-    (large,) = expected.facts.large
-    assert (large.output, large.value) == ("y", "y")
-    assert large.largest > 65504
-    assert expected.facts.guessed == ()
-    with pytest.raises(
-        BuildError, match=r"for the sample 'sorted': .*\n *The value 'y' inside the model reaches"
-    ) as raised:
-        check(clipped(made, 65504), spec, expected, tmp_path)
-    assert raised.value.problems[0].kind is Kind.OUTPUT_DIFFERS
-
-
 def test_a_disagreement_on_large_floats_that_nothing_bounds_is_a_warning(tmp_path: Path) -> None:
     made = model(
         [helper.make_node("Mul", ["x", "k"], ["y"])],
@@ -107,9 +74,11 @@ def test_a_disagreement_on_large_floats_that_nothing_bounds_is_a_warning(tmp_pat
         [numpy_helper.from_array(np.float32(10000), "k")],
     )
     spec, expected = referred(made, tmp_path)
-    found = check(clipped(made, 65504), spec, expected, tmp_path)
+    session = open_session(save(clipped(made, 65504), tmp_path / "changed.onnx"), cpu_options())
+    runs = [each for each in expected.runs if each.name in ("random", "random at 8")]
+    found = check_runs(session, expected, HALF, spec, "the model", "the CPU's", runs=runs)
     assert found.agreements[0].status is AgreementStatus.AGREES
-    assert len(found.warnings) == len(found.samples) - 1 > 0
+    assert len(found.warnings) == 1
     assert found.warnings[0].startswith("the output 'y' differs from the CPU's for the sample ")
     assert found.warnings[0].endswith("This counts only if the app can have such inputs.")
 
@@ -140,8 +109,8 @@ def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:
 def test_states_are_fed_back(tmp_path: Path) -> None:
     made = lstm()
     spec, expected = referred(made, tmp_path)
-    steps = expected.runs[-1]
-    assert (steps.name, len(steps.feeds), steps.on_target) == ("8 steps", 8, True)
+    steps = expected.runs[2]
+    assert (len(steps.feeds), steps.on_target) == (8, True)
     assert not steps.feeds[0]["h0"].any()
     assert set(steps.feeds[1]) == {"x"}
     session = open_session(Path(spec.path), cpu_options())
@@ -168,7 +137,7 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"in step [2-8] of 8, with its own states"):
         check(counter(2.1), spec, expected, tmp_path)
     spec, alone = referred(counter(2.0), tmp_path)
-    assert not any(run.name == "8 steps" for run in alone.runs)
+    assert not any(len(run.feeds) > 1 for run in alone.runs)
     check(counter(2.1), spec, alone, tmp_path)
 
 
@@ -203,15 +172,6 @@ def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
             [helper.make_node("Mul", ["x", "zero"], ["n"]), helper.make_node("Cos", ["n"], ["y"])],
             "the CPU's value is 1.0 everywhere, for all inputs",
         ),
-        (
-            # Finite in one sample only, which is 0 everywhere.
-            [
-                helper.make_node("Abs", ["x"], ["a"]),
-                helper.make_node("Neg", ["a"], ["n"]),
-                helper.make_node("Sqrt", ["n"], ["y"]),
-            ],
-            "the CPU's values are NaN or Inf everywhere",
-        ),
     ],
 )
 def test_a_reference_that_proves_nothing_is_inconclusive(
@@ -233,34 +193,16 @@ def test_a_sample_in_which_an_output_has_several_values_is_run_on_the_target(
     tmp_path: Path,
 ) -> None:
     nodes = [helper.make_node("Greater", ["x", "limit"], ["y"])]
-    limit = numpy_helper.from_array(np.linspace(5, 20, 10, dtype=np.float32), "limit")
+    limit = numpy_helper.from_array(np.linspace(4, 8, 10, dtype=np.float32), "limit")
     outputs = [value("y", [1, 10], TensorProto.BOOL)]
     spec, expected = referred(model(nodes, [value("x", [1, 10])], outputs, [limit]), tmp_path)
     assert not expected.facts.inconclusive
     chosen = [each.name for each in expected.runs if each.on_target]
     assert chosen[0] == "random"
-    assert len(chosen) == 2
+    assert len(chosen) == 5
     nothing = numpy_helper.from_array(np.full(10, 100, np.float32), "limit")
     wrong = model(nodes, [value("x", [1, 10])], outputs, [nothing])
     assert check(wrong, spec, expected, tmp_path).warnings
-
-
-def test_a_sample_with_nan_hides_no_larger_values(tmp_path: Path) -> None:
-    made = model(
-        [
-            helper.make_node("Mul", ["x", "x"], ["squares"]),
-            helper.make_node("Mul", ["squares", "scale"], ["large"]),
-            helper.make_node("Div", ["large", "x"], ["y"]),
-        ],
-        [value("x", [1, 10])],
-        [value("y", [1, 10])],
-        [numpy_helper.from_array(np.float32(1000), "scale")],
-    )
-    _, expected = referred(made, tmp_path)
-    assert "scaled" in [each.name for each in expected.runs if each.on_target]
-    (large,) = expected.facts.large
-    assert large.value == "large"
-    assert large.largest < 1e6
 
 
 def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:
@@ -284,11 +226,7 @@ def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
     found = read_reference(path)
     assert found.facts == expected.facts
     for one, other in zip(found.runs, expected.runs, strict=True):
-        assert (one.name, one.bounded, one.on_target) == (
-            other.name,
-            other.bounded,
-            other.on_target,
-        )
+        assert (one.name, one.usual, one.on_target) == (other.name, other.usual, other.on_target)
         for a, b in zip((*one.feeds, *one.outputs), (*other.feeds, *other.outputs), strict=True):
             assert a.keys() == b.keys()
             assert all(np.array_equal(a[name], b[name]) for name in a)

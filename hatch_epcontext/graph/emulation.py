@@ -1,0 +1,169 @@
+"""A model in float32 that computes as an EP does in its number format: each result is rounded.
+
+Sums inside Conv, MatMul and reductions stay exact, as NPUs compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.builder import Builder, copy_of
+from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
+from hatch_epcontext.graph.scope import Scope, Types
+
+_SAME_VALUES = graph.RESHAPING | {
+    *("Abs", "Concat", "DepthToSpace", "Dropout", "Expand", "Gather", "GatherElements", "GatherND"),
+    *("GlobalMaxPool", "Max", "MaxPool", "Min", "Neg", "Pad", "ReduceMax", "ReduceMin", "Relu"),
+    *("ReverseSequence", "Sign", "Slice", "SpaceToDepth", "Split", "Tile", "TopK", "Transpose"),
+    *("Trilu", "Where"),
+}
+"""Operators whose results are among their operands, or follow from their signs: they are rounded already."""
+
+_QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
+_DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
+
+_TYPES: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+
+
+def emulate(
+    model: onnx.ModelProto, types: Types, format_: NumberFormat, skipped: Set[str] = frozenset()
+) -> None:
+    """Round the floats of ``model`` as ``format_`` does, in place; its shapes are fixed.
+
+    ``types``: those of its values, as far as they are known. ``skipped``: the names of nodes that the EP does
+    not compute. What is computed with integers between quantized values is not rounded, nor are the graphs
+    inside of nodes.
+    """
+    emulated = _Emulation(model, types, format_)
+    for node in model.graph.node:
+        emulated.add(node, rounds=node.name not in skipped or not node.name)
+    emulated.write()
+
+
+def rounded(values: Array, format_: NumberFormat) -> Array:
+    """Float32 ``values`` as ``format_`` has them."""
+    import ml_dtypes
+
+    dtype = np.float16 if format_.name == "float16" else ml_dtypes.bfloat16
+    found: Array = np.clip(values, -format_.largest, format_.largest).astype(dtype)
+    return found.astype(np.float32)
+
+
+class _Emulation:
+    def __init__(self, model: onnx.ModelProto, types: Types, format_: NumberFormat) -> None:
+        self._format = format_
+        self._scope = Scope.of(model, types)
+        self._builder = Builder(model)
+        self._outputs = {each.name for each in model.graph.output}
+        self._constants: dict[float, str] = {}
+
+    def add(self, node: onnx.NodeProto, *, rounds: bool) -> None:
+        """Add ``node``, and with ``rounds`` what rounds its results."""
+        copy = copy_of(node)
+        self._builder.append(copy)
+        if not rounds or graph.operator(node) in _SAME_VALUES | _DEQUANTIZES:
+            return
+        for index, name in enumerate(node.output):
+            if self._scope.elem_type(name) != TensorProto.FLOAT or self._is_inside(node, name):
+                continue
+            exact = copy.output[index] = self._builder.fresh(f"{name}/exact")
+            for fault in self._format.faults if index == 0 else ():
+                exact = self._faulty(node, exact, fault)
+            self._round(exact, name, wide=node.op_type in self._format.sums)
+
+    def write(self) -> None:
+        """Give the model the nodes, and rounded weights."""
+        for tensor in self._builder.model.graph.initializer:
+            if tensor.data_type == TensorProto.FLOAT:
+                values = rounded(numpy_helper.to_array(tensor), self._format)
+                tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+        self._builder.write()
+
+    def _is_inside(self, node: onnx.NodeProto, name: str) -> bool:
+        """Whether a value is never one of the format: it is quantized at once, or added to at once."""
+        readers = [self._scope.nodes[index] for index in self._scope.readers.get(name, ())]
+        if not readers or name in self._outputs:
+            return False
+        if all(graph.operator(each) in _QUANTIZES for each in readers):
+            return True
+        if len(readers) > 1 or node.op_type not in FUSING:
+            return False
+        (reader,) = readers
+        has_constant = any(self._scope.constant(each) is not None for each in reader.input)
+        return reader.op_type in ("Relu", "Clip") or (reader.op_type == "Add" and has_constant)
+
+    def _round(self, value: str, name: str, *, wide: bool) -> None:
+        """Add nodes that make ``name`` of ``value``."""
+        builder, largest = self._builder, self._format.largest
+        inside = self._limited(value, largest)
+        short = builder.add("Cast", inside, to=_TYPES[self._format.name])
+        if not wide or self._format.largest_of_sums == largest:
+            builder.append(onnx.helper.make_node("Cast", [short], [name], to=TensorProto.FLOAT))
+            return
+        back = builder.add("Cast", short, to=TensorProto.FLOAT)
+        more = builder.add("Sub", self._limited(value, self._format.largest_of_sums), inside)
+        builder.append(onnx.helper.make_node("Add", [back, more], [name]))
+
+    def _limited(self, value: str, largest: float) -> str:
+        # Not Clip, which older opsets have with attributes.
+        low, high = self._constant(-largest), self._constant(largest)
+        return self._builder.add("Min", self._builder.add("Max", value, low), high)
+
+    def _constant(self, value: float) -> str:
+        if value not in self._constants:
+            self._constants[value] = self._builder.store(np.float32(value))
+        return self._constants[value]
+
+    def _faulty(self, node: onnx.NodeProto, value: str, fault: Fault) -> str:
+        """``value``, the result of ``node``, as the EP has it with ``fault``."""
+        if fault.gives is None or not applies(fault, node, self._scope):
+            return value
+        builder, operand = self._builder, node.input[fault.operand]
+        # Without GreaterOrEqual, which older opsets do not have.
+        below = builder.add("Less", operand, self._constant(fault.low))
+        above = builder.add("Greater", operand, self._constant(fault.high))
+        right = builder.add("Or", below, above)
+        return builder.add("Where", right, value, self._constant(fault.gives))
+
+
+def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether ``fault`` is one of ``node``, whatever its values."""
+    if graph.operator(node) != fault.operator or len(node.input) <= fault.operand:
+        return False
+    if fault.exponent is not None:
+        exponent = scope.constant(graph.operand(node, 1))
+        return (
+            exponent is not None and exponent.size > 0 and bool((exponent == fault.exponent).all())
+        )
+    if not fault.behind:
+        return True
+    return any(each.op_type in fault.behind for each in _before(node, scope))
+
+
+def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
+    """The nodes directly before ``node``, and those before an Add or what moves values."""
+    for name in node.input:
+        maker = scope.maker(name)
+        if maker is None:
+            continue
+        yield maker
+        if maker.op_type == "Add" or maker.op_type in ("Slice", "Split", *graph.RESHAPING):
+            yield from _before(maker, scope)
+
+
+def expose(model: onnx.ModelProto, types: Types) -> None:
+    """Make all floats of ``model`` outputs, in place."""
+    scope = Scope.of(model, types)
+    known = {each.name for each in model.graph.output}
+    for node in model.graph.node:
+        for name in node.output:
+            if name and name not in known and scope.elem_type(name) == TensorProto.FLOAT:
+                model.graph.output.append(
+                    onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+                )

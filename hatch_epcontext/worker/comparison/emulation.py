@@ -1,0 +1,432 @@
+"""What the number format of an EP makes of a model, computed on the CPU: for which samples, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.emulation import applies, emulate, expose, rounded
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.graph.number_format import NumberFormat
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.worker.comparison.measures import compare
+from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
+from hatch_epcontext.worker.facts import Emulation
+from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.value_types import value_types
+
+SENSITIVE = 10.0
+"""Decibels above the limit below which the emulation of a sample says that a model is sensitive: from one
+input to another float16 costs as much."""
+
+_WORTH_RUNNING = 45.0
+"""Decibels of an emulated sample from which a run on the target says no more."""
+
+_WORST = 3
+"""Samples, of different natures, that the target runs because they are the worst."""
+
+_WRONG = 0.1
+"""The relative error of a value from which it is wrong."""
+
+_JUMPS = (10.0, 3.0)
+"""How much larger the error of a value is than those of the values that it is computed from, where a node is
+to blame."""
+
+_LOST = 0.5
+"""The relative error of a stored number which a format does not have."""
+
+_MATTERS = 0.01
+"""The relative error behind a value that is cut off, or without a number that the format lacks, from which
+that matters: not so in masks, which are to hide something."""
+
+_MAX_VALUES = 2**28
+"""Values inside a model up to which all of them are compared: 2 GiB for both runs."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How near the emulated ``run`` is to the source's: ``margin`` in decibels above the limits, negative
+    below them, and the ``snr`` of the output that is nearest to its limit; both infinite where all are equal.
+    """
+
+    run: Run
+    output: str
+    margin: float
+    snr: float
+
+
+class Emulator:
+    """The prepared model at ``path`` in ``format_``; ``skipped``: the names of nodes that are on the CPU.
+
+    ``expected``: the source model's results.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        path: Path,
+        format_: NumberFormat,
+        skipped: Set[str],
+        expected: Reference,
+        tolerance: Tolerance,
+    ) -> None:
+        self._model, self._path, self._format, self._skipped = model, path, format_, skipped
+        self._expected, self._tolerance = expected, tolerance
+        step(f"emulating {format_.name} on the CPU")
+        self._prepared = onnx.load(path)
+        self._types = value_types(self._prepared, path)
+        emulated = self._copy()
+        emulate(emulated, self._types, format_, skipped)
+        session = _open(emulated)
+        self.levels = [self._level(session, each) for each in expected.runs]
+
+    @staticmethod
+    def is_possible(path: Path) -> bool:
+        """Whether the model at ``path`` can be emulated: in memory twice, and with fixed shapes."""
+        model = onnx.load(path, load_external_data=False)
+        sizes = (math.prod(each.dims) * 4 for each in graph.stored_tensors(model.graph))
+        return sum(sizes) < PROTOBUF_LIMIT // 2 and all(
+            graph.facts(each).is_fixed for each in graph.inputs(model.graph)
+        )
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The values of the prepared model."""
+        return Scope.of(self._prepared, self._types)
+
+    @cached_property
+    def optimistic(self) -> str | None:
+        """A node that the EP computes less exactly than its format, which nothing here shows."""
+        for node in self.scope.nodes:
+            if node.name in self._skipped:
+                continue
+            if node.op_type in self._format.inexact:
+                return f"{_named(node)}, of which the kernel is less exact than {self._format.name}"
+            for fault in self._format.faults:
+                if fault.gives is None and applies(fault, node, self.scope):
+                    return f"{_named(node)}, which {fault.text}"
+        return None
+
+    @property
+    def worst(self) -> Level:
+        """That of the sample that is nearest to the limits."""
+        return min(self.levels, key=lambda each: (each.margin, not each.run.usual))
+
+    def to_run(self) -> list[Run]:
+        """The first sample, and those that the target has to run because they may differ."""
+        first, *others = self.levels
+        chosen = [first.run]
+        natures = {first.run.nature}
+        # What is unusual comes last: it only warns.
+        for each in sorted(others, key=lambda each: (not each.run.usual, each.margin)):
+            worth = each.snr < _WORTH_RUNNING or self.optimistic
+            if len(chosen) > _WORST:
+                break
+            if worth and each.run.nature not in natures:
+                natures.add(each.run.nature)
+                chosen.append(each.run)
+        return with_telling(chosen, self._expected.runs)
+
+    def level(self, run: Run) -> Level:
+        """That of ``run``, one of the reference's."""
+        return next(each for each in self.levels if each.run is run)
+
+    def result(self) -> Emulation:
+        """What is to be said of it."""
+        worst = self.worst
+        usual = min((each for each in self.levels if each.run.usual), key=lambda each: each.margin)
+        reason = None
+        if usual.margin < SENSITIVE or worst.margin < 0:
+            chosen = usual if usual.margin < SENSITIVE else worst
+            reason = f"{self._describe(chosen)}{self._at(chosen.run)}"
+        elif hurt := next(self._hurt([self.levels[0].run, worst.run]), None):
+            reason = hurt
+        return Emulation(
+            self._format.name,
+            self._format.seen,
+            len(self.levels),
+            worst.run.name,
+            worst.snr if math.isfinite(worst.snr) else None,
+            reason,
+        )
+
+    def _describe(self, level: Level) -> str:
+        snr = f"{level.snr:.0f} dB" if math.isfinite(level.snr) else "no number"
+        return (
+            f"{self._format.name}, emulated on the CPU, leaves {snr} of {level.output!r} for the sample "
+            f"{level.run.name!r}"
+        )
+
+    def _at(self, run: Run) -> str:
+        found = self.first_diverging(run)
+        return f": {found}" if found else ""
+
+    def explanation(self, run: Run) -> str:
+        """Why the target may differ for ``run``: a sentence about the first diverging node."""
+        level = self.level(run)
+        if level.margin < SENSITIVE and (found := self.first_diverging(run)):
+            return f"The first diverging node: {found}."
+        text = f"{self._describe(level)}, so the EP computes an operator wrong"
+        return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
+
+    def first_diverging(self, run: Run) -> str | None:
+        """The node that is to blame for the error of ``run``, and why, in words; None if none is."""
+        if not (inner := self._inner(run)):
+            return None
+        final = max((inner.errors.get(name, 0.0) for name in run.outputs[0]), default=0.0)
+        wrong = min(_WRONG, final / 2)
+        grown = [
+            (each, inner.behind(each), inner.before(each))
+            for each in self.scope.nodes
+            if inner.behind(each) > wrong
+        ]
+        for jump in _JUMPS:
+            to_blame = {node.output[0] for node, behind, before in grown if behind > jump * before}
+            for node in self.scope.nodes:
+                if node.output[0] in to_blame or self._misses(node, inner):
+                    return self._words(node, inner)
+        if not grown:
+            return None
+        node, *_ = max(grown, key=lambda each: each[1] / max(each[2], 1e-9))
+        return self._words(node, inner)
+
+    def _hurt(self, runs: Sequence[Run]) -> Iterator[str]:
+        """Nodes whose values are cut off, or that use a number which the format does not have."""
+        for run in runs:
+            if not self._lost and self.level(run).snr > 2 * _WORTH_RUNNING:
+                continue
+            if not (inner := self._inner(run)):
+                return
+            for node in self.scope.nodes:
+                is_cut = inner.largest(node) > self._format.largest
+                if (is_cut and inner.matters(node, self.scope)) or self._misses(node, inner):
+                    yield self._words(node, inner)
+
+    def _misses(self, node: onnx.NodeProto, inner: _Inner) -> bool:
+        """Whether ``node`` uses a number that the format does not have, where that counts."""
+        return not self._lost.keys().isdisjoint(node.input) and inner.matters(node, self.scope)
+
+    @cached_property
+    def _lost(self) -> Mapping[str, float]:
+        """The stored numbers that the format does not have."""
+        found = {}
+        for tensor in self._prepared.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) == 1:
+                value = onnx.numpy_helper.to_array(tensor).reshape(1)
+                if _relative(value, rounded(value, self._format)) > _LOST:
+                    found[tensor.name] = float(value[0])
+        return found
+
+    def _words(self, node: onnx.NodeProto, inner: _Inner) -> str:
+        """``node``, and what is wrong with its result."""
+        name, format_ = _named(node), self._format
+        if lost := [self._lost[each] for each in node.input if each in self._lost]:
+            return f"{name} uses {lost[0]:g}, which {format_.name} does not have"
+        largest = inner.largest(node)
+        wide = node.op_type in format_.sums
+        if largest > (ends := format_.largest_of_sums if wide else format_.largest):
+            return f"{name} reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
+        for fault in format_.faults:
+            if fault.gives is not None and applies(fault, node, self.scope):
+                low, high = inner.range(node.input[fault.operand])
+                if low <= fault.high and high >= fault.low:
+                    return f"{name} {fault.text}"
+        low, _ = inner.smallest(node)
+        if format_.name == "float16" and low < 2.0**-14:
+            return f"{name} has values of {low:.1g}; {format_.name} has few digits below {2.0**-14:.1g}"
+        behind, before = (
+            f"{100 * each:.2g} %" for each in (inner.behind(node), inner.before(node))
+        )
+        return f"{name} has an error of {behind}, and what it is computed from {before}"
+
+    def _inner(self, run: Run) -> _Inner | None:
+        """All values of the last step of ``run``, exact and emulated; None if they are too many, or if the
+        model cannot be run with all of them as outputs.
+        """
+        if run.name not in self._inners:
+            self._inners[run.name] = self._compute_inner(run)
+        return self._inners[run.name]
+
+    @cached_property
+    def _inners(self) -> dict[str, _Inner | None]:
+        return {}
+
+    @cached_property
+    def _sessions(self) -> tuple[ort.InferenceSession, ort.InferenceSession] | None:
+        size = sum(
+            math.prod(self.scope.shape(name) or (1,))
+            for node in self.scope.nodes
+            for name in node.output
+        )
+        if size > _MAX_VALUES:
+            return None
+        step(f"looking for the node that {self._format.name} makes wrong")
+        exact = self._copy()
+        expose(exact, self._types)
+        emulated = self._copy()
+        expose(emulated, self._types)
+        emulate(emulated, self._types, self._format, self._skipped)
+        try:
+            return _open(exact), _open(emulated)
+        except Exception:
+            # Some models run only as they are; then no node is named.
+            return None
+
+    def _compute_inner(self, run: Run) -> _Inner | None:
+        if self._sessions is None:
+            return None
+        exact, emulated = (self._last_step(each, run) for each in self._sessions)
+        fed = {name: array for each in run.feeds for name, array in each.items()}
+        return _Inner({**fed, **exact}, {**fed, **emulated})
+
+    def _last_step(self, session: ort.InferenceSession, run: Run) -> dict[str, Array]:
+        """All values of ``session`` in the last step of ``run``."""
+        states = self._expected.facts.states
+        *_, last = run_steps(session, run.feeds, states, self._model, "the emulated model")
+        return last
+
+    def _copy(self) -> onnx.ModelProto:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(self._prepared)
+        return copy
+
+    def _level(self, session: ort.InferenceSession, run: Run) -> Level:
+        states, facts = self._expected.facts.states, self._expected.facts
+        level = Level(run, "", math.inf, math.inf)
+        steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
+        for own, wanted in zip(steps, run.outputs, strict=True):
+            for name, output in own.items():
+                if name not in wanted or name in facts.random:
+                    continue
+                if _has_gaps(output, wanted[name]):
+                    return Level(run, name, -math.inf, -math.inf)
+                limits = self._tolerance.of(name)
+                nature = facts.natures.get(name, "any")
+                others = self._expected.others(name)
+                found = compare(name, output, wanted[name], limits, samples=others, nature=nature)
+                if found.margin < level.margin:
+                    level = Level(run, name, found.margin, limits.snr + found.margin)
+        return level
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """All values of a run: ``exact``, and ``emulated``."""
+
+    exact: Arrays
+    emulated: Arrays
+
+    @cached_property
+    def errors(self) -> Mapping[str, float]:
+        """The relative error of each value."""
+        return {
+            name: _relative(exact, self.emulated[name])
+            for name, exact in self.exact.items()
+            if exact.dtype == np.float32 and name in self.emulated
+        }
+
+    def behind(self, node: onnx.NodeProto) -> float:
+        """The largest error of the results of ``node``."""
+        return max((self.errors.get(name, 0.0) for name in node.output), default=0.0)
+
+    def before(self, node: onnx.NodeProto) -> float:
+        """The largest error of its operands."""
+        return max((self.errors.get(name, 0.0) for name in node.input), default=0.0)
+
+    def largest(self, node: onnx.NodeProto) -> float:
+        """The largest magnitude of its results."""
+        return max((_largest(each) for each in self._results(node)), default=0.0)
+
+    def smallest(self, node: onnx.NodeProto) -> tuple[float, float]:
+        """The root mean square and the largest magnitude of its results."""
+        found = [each.astype(np.float64) for each in self._results(node) if each.size]
+        if not found:
+            return 0.0, 0.0
+        return float(np.sqrt(np.mean(found[0] ** 2))), _largest(found[0])
+
+    def range(self, name: str) -> tuple[float, float]:
+        """The smallest and the largest value of ``name``."""
+        array = self.exact.get(name)
+        if array is None or not array.size:
+            return math.inf, -math.inf
+        return float(np.min(array)), float(np.max(array))
+
+    def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
+        """Whether the error of some of the values of ``node`` is still one behind it."""
+        for name in node.output:
+            if name not in self.errors or not _differ(self.exact[name], self.emulated[name]):
+                continue
+            readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
+            if not readers or any(self.behind(each) > _MATTERS for each in readers):
+                return not all(self._hides(each, scope) for each in readers) or not readers
+        return False
+
+    def _hides(self, node: onnx.NodeProto, scope: Scope) -> bool:
+        """Whether what is wrong in the result of ``node`` is hidden behind it, as by a Softmax."""
+        readers = [
+            scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
+        ]
+        if self.behind(node) <= _MATTERS:
+            return True
+        return bool(readers) and all(self.behind(each) <= _MATTERS for each in readers)
+
+    def _results(self, node: onnx.NodeProto) -> Iterator[Array]:
+        for name in node.output:
+            if name in self.errors:
+                yield self.exact[name]
+
+
+def _open(model: onnx.ModelProto) -> ort.InferenceSession:
+    """A session that rounds where the graph says so: optimizations remove casts and fuse nodes."""
+    options = cpu_options()
+    options.graph_optimization_level = LEVELS["none"]
+    return open_session(model.SerializeToString(), options)
+
+
+def _named(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} {node.name or node.output[0]}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e7 else f"{value:.2g}"
+
+
+def _largest(array: NDArray[Any]) -> float:
+    return float(np.abs(array).max()) if array.size else 0.0
+
+
+def _has_gaps(output: Array, wanted: Array) -> bool:
+    """Whether ``output`` has NaN or Inf where ``wanted`` has none."""
+    if output.dtype.kind != "f" or output.shape != wanted.shape:
+        return False
+    return bool((~np.isfinite(output) & np.isfinite(np.asarray(wanted, np.float64))).any())
+
+
+def _relative(exact: Array, other: Array) -> float:
+    """The error of ``other`` relative to ``exact``, as root mean squares."""
+    one = np.nan_to_num(np.asarray(exact, np.float64))
+    two = np.nan_to_num(np.asarray(other, np.float64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
+    # Masks have the largest float32.
+    return float(found) if np.isfinite(found) else 1.0
+
+
+def _differ(exact: Array, other: Array) -> bool:
+    """Whether some value differs by a tenth."""
+    one, two = np.asarray(exact, np.float64), np.asarray(other, np.float64)
+    return bool((np.abs(one - two) > _WRONG * np.abs(one)).any())

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from hatch_epcontext.graph.emulation import emulate, expose
+from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat
+from tests.models import model, value
+
+WIDE = replace(FLOAT16, largest_of_sums=131008.0, sums=frozenset({"Add", "Mul"}))
+SQUARE = Fault("Pow", "is -4 for -0.0", low=-3e-8, high=3e-8, gives=-4.0, exponent=2.0)
+
+Floats = NDArray[np.float32]
+
+
+def emulated(
+    nodes: Sequence[onnx.NodeProto],
+    x: Sequence[float],
+    format_: NumberFormat = FLOAT16,
+    skipped: frozenset[str] = frozenset(),
+    **stored: float,
+) -> list[float]:
+    """What ``nodes``, of which the last one makes ``y``, give for ``x``."""
+    tensors = [numpy_helper.from_array(np.float32(each), name) for name, each in stored.items()]
+    made = model(list(nodes), [value("x", [len(x)])], [value("y", [len(x)])], tensors)
+    emulate(made, {}, format_, skipped)
+    onnx.checker.check_model(made)
+    (found,) = ReferenceEvaluator(made).run(None, {"x": np.array(x, np.float32)})
+    return [float(each) for each in np.asarray(found)]
+
+
+def test_results_are_rounded() -> None:
+    scaled = [helper.make_node("Mul", ["x", "k"], ["y"])]
+    assert emulated(scaled, [1.0, 3.0], k=1 / 3) == [np.float16(1 / 3), 1.0]
+    third = float(np.float32(np.float16(1 / 3)))
+    assert emulated(scaled, [1.0], k=1 / 3) == [third]
+    # Denormals are kept, and what is smaller is zero.
+    assert emulated(scaled, [1e-3, 1e-5], k=1e-3) == [float(np.float16(1e-6)), 0.0]
+
+
+def test_numbers_that_the_format_does_not_have_are_lost() -> None:
+    nodes = [helper.make_node("Add", ["x", "k"], ["y"])]
+    assert emulated(nodes, [0.0], k=1e-10) == [0.0]
+    assert emulated(nodes, [0.0], BFLOAT16, k=1e-10)[0] == pytest.approx(1e-10, rel=0.01)
+
+
+@pytest.mark.parametrize(("format_", "largest"), [(FLOAT16, 65504.0), (WIDE, 131008.0)])
+def test_values_saturate(format_: NumberFormat, largest: float) -> None:
+    nodes = [helper.make_node("Mul", ["x", "x"], ["y"])]
+    assert emulated(nodes, [300.0, 1e9], format_) == [min(largest, 90000.0), largest]
+
+
+def test_nodes_on_the_cpu_are_exact() -> None:
+    nodes = [helper.make_node("Mul", ["x", "x"], ["y"], name="square")]
+    assert emulated(nodes, [1000.0], skipped=frozenset({"square"})) == [1e6]
+
+
+def test_sums_are_exact_up_to_the_addition_behind_them() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["sum"]),
+        helper.make_node("Add", ["sum", "b"], ["y"]),
+    ]
+    tensors = [
+        numpy_helper.from_array(np.array([[1000.0], [1000.0]], np.float32), "w"),
+        numpy_helper.from_array(np.array([-60000.0], np.float32), "b"),
+    ]
+    made = model(nodes, [value("x", [1, 2])], [value("y", [1, 1])], tensors)
+    emulate(made, {}, FLOAT16)
+    (found,) = ReferenceEvaluator(made).run(None, {"x": np.array([[50, 60]], np.float32)})
+    # 110,000 is beyond the format, and 50,000 is not.
+    assert float(np.asarray(found).item()) == pytest.approx(50_016, abs=32)
+
+
+def test_faults_are_emulated() -> None:
+    nodes = [helper.make_node("Pow", ["x", "k"], ["y"])]
+    faulty = replace(FLOAT16, faults=(SQUARE,))
+    assert emulated(nodes, [-0.0, 3.0], faulty, k=2.0) == [-4.0, 9.0]
+    assert emulated(nodes, [-0.0, 3.0], faulty, k=4.0) == [0.0, 81.0]
+
+
+def test_what_is_quantized_is_not_rounded() -> None:
+    nodes = [
+        helper.make_node("DequantizeLinear", ["x", "scale", "zero"], ["float"]),
+        helper.make_node("Mul", ["float", "float"], ["product"]),
+        helper.make_node("QuantizeLinear", ["product", "scale", "zero"], ["y"]),
+    ]
+    tensors = [
+        numpy_helper.from_array(np.float32(0.5), "scale"),
+        numpy_helper.from_array(np.uint8(0), "zero"),
+    ]
+    made = model(
+        nodes,
+        [value("x", [1], TensorProto.UINT8)],
+        [value("y", [1], TensorProto.UINT8)],
+        tensors,
+    )
+    emulate(made, {}, FLOAT16)
+    assert [each.op_type for each in made.graph.node] == [each.op_type for each in nodes]
+
+
+def test_all_floats_can_be_outputs() -> None:
+    nodes = [
+        helper.make_node("Mul", ["x", "x"], ["square"]),
+        helper.make_node("Greater", ["square", "x"], ["larger"]),
+        helper.make_node("Where", ["larger", "square", "x"], ["y"]),
+    ]
+    made = model(nodes, [value("x", [2])], [value("y", [2])])
+    expose(made, {})
+    assert [each.name for each in made.graph.output] == ["y", "square"]

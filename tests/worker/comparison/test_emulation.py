@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
+from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.worker.comparison.check import check_runs
+from hatch_epcontext.worker.comparison.emulation import Emulator
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.session import cpu_options, open_session
+from tests.models import model, save, value, weights
+from tests.worker.actions.test_compile import MODEL
+
+QNN = Tolerance(20, 0.99, unit=0.1)
+POWER = Fault("Pow", "is -4 for -0.0", low=-3e-8, high=3e-8, gives=-4.0, exponent=2.0)
+TABLE = Fault("Sigmoid", "is coarse behind Gemm", behind=frozenset({"Gemm"}))
+
+
+def emulator(
+    made: onnx.ModelProto, folder: Path, format_: NumberFormat = FLOAT16, **settings: Any
+) -> Emulator:
+    path = save(made, folder / "a.onnx")
+    spec = Model("a", path, MODEL, **settings)
+    return Emulator(spec, path, format_, frozenset(), reference(spec, made), QNN)
+
+
+def layers(size: int = 32) -> onnx.ModelProto:
+    return model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["hidden"]),
+            helper.make_node("Relu", ["hidden"], ["positive"]),
+            helper.make_node("MatMul", ["positive", "v"], ["y"]),
+        ],
+        [value("x", [4, size])],
+        [value("y", [4, 8])],
+        [weights("w", size, 64), weights("v", 64, 8)],
+    )
+
+
+def log_of_power() -> onnx.ModelProto:
+    return model(
+        [
+            helper.make_node("Mul", ["x", "x"], ["power"], name="square"),
+            helper.make_node("Add", ["power", "floor"], ["positive"], name="floor"),
+            helper.make_node("Log", ["positive"], ["y"], name="log"),
+        ],
+        [value("x", [1, 400])],
+        [value("y", [1, 400])],
+        [numpy_helper.from_array(np.float32(1e-10), "floor")],
+    )
+
+
+def test_a_model_that_float16_computes_well_is_not_sensitive(tmp_path: Path) -> None:
+    found = emulator(layers(), tmp_path)
+    result = found.result()
+    assert result.reason is None
+    assert result.samples == len(found.levels) > 60
+    assert result.snr is not None
+    assert result.snr > 45
+    assert [each.name for each in found.to_run()] == ["random"]
+
+
+def test_a_node_that_saturates_is_named_with_its_value(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Mul", ["x", "k"], ["large"], name="scale"),
+            helper.make_node("ReduceSum", ["large", "axes"], ["sum"], name="total"),
+            helper.make_node("Div", ["sum", "k"], ["y"], name="back"),
+        ],
+        [value("x", [8, 512])],
+        [value("y", [8, 1])],
+        [
+            numpy_helper.from_array(np.float32(9000), "k"),
+            numpy_helper.from_array(np.array([1], np.int64), "axes"),
+        ],
+    )
+    found = emulator(made, tmp_path)
+    result = found.result()
+    assert result.reason is not None
+    assert "ReduceSum total reaches " in result.reason
+    assert "float16 ends at 65,504" in result.reason
+    ran = found.to_run()
+    assert ran[0].name == "random"
+    assert len({each.nature for each in ran}) == 4
+
+
+def test_a_constant_that_float16_lacks_is_named_where_it_counts(tmp_path: Path) -> None:
+    result = emulator(log_of_power(), tmp_path).result()
+    assert result.reason is not None
+    assert "Add floor uses 1e-10, which float16 does not have" in result.reason
+
+
+def test_a_mask_may_be_cut_off(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["scores"]),
+            helper.make_node("Add", ["scores", "mask"], ["masked"]),
+            helper.make_node("Softmax", ["masked"], ["y"], axis=-1),
+        ],
+        [value("x", [4, 16])],
+        [value("y", [4, 8])],
+        [
+            weights("w", 16, 8),
+            numpy_helper.from_array(np.array([0] * 4 + [-1e9] * 4, np.float32), "mask"),
+        ],
+    )
+    assert emulator(made, tmp_path).result().reason is None
+
+
+def test_the_fault_of_an_operator_is_named(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Pow", ["x", "two"], ["square"], name="square"),
+            helper.make_node("Sqrt", ["square"], ["y"], name="root"),
+        ],
+        [value("x", [1, 100])],
+        [value("y", [1, 100])],
+        [numpy_helper.from_array(np.float32(2), "two")],
+    )
+    reason = emulator(made, tmp_path, replace(FLOAT16, faults=(POWER,))).result().reason
+    assert reason is not None
+    assert "Pow square is -4 for -0.0" in reason
+    assert "is -4" not in (emulator(made, tmp_path).result().reason or "")
+
+
+def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Gemm", ["x", "w", "b"], ["hidden"]),
+            helper.make_node("Sigmoid", ["hidden"], ["y"], name="gate"),
+        ],
+        [value("x", [1, 16])],
+        [value("y", [1, 8])],
+        [weights("w", 16, 8), weights("b", 8)],
+    )
+    exact = emulator(made, tmp_path)
+    assert len(exact.to_run()) == 1
+    coarse = emulator(made, tmp_path, replace(FLOAT16, faults=(TABLE,)))
+    assert len(coarse.to_run()) == 4
+    wrong = coarse.explanation(coarse.levels[0].run)
+    assert "Sigmoid gate, which is coarse behind Gemm" in wrong
+
+
+def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Mul", ["state", "rate"], ["kept"], name="keep"),
+            helper.make_node("Add", ["kept", "x"], ["next"], name="add"),
+        ],
+        [value("x", [1, 40]), value("state", [1, 40])],
+        [value("next", [1, 40])],
+        [numpy_helper.from_array(np.float32(100), "rate")],
+    )
+    table = ValidateTable(states={"state": "next"})
+    # After eight steps the state is 1e14 times the input.
+    assert emulator(made, tmp_path).result().snr is not None
+    reason = emulator(made, tmp_path, validate=table).result().reason
+    assert reason is not None
+    assert "float16 ends at 65,504" in reason
+
+
+def test_a_disagreement_names_the_first_diverging_node(tmp_path: Path) -> None:
+    made = log_of_power()
+    emulator(made, tmp_path)
+    spec = Model("a", tmp_path / "a.onnx", MODEL)
+    broken = onnx.ModelProto()
+    broken.CopyFrom(made)
+    broken.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(1), "floor"))
+    session = open_session(save(broken, tmp_path / "broken.onnx"), cpu_options())
+    expected = reference(spec, made)
+    found = Emulator(spec, tmp_path / "a.onnx", FLOAT16, frozenset(), expected, QNN)
+    with pytest.raises(BuildError) as raised:
+        check_runs(
+            session,
+            expected,
+            QNN,
+            spec,
+            "the model",
+            "the CPU's",
+            runs=[each.run for each in found.levels if each.margin < 0 and each.run.usual],
+            emulator=found,
+        )
+    assert "The first diverging node: Add floor uses 1e-10" in raised.value.problems[0].message
+
+
+def test_integers_are_left_alone(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Gather", ["table", "ids"], ["y"])],
+        [value("ids", [1, 20], TensorProto.INT64)],
+        [value("y", [20, 8])],
+        [weights("table", 100, 8)],
+    )
+    found = emulator(made, tmp_path)
+    assert found.result().reason is None
+    assert found.levels[0].margin > 20
