@@ -13,6 +13,7 @@ output's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -40,7 +41,7 @@ the whole output's, unless it is a column of a table: of at most so many, which 
 _OTHER_SAMPLES = 0.1
 """The part of the signal in other samples that counts as signal in this one."""
 
-_LARGEST = 1e-3
+LARGEST = 1e-3
 """The part of an output's largest value that counts as signal in each place: twice float16's precision.
 
 For values between -1 and 1 it is the `unit` of the limits.
@@ -74,11 +75,13 @@ def compare(
     *,
     samples: Sequence[Array] = (),
     nature: Nature = "any",
+    rows: Numbers | None = None,
 ) -> Comparison:
     """Compare ``output`` with ``reference``; places where either is not finite are left out.
 
-    ``samples``: the same output of the reference for other inputs. Strings, booleans and indices are equal
-    or not. Raises BuildError when the shapes differ.
+    ``samples``: the same output of the reference for other inputs. ``rows``: for rows that were selected, of
+    which each counts, the ratio of signal to noise of each, in decibels. Strings, booleans and indices are
+    equal or not. Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
@@ -103,10 +106,25 @@ def compare(
     if exact:
         # Each place is right or wrong: slices say no more.
         agreement = replace(agreement, worst=None)
-    return _judge(agreement, out, ref, limits)
+    row = None if rows is None else _worst_row(rows, ref.shape)
+    return _judge(agreement, out, ref, limits, row)
 
 
-def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) -> Comparison:
+def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
+    """The worst of ``rows``, batch x rows, of an output with ``shape``."""
+    if rows.shape[1] not in shape:
+        return None
+    ratios = rows.min(axis=0)
+    index = int(ratios.argmin())
+    axis = shape.index(rows.shape[1])
+    return (
+        Slice(axis, index, len(shape), float(ratios[index])) if np.isfinite(ratios[index]) else None
+    )
+
+
+def _judge(
+    agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance, row: Slice | None
+) -> Comparison:
     excesses = []
     needed: dict[str, float] = {}
     margins = [math.inf]
@@ -115,12 +133,13 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
     if agreement.snr is not None and agreement.snr < limits.snr:
         excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
         needed["snr"] = agreement.snr
-    worst = agreement.worst
-    if worst is not None:
-        margins.append(worst.snr - limits.snr + _SLICE)
-    if worst is not None and worst.snr < (least := limits.snr - _SLICE):
-        excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
-        needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
+    for worst, least in ((agreement.worst, limits.snr - _SLICE), (row, limits.snr)):
+        if worst is None:
+            continue
+        margins.append(worst.snr - least)
+        if worst.snr < least:
+            excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
+            needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
         excesses.append(f"a cosine of {agreement.cosine:.5f} (at least {limits.cosine:g})")
         needed["cosine"] = agreement.cosine
@@ -204,7 +223,7 @@ class _Measure:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""
         if self.nature == "probabilities":
             return self.unit**2 * min(1.0, _SHARES / places)
-        return (self.unit if self.nature == "unit" else _LARGEST) ** 2
+        return (self.unit if self.nature == "unit" else LARGEST) ** 2
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
