@@ -12,9 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Key
-from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs
+from hatch_epcontext.worker.comparison.measures import Numbers
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
 from hatch_epcontext.worker.comparison.selections import selections
@@ -113,13 +113,13 @@ class Head:
         ((self.wanted, self.candidates),) = self.expected.runs[0].steps
 
     @property
-    def table(self) -> Array:
+    def table(self) -> Numbers:
         if "y" in self.wanted:
-            return self.wanted["y"][0].copy()
+            return np.array(self.wanted["y"][0], np.float64)
         columns = (self.wanted["scores"][0, :, None], self.wanted["classes"][0, :, None])
-        return np.concatenate([self.wanted["chosen"][0], *columns], axis=1)
+        return np.concatenate([self.wanted["chosen"][0], *columns], axis=1, dtype=np.float64)
 
-    def agrees(self, table: Array, limits: Tolerance = HALF) -> bool:
+    def agrees(self, table: Numbers, limits: Tolerance = HALF) -> bool:
         if "y" in self.wanted:
             outputs = {"y": table[None].astype(np.float32)}
         else:
@@ -148,7 +148,7 @@ def detector(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Head(tmp_path_factory.mktemp("head"), request.param)
 
 
-def near_and_far(table: Array) -> tuple[int, int]:
+def near_and_far(table: Numbers) -> tuple[int, int]:
     """Two rows whose scores differ by less than a hundredth, and by much more from the first one's."""
     near = int(np.argmin(np.abs(np.diff(table[:, 4]))))
     assert abs(table[near, 4] - table[near + 1, 4]) < 0.005
@@ -176,35 +176,35 @@ def test_the_last_row_may_be_another(detector: Head) -> None:
     assert detector.agrees(table)
 
 
-def wrong_box(table: Array) -> None:
+def wrong_box(table: Numbers) -> None:
     table[7, :4] = [10, 600, 30, 620]
 
 
-def shifted_boxes(table: Array) -> None:
+def shifted_boxes(table: Numbers) -> None:
     table[:, 0] += 200
 
 
-def box_of_another_row(table: Array) -> None:
+def box_of_another_row(table: Numbers) -> None:
     table[3, :4] = table[40, :4]
 
 
-def wrong_class(table: Array) -> None:
+def wrong_class(table: Numbers) -> None:
     table[0, 5] = (table[0, 5] + 1) % CLASSES
 
 
-def no_class(table: Array) -> None:
+def no_class(table: Numbers) -> None:
     table[:, 5] = 7
 
 
-def wrong_score(table: Array) -> None:
+def wrong_score(table: Numbers) -> None:
     table[0, 4] -= 0.2
 
 
-def wrong_order(table: Array) -> None:
+def wrong_order(table: Numbers) -> None:
     table[[0, -1]] = table[[-1, 0]]
 
 
-def repeated_row(table: Array) -> None:
+def repeated_row(table: Numbers) -> None:
     table[1:] = table[0]
 
 
@@ -221,7 +221,7 @@ def repeated_row(table: Array) -> None:
         repeated_row,
     ],
 )
-def test_wrong_rows_fail(detector: Head, fault: Callable[[Array], None]) -> None:
+def test_wrong_rows_fail(detector: Head, fault: Callable[[Numbers], None]) -> None:
     table = detector.table
     assert detector.agrees(table)
     fault(table)
@@ -239,7 +239,7 @@ def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
     detector = Head(tmp_path, "one output")
     table = detector.table
     wrong_box(table)
-    outputs = {"y": table[None]}
+    outputs = {"y": table[None].astype(np.float32)}
     with pytest.raises(BuildError, match=r"dB in \[:, 7, :\] \(at least 20\)"):
         check_outputs(
             outputs,
