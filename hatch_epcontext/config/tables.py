@@ -308,7 +308,7 @@ class LimitsTable:
 
     snr: float | None = _key(
         "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth. Slices of the output "
-        "may be 10 dB worse, and those of fewer than 8 values 20 dB.",
+        "may be 7 dB worse.",
         when_missing="the provider's",
         check=_DECIBELS,
     )

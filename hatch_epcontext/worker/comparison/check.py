@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import onnxruntime as ort
@@ -17,6 +18,7 @@ from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.emulation import SENSITIVE, Emulator
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
+from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.facts import Agreement, AgreementStatus, worst_agreements
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import refuse_not_finite
@@ -66,11 +68,21 @@ def check_runs(
         else:
             outputs = run_steps(session, each.feeds, expected.facts.states, model, what)
         try:
-            for number, (own, wanted) in enumerate(zip(outputs, each.outputs, strict=True)):
+            for number, (own, (wanted, candidates)) in enumerate(
+                zip(outputs, each.steps, strict=True)
+            ):
                 step(f"comparing the outputs with {reference_name}")
                 place = _place(each, number)
                 found += check_outputs(
-                    own, wanted, tolerance, model, reference_name, expected, place, only_target
+                    own,
+                    wanted,
+                    tolerance,
+                    model,
+                    reference_name,
+                    expected,
+                    place,
+                    only_target,
+                    candidates,
                 )
         except ModelError:
             raise
@@ -124,12 +136,13 @@ def check_outputs(
     expected: Reference | None = None,
     place: str = "",
     only_target: str | None = None,
+    candidates: Arrays = MappingProxyType({}),
 ) -> list[Agreement]:
     """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
 
     ``expected``: the reference that ``wanted`` is from, and ``place`` where in it, for messages;
-    ``only_target`` as in `check_runs`. Raises BuildError when an output has NaN or Inf where ``wanted`` has
-    none, or leaves the tolerance.
+    ``only_target`` as in `check_runs`; ``candidates``: see `Run`. Raises BuildError when an output has NaN or
+    Inf where ``wanted`` has none, or leaves the tolerance.
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
@@ -139,16 +152,18 @@ def check_outputs(
         for name in facts.random
     ]
     problems = []
+    selected = select(facts.selections, outputs, wanted, candidates, tolerance.unit)
     for name, output in outputs.items():
         if name not in wanted:
             continue
         compared = compare(
             name,
             output,
-            wanted[name],
+            selected.wanted[name],
             tolerance.of(name),
             samples=expected.others(name) if expected else (),
             nature=facts.natures.get(name, "any"),
+            rows=selected.rows.get(name),
         )
         agreement = compared.agreement
         if reason := facts.inconclusive.get(name):

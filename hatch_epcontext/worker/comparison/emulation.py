@@ -24,6 +24,7 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
+from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.facts import Emulation
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
@@ -322,7 +323,8 @@ class Emulator:
         states, facts = self._expected.facts.states, self._expected.facts
         level = Level(run, "", math.inf, math.inf)
         steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
-        for own, wanted in zip(steps, run.outputs, strict=True):
+        for own, (wanted, candidates) in zip(steps, run.steps, strict=True):
+            selected = select(facts.selections, own, wanted, candidates, self._tolerance.unit)
             for name, output in own.items():
                 if name not in wanted or name in facts.random:
                     continue
@@ -331,7 +333,15 @@ class Emulator:
                 limits = self._tolerance.of(name)
                 nature = facts.natures.get(name, "any")
                 others = self._expected.others(name)
-                found = compare(name, output, wanted[name], limits, samples=others, nature=nature)
+                found = compare(
+                    name,
+                    output,
+                    selected.wanted[name],
+                    limits,
+                    samples=others,
+                    nature=nature,
+                    rows=selected.rows.get(name),
+                )
                 if found.margin < level.margin:
                     level = Level(run, name, found.margin, limits.snr + found.margin)
         return level

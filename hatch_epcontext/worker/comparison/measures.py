@@ -5,7 +5,9 @@ and the cosine similarity. A whole output can be near its reference while a part
 the scores beside the boxes of a detector. So each slice of each axis is compared too.
 
 What is near zero has more noise than signal. So the signal of an output, and of a slice, counts as no
-less than a part of what it is in other samples, and a smaller part of the largest value of the output.
+less than a part of what it is in other samples, and a smaller part of the largest value of the output. The
+signal of one slice among many, such as a feature of an embedding, counts as no less than a part of the
+output's.
 `docs/validation.md` says what that means for a user.
 """
 
@@ -28,18 +30,18 @@ Nature = Literal["any", "unit", "probabilities", "indices"]
 """What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1
 (behind a Softmax), or indices (of ArgMax), which are equal or not."""
 
-_SLICE = 10.0
+_SLICE = 7.0
 """Decibels by which the ratio of a slice may be worse than that of the whole output."""
 
-_SMALL_SLICE = 20.0
-"""The same for slices of few values, whose rounding errors do not cancel out."""
-
-_FEW = 8
+_MANY = 100
+"""Of so many slices of an axis one may be anything. The energy of a slice counts as no less than this part of
+the whole output's, unless it is a column of a table: of at most so many, which have at least as many values.
+"""
 
 _OTHER_SAMPLES = 0.1
 """The part of the signal in other samples that counts as signal in this one."""
 
-_LARGEST = 1e-3
+LARGEST = 1e-3
 """The part of an output's largest value that counts as signal in each place: twice float16's precision.
 
 For values between -1 and 1 it is the `unit` of the limits.
@@ -73,11 +75,13 @@ def compare(
     *,
     samples: Sequence[Array] = (),
     nature: Nature = "any",
+    rows: Numbers | None = None,
 ) -> Comparison:
     """Compare ``output`` with ``reference``; places where either is not finite are left out.
 
-    ``samples``: the same output of the reference for other inputs. Strings, booleans and indices are equal
-    or not. Raises BuildError when the shapes differ.
+    ``samples``: the same output of the reference for other inputs. ``rows``: for rows that were selected, of
+    which each counts, the ratio of signal to noise of each, in decibels. Strings, booleans and indices are
+    equal or not. Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
@@ -102,10 +106,25 @@ def compare(
     if exact:
         # Each place is right or wrong: slices say no more.
         agreement = replace(agreement, worst=None)
-    return _judge(agreement, out, ref, limits)
+    row = None if rows is None else _worst_row(rows, ref.shape)
+    return _judge(agreement, out, ref, limits, row)
 
 
-def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) -> Comparison:
+def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
+    """The worst of ``rows``, batch x rows, of an output with ``shape``."""
+    if rows.shape[1] not in shape:
+        return None
+    ratios = rows.min(axis=0)
+    index = int(ratios.argmin())
+    axis = shape.index(rows.shape[1])
+    return (
+        Slice(axis, index, len(shape), float(ratios[index])) if np.isfinite(ratios[index]) else None
+    )
+
+
+def _judge(
+    agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance, row: Slice | None
+) -> Comparison:
     excesses = []
     needed: dict[str, float] = {}
     margins = [math.inf]
@@ -114,12 +133,13 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
     if agreement.snr is not None and agreement.snr < limits.snr:
         excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
         needed["snr"] = agreement.snr
-    worst = agreement.worst
-    if worst is not None:
-        margins.append(worst.snr - limits.snr + _less(ref.shape, worst.axis))
-    if worst is not None and worst.snr < (least := limits.snr - _less(ref.shape, worst.axis)):
-        excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
-        needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
+    for worst, least in ((agreement.worst, limits.snr - _SLICE), (row, limits.snr)):
+        if worst is None:
+            continue
+        margins.append(worst.snr - least)
+        if worst.snr < least:
+            excesses.append(f"{worst.snr:.1f} dB in {worst.text} (at least {least:g})")
+            needed["snr"] = min(needed.get("snr", limits.snr), limits.snr + worst.snr - least)
     if agreement.cosine is not None and agreement.cosine < limits.cosine:
         excesses.append(f"a cosine of {agreement.cosine:.5f} (at least {limits.cosine:g})")
         needed["cosine"] = agreement.cosine
@@ -134,11 +154,6 @@ def _judge(agreement: Agreement, out: Numbers, ref: Numbers, limits: Tolerance) 
     margin = min(margins)
     known = margin if math.isfinite(margin) else None
     return Comparison(replace(agreement, margin=known), tuple(excesses), needed, margin)
-
-
-def _less(shape: tuple[int, ...], axis: int) -> float:
-    """The decibels by which the ratio of a slice across ``axis`` may be worse."""
-    return _SMALL_SLICE if math.prod(shape) // shape[axis] < _FEW else _SLICE
 
 
 def _measure(
@@ -164,10 +179,10 @@ def _measure(
         if size < 2:
             continue
         ratios = measure.decibels(tuple(each for each in range(ref.ndim) if each != axis))
-        index = int(np.argmin(ratios))
+        index = int(np.argsort(ratios)[size // _MANY])
         if np.isfinite(ratios[index]):
             slices.append(Slice(axis, index, ref.ndim, float(ratios[index])))
-    worst = min(slices, key=lambda each: each.snr + _less(ref.shape, each.axis), default=None)
+    worst = min(slices, key=lambda each: each.snr, default=None)
     return Agreement(
         name, largest_error, _cosine(out, ref, measure), float(measure.decibels(None)), worst
     )
@@ -194,7 +209,10 @@ class _Measure:
 
     def signal(self, axes: tuple[int, ...] | None) -> Numbers:
         own = np.asarray((self.ref**2).mean(axis=axes))
-        floor = self.largest**2 * self._part(self.ref.size // max(own.size, 1))
+        places = self.ref.size // own.size
+        floor = self.largest**2 * self._part(places)
+        if own.size > min(_MANY, places):
+            floor = max(floor, float(self.signal(None)) * own.size / _MANY)
         elsewhere = [_OTHER_SAMPLES**2 * (each**2).mean(axis=axes) for each in self.others]
         return np.asarray(np.maximum.reduce([own, np.full_like(own, floor), *elsewhere]))
 
@@ -207,7 +225,7 @@ class _Measure:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""
         if self.nature == "probabilities":
             return self.unit**2 * min(1.0, _SHARES / places)
-        return (self.unit if self.nature == "unit" else _LARGEST) ** 2
+        return (self.unit if self.nature == "unit" else LARGEST) ** 2
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,13 +34,14 @@ from hatch_epcontext.worker.comparison.runs import (
     values_of,
     with_telling,
 )
+from hatch_epcontext.worker.comparison.selections import selections
 from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import STEPS, Sample, number_of_samples
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 
 _FEW = 4
 """Samples on which something is run that computes as the CPU does."""
@@ -63,9 +65,12 @@ def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
     step("opening the source model on the CPU")
     start = time.monotonic()
     try:
-        session = open_session(Path(model.path), cpu_options())
+        chosen = selections(fixed)
+        inner = frozenset[str]().union(*(each.values for each in chosen))
+        session = _open(source, Path(model.path), inner)
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
-        cpu = _Source(session, frozen, model, opened)
+        outputs = [value.name for value in source.graph.output]
+        cpu = _Source(session, frozen, model, opened, outputs, inner)
         tried, ranges = run_samples(
             lambda each: cpu.run(each, states),
             inputs,
@@ -97,27 +102,55 @@ def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
             and each.dtype not in ("bool", "string")
             and "float" not in each.dtype
         ),
+        chosen,
     )
     return Reference(tuple(runs), facts)
 
 
+def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.InferenceSession:
+    """A session that also returns the values called ``inner``, unless ONNX Runtime refuses that."""
+    if inner := inner - {value.name for value in source.graph.output}:
+        probed = onnx.ModelProto()
+        probed.CopyFrom(source)
+        probed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+        options = cpu_options()
+        set_model_path(path, options)
+        with contextlib.suppress(Exception):
+            return open_session(probed.SerializeToString(), options)
+    return open_session(path, cpu_options())
+
+
 @dataclass(frozen=True)
 class _Source:
-    """The source model in a session; ``frozen``: its constants; ``opened``: for messages."""
+    """The source model in a session; ``frozen``: its constants; ``opened``: for messages; ``outputs``: the
+    names of its own; ``inner``: the values inside it that are needed too.
+    """
 
     session: ort.InferenceSession
     frozen: Arrays
     model: Model
     opened: str
+    outputs: Sequence[str]
+    inner: frozenset[str]
 
     def run(self, sample: Sample, states: Mapping[str, str]) -> Run:
         """The run of ``sample``."""
         given = tuple({**each, **self.frozen} for each in sample.steps)
         what = "the source model on the CPU"
-        steps = run_steps(self.session, given, states, self.model, what, self.opened)
+        steps = [*run_steps(self.session, given, states, self.model, what, self.opened)]
         return Run(
-            sample.name, sample.steps, tuple(steps), sample.nature, sample.usual, on_target=False
+            sample.name,
+            sample.steps,
+            tuple({name: each[name] for name in self.outputs} for each in steps),
+            sample.nature,
+            sample.usual,
+            on_target=False,
+            candidates=tuple(_some(each, self.inner) for each in steps) if self.inner else (),
         )
+
+
+def _some(outputs: Arrays, names: frozenset[str]) -> Arrays:
+    return {name: array for name, array in outputs.items() if name in names}
 
 
 def _choose(runs: Sequence[Run]) -> list[Run]:

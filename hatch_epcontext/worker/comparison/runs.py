@@ -18,6 +18,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Nature
+from hatch_epcontext.worker.comparison.selections import Selection
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
 
@@ -30,7 +31,8 @@ class Run:
     """One sample and the source's outputs. With several steps, states are fed back: ``feeds`` has them in the
     first step only.
 
-    ``nature`` and ``usual``: see `Sample`. ``on_target``: whether what is compared is run on it too, where
+    ``candidates``: in each step the values inside the source that its selections need. ``nature`` and
+    ``usual``: see `Sample`. ``on_target``: whether what is compared is run on it too, where
     nothing says which samples tell more.
     """
 
@@ -40,13 +42,19 @@ class Run:
     nature: str
     usual: bool
     on_target: bool
+    candidates: tuple[Arrays, ...] = ()
+
+    @property
+    def steps(self) -> Iterator[tuple[Arrays, Arrays]]:
+        """The outputs of each step, and its candidates."""
+        return zip(self.outputs, self.candidates or [{}] * len(self.outputs), strict=True)
 
 
 @dataclass(frozen=True)
 class Facts:
     """What is known of the source model: its ``states``, the ``natures`` of its outputs, those that depend on
-    chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), and the
-    integer inputs that nothing bounds (``guessed``).
+    chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), the
+    integer inputs that nothing bounds (``guessed``), and the rows that a TopK selects (``selections``).
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -54,6 +62,7 @@ class Facts:
     random: tuple[str, ...] = ()
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
+    selections: tuple[Selection, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,7 @@ def write_reference(found: Reference, path: Path) -> str | None:
             "name": each.name,
             "feeds": [listed(step) for step in each.feeds],
             "outputs": [listed(step) for step in each.outputs],
+            "candidates": [listed(step) for step in each.candidates],
             **{name: getattr(each, name) for name in _FLAGS},
         }
         for each in found.runs
@@ -219,6 +229,7 @@ def read_reference(path: str) -> Reference:
                 each["name"],
                 tuple(map(read, each["feeds"])),
                 tuple(map(read, each["outputs"])),
+                candidates=tuple(map(read, each["candidates"])),
                 **{name: each[name] for name in _FLAGS},
             )
             for each in plain["runs"]

@@ -74,6 +74,40 @@ def test_wrong_scores_beside_large_boxes_fail() -> None:
     assert agrees(head(noise(scores, 0.005)), reference)
 
 
+def test_wrong_scores_of_a_few_rows_fail() -> None:
+    reference = np.tile([600.0, 300.0, 0.9], (20, 1))
+    assert not agrees(reference * [1, 1, 0.5], reference)
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (1, 384), (40, 256), (2, 1, 128), (1, 64)])
+def test_one_feature_near_zero_fails_nothing(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(5)
+    reference = rng.standard_normal(shape)
+    reference[..., 17] *= 1e-4
+    output = reference + 0.007 * rng.standard_normal(shape)
+    assert agrees(output, reference)
+    assert not agrees(1.2 * output, reference), "a whole output is never exempt"
+
+
+def test_one_feature_of_many_fails_nothing_and_a_few_do() -> None:
+    reference = np.random.default_rng(6).standard_normal((40, 256))
+    output = reference.copy()
+    output[:, 17] = 0
+    assert agrees(output, reference)
+    output[:, 50:60] = 0
+    assert not agrees(output, reference)
+
+
+def test_one_class_of_many_fails() -> None:
+    reference = np.random.default_rng(7).uniform(0, 1, (2000, 84))
+    output = reference.copy()
+    output[:, 50] = output[::-1, 50]
+    found = compared(output, reference)
+    assert found.agreement.worst is not None
+    assert found.agreement.worst.text == "[:, 50]"
+    assert len(found.excesses) == 1, "as a whole it is near"
+
+
 def test_a_row_of_zeros_among_shares_fails() -> None:
     output = SHARES.copy()
     output[2] = 0

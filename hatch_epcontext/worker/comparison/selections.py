@@ -1,0 +1,293 @@
+"""Rows that a TopK selected, such as the boxes of an end-to-end detector: no row has a place of its own.
+
+Rows with nearly the same scores change places with the rounding, and the last ones are others. So each row is
+compared with the candidate that it is, among all from which the TopK of the source model selects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.worker.comparison.measures import LARGEST, Numbers
+
+_PASSING = graph.RESHAPING | {"Cast"}
+"""Operators that pass on values in the same order."""
+
+_GATHERS = frozenset({"Gather", "GatherElements", "GatherND"})
+
+_REMAINDERS = frozenset({"Mod", "Sub"})
+"""Operators that make the class of a row from its number among all classes of all rows."""
+
+_TINY = 1e-30
+"""Instead of a signal of nothing."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of ``output`` along its last axis from ``start`` to ``stop``; all values where that is None.
+
+    ``values``: the value inside the model whose rows, along ``axis``, they are; empty for scores and classes.
+    """
+
+    output: str
+    start: int = 0
+    stop: int | None = None
+    values: str = ""
+    axis: int = 0
+
+    def of(self, array: Array, batch: int, kept: int) -> Numbers:
+        """These columns of ``array``: batch x kept x columns."""
+        chosen = array if self.stop is None else array[..., self.start : self.stop]
+        return np.asarray(chosen, np.float64).reshape(batch, kept, -1)
+
+    def put(self, array: Array, values: Array) -> None:
+        """Replace these columns of ``array`` by ``values``."""
+        chosen = array if self.stop is None else array[..., self.start : self.stop]
+        chosen[...] = values.reshape(chosen.shape).astype(array.dtype)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Outputs whose rows a TopK selected by their ``score``.
+
+    ``candidates``: the value inside the model with the scores of all candidates. ``classes``: the classes of
+    the rows, None where they have none. ``rows``: what else they have.
+    """
+
+    score: Columns
+    candidates: str
+    classes: Columns | None = None
+    rows: tuple[Columns, ...] = ()
+
+    @property
+    def values(self) -> frozenset[str]:
+        """The values inside the model that are compared with."""
+        return frozenset([self.candidates, *(each.values for each in self.rows)])
+
+
+@dataclass
+class Selected:
+    """What is to be compared where rows were selected: ``wanted``, with the rows of the candidates, and for
+    outputs the ratio of signal to noise of each row in decibels: batch x rows.
+    """
+
+    wanted: dict[str, Array]
+    rows: dict[str, Numbers] = field(default_factory=dict)
+
+
+def selections(model: onnx.ModelProto) -> tuple[Selection, ...]:
+    """The selections of ``model``, without those that it makes in other ways than detectors do."""
+    if all(node.op_type != "TopK" for node in model.graph.node):
+        return ()
+    return tuple(_Finder(model).find())
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The rows of ``values`` along ``axis`` whose indices come from a TopK."""
+
+    values: str
+    axis: int
+
+
+class _Finder:
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._scope = Scope.of(model)
+        self._outputs = [value.name for value in model.graph.output]
+        self._nodes = [node for node in model.graph.node if node.op_type == "TopK"]
+        self._indices = {node.output[1] for node in self._nodes if len(node.output) > 1}
+
+    def find(self) -> Iterator[Selection]:
+        pieces = {output: list(self._pieces(output)) for output in self._outputs}
+        for node in self._nodes:
+            found = [self._selection(node, each) for each in pieces.values()]
+            score = next((each[0] for each in found if each and each[0]), None)
+            if score is None:
+                continue
+            classes = [each[1] for each in found if each and each[1]]
+            rows = [columns for each in found if each for columns in each[2]]
+            scores = self._gathered(node.input[0])
+            candidates = scores.values if scores else self._origin(node.input[0])
+            if len(classes) <= 1:
+                first = classes[0] if classes else None
+                yield Selection(score, candidates, first, tuple(rows))
+
+    def _pieces(self, output: str) -> Iterator[tuple[Columns, str]]:
+        """The columns of ``output``, each with the value that they are."""
+        origin = self._origin(output)
+        node = self._scope.maker(origin)
+        last = len(self._scope.sizes(origin) or ()) - 1
+        if (
+            node is None
+            or node.op_type != "Concat"
+            or graph.number(node, "axis", 0) not in (-1, last)
+        ):
+            yield Columns(output), output
+            return
+        start = 0
+        for name in node.input:
+            sizes = self._scope.sizes(name)
+            if not sizes or sizes[-1] is None:
+                return
+            yield Columns(output, start, start + sizes[-1]), name
+            start += sizes[-1]
+
+    def _selection(
+        self, node: onnx.NodeProto, pieces: Sequence[tuple[Columns, str]]
+    ) -> tuple[Columns | None, Columns | None, list[Columns]] | None:
+        """The score, the classes and the rows among ``pieces`` of an output; None if there is more in it."""
+        score = classes = None
+        rows = []
+        for columns, name in pieces:
+            origin = self._origin(name)
+            maker = self._scope.maker(origin)
+            if origin == node.output[0]:
+                score = columns
+            elif node.output[1] not in self._scope.ancestors([origin]):
+                return None
+            elif gathered := self._gathered(origin):
+                where = (columns.output, columns.start, columns.stop)
+                rows.append(Columns(*where, gathered.values, gathered.axis))
+            elif origin == node.output[1] or (maker is not None and maker.op_type in _REMAINDERS):
+                classes = columns
+            else:
+                return None
+        return score, classes, rows
+
+    def _origin(self, name: str) -> str:
+        """The value that has the values of ``name`` in the same order, before it is reshaped."""
+        while (node := self._scope.maker(name)) is not None and node.op_type in _PASSING:
+            name = node.input[0]
+        return name
+
+    def _gathered(self, name: str) -> _Gathered | None:
+        """What the value ``name`` is gathered from, before any TopK."""
+        node = self._scope.maker(self._origin(name))
+        if node is None or node.op_type not in _GATHERS:
+            return None
+        data, indices = graph.operands(node, 2)
+        if self._indices.isdisjoint(self._scope.ancestors([indices])):
+            return None
+        if (earlier := self._gathered(data)) is not None:
+            return earlier
+        if not self._indices.isdisjoint(self._scope.ancestors([data])):
+            return None
+        axis = graph.number(node, "axis", 0)
+        if node.op_type == "GatherND":
+            sizes = self._scope.sizes(indices)
+            if not sizes or sizes[-1] is None:
+                return None
+            axis = graph.number(node, "batch_dims", 0) + sizes[-1] - 1
+        return _Gathered(data, axis)
+
+
+def select(
+    found: Sequence[Selection],
+    outputs: Arrays,
+    wanted: Arrays,
+    candidates: Arrays,
+    unit: float,
+) -> Selected:
+    """What to compare ``outputs`` with, where the source model has ``wanted`` and, inside it, ``candidates``.
+
+    ``unit``: that of the limits. The rows of what cannot be compared so stay where they are.
+    """
+    result = Selected(dict(wanted))
+    for each in found:
+        names = {each.score.output, *(rows.output for rows in each.rows)}
+        names |= {each.classes.output} if each.classes else set()
+        if each.values <= candidates.keys() and all(
+            name in wanted and name in outputs and outputs[name].shape == wanted[name].shape
+            for name in names
+        ):
+            result.wanted |= {name: wanted[name].copy() for name in names}
+            _select(each, outputs, result, candidates, unit)
+    return result
+
+
+def _select(
+    selection: Selection, outputs: Arrays, result: Selected, candidates: Arrays, unit: float
+) -> None:
+    scores = candidates[selection.candidates]
+    tables = [_table(candidates[each.values], each.axis) for each in selection.rows]
+    if tables:
+        batch, count = tables[0].shape[:2]
+        all_scores = _by_row(scores, batch, count)
+    else:
+        # The number of a value is its class: all are candidates of one row.
+        batch, count = int(np.prod(scores.shape[:-1])), 1
+        all_scores = np.asarray(scores, np.float64).reshape(batch, 1, -1)
+    kept = selection.score.of(outputs[selection.score.output], batch, 1).size // batch
+    own = selection.score.of(outputs[selection.score.output], batch, kept)[..., 0]
+    by_place = selection.score.of(result.wanted[selection.score.output], batch, kept)[..., 0]
+    numbers = None
+    if selection.classes is not None:
+        classes = selection.classes.of(outputs[selection.classes.output], batch, kept)[..., 0]
+        numbers = np.clip(np.rint(classes), 0, all_scores.shape[2] - 1).astype(int)
+        selection.classes.put(result.wanted[selection.classes.output], numbers)
+    pieces = [each.of(outputs[each.output], batch, kept) for each in selection.rows]
+    # Between 0 and 1 they are behind a Sigmoid or a Softmax.
+    largest = float(np.abs(all_scores).max(initial=0))
+    floor = unit if largest <= 1 and all_scores.min(initial=0) >= 0 else LARGEST * largest
+    signals = [max(float(np.mean(by_place**2)), floor**2, _TINY)]
+    signals += [
+        max(float(np.mean(each.of(result.wanted[each.output], batch, kept) ** 2)), _TINY)
+        for each in selection.rows
+    ]
+    each_row = np.arange(count)
+    chosen = np.zeros((batch, kept), int)
+    noise = np.zeros((1 + len(pieces), batch, kept))
+    score = np.zeros((batch, kept))
+    for index in range(batch):
+        taken = np.zeros(all_scores.shape[1:], bool)
+        for place in range(kept):
+            if numbers is None:
+                free = np.where(taken, np.inf, all_scores[index])
+                column = np.abs(free - own[index, place]).argmin(axis=1)
+            else:
+                column = np.full(count, numbers[index, place])
+            its = np.where(taken[each_row, column], np.inf, all_scores[index, each_row, column])
+            parts = [(its - own[index, place]) ** 2]
+            parts += [
+                ((table[index] - piece[index, place]) ** 2).mean(axis=1)
+                for table, piece in zip(tables, pieces, strict=True)
+            ]
+            ratios = np.stack([part / signal for part, signal in zip(parts, signals, strict=True)])
+            row = int(ratios.sum(axis=0).argmin())
+            chosen[index, place] = row
+            taken[row, column[row]] = True
+            score[index, place] = its[row]
+            noise[:, index, place] = ratios[:, row]
+    # A score must be that of its row, and in its place.
+    farther = np.where(np.abs(by_place - own) > np.abs(score - own), by_place, score)
+    noise[0] = np.maximum(noise[0], (farther - own) ** 2 / signals[0])
+    selection.score.put(result.wanted[selection.score.output], farther)
+    for columns, table in zip(selection.rows, tables, strict=True):
+        rows = np.take_along_axis(table, chosen[..., None], axis=1)
+        columns.put(result.wanted[columns.output], rows)
+    with np.errstate(divide="ignore"):
+        decibels = -10 * np.log10(noise)
+    for columns, ratio in zip((selection.score, *selection.rows), decibels, strict=True):
+        known = result.rows.get(columns.output, ratio)
+        result.rows[columns.output] = np.minimum(known, ratio)
+
+
+def _table(array: Array, axis: int) -> Numbers:
+    """``array`` as batch x rows x values, with its rows along ``axis``."""
+    before = int(np.prod(array.shape[:axis]))
+    return np.asarray(array, np.float64).reshape(before, array.shape[axis], -1)
+
+
+def _by_row(scores: Array, batch: int, count: int) -> Numbers:
+    """``scores`` as batch x rows x classes; the classes may come first."""
+    table = np.asarray(scores, np.float64).reshape(batch, count, -1)
+    if scores.shape[-1] == count and table.shape[2] > 1:
+        table = table.reshape(batch, -1, count).swapaxes(1, 2)
+    return table

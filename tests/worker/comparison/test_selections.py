@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
+from hatch_epcontext.errors import BuildError, Key
+from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.worker.comparison.check import check_outputs
+from hatch_epcontext.worker.comparison.measures import Numbers
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
+from hatch_epcontext.worker.comparison.selections import selections
+from tests.models import model, value
+
+HALF = Tolerance(20, 0.99, unit=0.1)
+CANDIDATES, CLASSES, KEPT = 400, 3, 50
+RNG = np.random.default_rng(1)
+BOXES = RNG.uniform(0, 640, (1, CANDIDATES, 4)).astype(np.float32)
+LOGITS = (RNG.standard_normal((1, CANDIDATES, CLASSES)) * 2 - 3).astype(np.float32)
+
+Form = Literal["one output", "several outputs", "two stages", "one class", "by number"]
+FORMS: tuple[Form, ...] = ("one output", "several outputs", "two stages", "one class", "by number")
+
+
+def integers(name: str, *values: int) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.array(values, np.int64), name)
+
+
+def head(form: Form) -> onnx.ModelProto:
+    """``boxes`` (1 x 400 x 4) and ``logits`` (1 x 400 x 3) -> the 50 rows with the largest scores."""
+    node = helper.make_node
+    nodes = [node("Sigmoid", ["logits"], ["all"])]
+    if form == "one class":
+        nodes += [
+            node("ReduceMax", ["all"], ["best"], axes=[2], keepdims=0),
+            node("TopK", ["best", "kept"], ["scores", "row"], axis=1),
+            node("ArgMax", ["all"], ["which"], axis=2, keepdims=0),
+            node("GatherElements", ["which", "row"], ["classes"], axis=1),
+        ]
+        rows = "boxes"
+    else:
+        scores, rows = "all", "boxes"
+        if form == "two stages":
+            nodes += [
+                node("ReduceMax", ["all"], ["best"], axes=[2], keepdims=0),
+                node("TopK", ["best", "kept"], ["unused", "first"], axis=1),
+                node("Unsqueeze", ["first", "last"], ["first column"]),
+                node("Tile", ["first column", "by classes"], ["first rows"]),
+                node("Tile", ["first column", "by 4"], ["first boxes"]),
+                node("GatherElements", ["all", "first rows"], ["some"], axis=1),
+                node("GatherElements", ["boxes", "first boxes"], ["some boxes"], axis=1),
+            ]
+            scores, rows = "some", "some boxes"
+        nodes += [
+            node("Flatten", [scores], ["flat"]),
+            node("TopK", ["flat", "kept"], ["scores", "number"], axis=1),
+            node("Mod", ["number", "count"], ["classes"]),
+            node("Div", ["number", "count"], ["row"]),
+        ]
+    if form == "by number":
+        nodes += [node("Gather", [rows, "row"], ["gathered"], axis=1)]
+        nodes += [node("Squeeze", ["gathered", "first axis"], ["chosen"])]
+    else:
+        nodes += [
+            node("Unsqueeze", ["row", "last"], ["column"]),
+            node("Tile", ["column", "by 4"], ["tiled"]),
+            node("GatherElements", [rows, "tiled"], ["chosen"], axis=1),
+        ]
+    inputs = [value("boxes", [1, CANDIDATES, 4]), value("logits", [1, CANDIDATES, CLASSES])]
+    stored = [
+        integers("kept", KEPT),
+        integers("count", CLASSES),
+        integers("last", 2),
+        integers("first axis", 0),
+        integers("by 4", 1, 1, 4),
+        integers("by classes", 1, 1, CLASSES),
+    ]
+    if form == "several outputs":
+        outputs = [
+            value("chosen", [1, KEPT, 4]),
+            value("scores", [1, KEPT]),
+            value("classes", [1, KEPT], TensorProto.INT64),
+        ]
+        return model(nodes, inputs, outputs, stored)
+    nodes += [
+        node("Unsqueeze", ["scores", "last"], ["score column"]),
+        node("Unsqueeze", ["classes", "last"], ["class column"]),
+        node("Cast", ["class column"], ["class floats"], to=TensorProto.FLOAT),
+        node("Concat", ["chosen", "score column", "class floats"], ["y"], axis=-1),
+    ]
+    return model(nodes, inputs, [value("y", [1, KEPT, 6])], stored)
+
+
+class Head:
+    """A head on the CPU, whose outputs are changed as tables of 50 x (box, score, class)."""
+
+    def __init__(self, folder: Path, form: Form) -> None:
+        self.form = form
+        path = folder / "head.onnx"
+        onnx.save(head(form), path)
+        np.savez(folder / "inputs.npz", boxes=BOXES, logits=LOGITS)
+        inputs = ValidateTable(inputs=str(folder / "inputs.npz"))
+        self.model = Model("head", path, Key(("models", 0)), validate=inputs)
+        self.expected: Reference = reference(self.model, onnx.load(path))
+        ((self.wanted, self.candidates),) = self.expected.runs[0].steps
+
+    @property
+    def table(self) -> Numbers:
+        if "y" in self.wanted:
+            return np.array(self.wanted["y"][0], np.float64)
+        columns = (self.wanted["scores"][0, :, None], self.wanted["classes"][0, :, None])
+        return np.concatenate([self.wanted["chosen"][0], *columns], axis=1, dtype=np.float64)
+
+    def agrees(self, table: Numbers, limits: Tolerance = HALF) -> bool:
+        if "y" in self.wanted:
+            outputs = {"y": table[None].astype(np.float32)}
+        else:
+            outputs = {
+                "chosen": table[None, :, :4].astype(np.float32),
+                "scores": table[None, :, 4].astype(np.float32),
+                "classes": table[None, :, 5].astype(np.int64),
+            }
+        try:
+            check_outputs(
+                outputs,
+                self.wanted,
+                limits,
+                self.model,
+                "the CPU's",
+                self.expected,
+                candidates=self.candidates,
+            )
+        except BuildError:
+            return False
+        return True
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def detector(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:
+    return Head(tmp_path_factory.mktemp("head"), request.param)
+
+
+def near_and_far(table: Numbers) -> tuple[int, int]:
+    """Two rows whose scores differ by less than a hundredth, and by much more from the first one's."""
+    near = int(np.argmin(np.abs(np.diff(table[:, 4]))))
+    assert abs(table[near, 4] - table[near + 1, 4]) < 0.005
+    assert table[0, 4] - table[-1, 4] > 0.2
+    return near, near + 1
+
+
+def test_rows_with_nearly_the_same_scores_change_places(detector: Head) -> None:
+    table = detector.table
+    one, other = near_and_far(table)
+    table[[one, other]] = table[[other, one]]
+    table[:, :4] += 0.1
+    table[:, 4] += 0.002 * np.random.default_rng(2).standard_normal(KEPT)
+    assert detector.agrees(table)
+
+
+def test_the_last_row_may_be_another(detector: Head) -> None:
+    scores = 1 / (1 + np.exp(-LOGITS[0]))
+    if detector.form == "one class":
+        scores = np.where(scores == scores.max(axis=1, keepdims=True), scores, 0)
+    table = detector.table
+    row, number = np.unravel_index(np.argsort(-scores, axis=None)[KEPT], scores.shape)
+    assert 0 < table[-1, 4] - scores[row, number] < 0.01
+    table[-1] = [*BOXES[0, row], scores[row, number], number]
+    assert detector.agrees(table)
+
+
+def wrong_box(table: Numbers) -> None:
+    table[7, :4] = [10, 600, 30, 620]
+
+
+def shifted_boxes(table: Numbers) -> None:
+    table[:, 0] += 200
+
+
+def box_of_another_row(table: Numbers) -> None:
+    table[3, :4] = table[40, :4]
+
+
+def wrong_class(table: Numbers) -> None:
+    table[0, 5] = (table[0, 5] + 1) % CLASSES
+
+
+def no_class(table: Numbers) -> None:
+    table[:, 5] = 7
+
+
+def wrong_score(table: Numbers) -> None:
+    table[0, 4] -= 0.2
+
+
+def wrong_order(table: Numbers) -> None:
+    table[[0, -1]] = table[[-1, 0]]
+
+
+def repeated_row(table: Numbers) -> None:
+    table[1:] = table[0]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        wrong_box,
+        shifted_boxes,
+        box_of_another_row,
+        wrong_class,
+        no_class,
+        wrong_score,
+        wrong_order,
+        repeated_row,
+    ],
+)
+def test_wrong_rows_fail(detector: Head, fault: Callable[[Numbers], None]) -> None:
+    table = detector.table
+    assert detector.agrees(table)
+    fault(table)
+    assert not detector.agrees(table)
+
+
+def test_small_errors_fail_with_strict_limits(detector: Head) -> None:
+    table = detector.table
+    table[:, :4] *= 1.01
+    assert detector.agrees(table)
+    assert not detector.agrees(table, Tolerance(50, 0.9999))
+
+
+def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
+    detector = Head(tmp_path, "one output")
+    table = detector.table
+    wrong_box(table)
+    outputs = {"y": table[None].astype(np.float32)}
+    with pytest.raises(BuildError, match=r"dB in \[:, 7, :\] \(at least 20\)"):
+        check_outputs(
+            outputs,
+            detector.wanted,
+            HALF,
+            detector.model,
+            "the CPU's",
+            detector.expected,
+            candidates=detector.candidates,
+        )
+
+
+def test_the_reference_of_a_file_has_the_selections(tmp_path: Path) -> None:
+    expected = Head(tmp_path, "several outputs").expected
+    written = write_reference(expected, tmp_path / "reference")
+    assert written is not None
+    read = read_reference(written)
+    assert read.facts == expected.facts
+    (selection,) = read.facts.selections
+    assert selection.values == {"all", "boxes"}
+    for name, array in expected.runs[0].candidates[0].items():
+        np.testing.assert_array_equal(read.runs[0].candidates[0][name], array)
+
+
+def test_the_values_and_numbers_of_a_topk_are_a_selection() -> None:
+    nodes = [helper.make_node("TopK", ["x", "k"], ["values", "numbers"])]
+    outputs = [value("values", [2, 5]), value("numbers", [2, 5], TensorProto.INT64)]
+    made = model(nodes, [value("x", [2, 50])], outputs, [integers("k", 5)])
+    (selection,) = selections(made)
+    assert selection.candidates == "x"
+    assert selection.classes is not None
+    assert selection.rows == ()
+
+
+def test_other_uses_of_a_topk_are_no_selections() -> None:
+    nodes = [
+        helper.make_node("TopK", ["x", "k"], ["values", "numbers"]),
+        helper.make_node("Relu", ["values"], ["y"]),
+    ]
+    made = model(nodes, [value("x", [2, 50])], [value("y", [2, 5])], [integers("k", 5)])
+    assert selections(made) == ()
