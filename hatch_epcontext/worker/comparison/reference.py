@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
@@ -29,13 +29,16 @@ from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
-from hatch_epcontext.worker.dummy.samples import Sample
+from hatch_epcontext.worker.dummy.samples import Sample, given_sequences
 from hatch_epcontext.worker.facts import Magnitude
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 
 _STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""
+
+_MAX_ON_TARGET = 8
+"""Given samples that are run on the target too."""
 
 _MUCH_LARGER = 2.0
 """A sample is run on the target too if values inside the model become this much larger in it than in those
@@ -85,9 +88,16 @@ def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
         if depend_on_chance(source.graph):
             again, _ = cpu.run(chosen[0], (chosen[0].feeds,), states)
             random = tuple(_different(measured[0][0].outputs[0], again.outputs[0]))
-        runs = _choose(measured)
+        sequences = given_sequences(chosen) if states else []
+        if len(chosen) > 1 and model.validate.inputs not in SYNTHETIC:
+            # The steps of sequences are run again below, with the target's own states.
+            number = 1 if sequences else _MAX_ON_TARGET
+            runs = [replace(r, on_target=i < number) for i, (r, _) in enumerate(measured)]
+        else:
+            runs = _choose(measured)
         if states:
-            runs.append(cpu.run(chosen[0], _steps(chosen[0], states), states)[0])
+            for sample, feeds in sequences or [(chosen[0], _steps(chosen[0], states))]:
+                runs.append(cpu.run(sample, feeds, states)[0])
     except ModelError:
         raise
     except Exception as error:
@@ -143,7 +153,8 @@ class _Source:
         steps = run_steps(self.session, given, states, self.model, what, self.opened)
         found, outputs = zip(*map(magnitudes.read, steps), strict=True)
         several = len(feeds) > 1
-        name = f"{len(feeds)} steps" if several else sample.name
+        of = "" if sample.name in (*SYNTHETIC, "given") else f" from {sample.name!r}"
+        name = f"{len(feeds)} steps{of}" if several else sample.name
         made = Run(name, feeds, outputs, sample.bounded, several, sample.is_extreme)
         return made, magnitudes.largest(found)
 
@@ -151,10 +162,11 @@ class _Source:
 def _steps(sample: Sample, states: Mapping[str, str]) -> tuple[Arrays, ...]:
     """The inputs of several steps: as an app begins, with zeros as states, unless they are given."""
     first = dict(sample.feeds)
-    if sample.name != "given":
+    are_synthetic = sample.name in SYNTHETIC
+    if are_synthetic:
         first.update({name: np.zeros_like(first[name]) for name in states if name in first})
     rest = {name: array for name, array in sample.feeds.items() if name not in states}
-    if sample.name == "given":
+    if not are_synthetic:
         return (first, *[rest] * (_STEPS - 1))
     return (
         first,

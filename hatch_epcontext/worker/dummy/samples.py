@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.worker.dummy.given import given_samples
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import SampleName, assumed_range
 
 _MAX_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""
+
+MAX_GIVEN = 64
+"""Given samples that are run on the CPU: with their outputs they are in memory at once."""
 
 _EXTREMES: tuple[SampleName, ...] = ("largest", "smallest", "scaled")
 
@@ -23,7 +29,8 @@ _EXTREMES: tuple[SampleName, ...] = ("largest", "smallest", "scaled")
 class Sample:
     """Dummy inputs, by name.
 
-    ``name``: ``"random"``, ``"zeros"`` and so on, and ``"given"`` for those from a file. ``bounded``: whether
+    ``name``: ``"random"``, ``"zeros"`` and so on; ``"given"`` for the only one from files, and for one of
+    several as `given_samples` names it. ``bounded``: whether
     an app can have such values: the random ones, and others of inputs that the graph bounds. Floats that
     nothing bounds may never be all zero, rising, or as large as in the others.
     """
@@ -43,13 +50,21 @@ def samples(
 ) -> tuple[Sample, ...]:
     """Return up to seven different samples, the first of which is what `dummy_inputs` returns.
 
-    There is one alone where the inputs of ``model`` are not ``"random"``, or where a sample is large.
+    There is one alone where the inputs of ``model`` are zeros or ones, or where a sample is large. Of those
+    that are given as files there are the first `MAX_GIVEN`.
     ``ranges``: those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
     """
+    kind = model.validate.inputs
+    if kind not in SYNTHETIC:
+        read = given_samples(Path(kind), inputs, model.key / "validate" / "inputs")
+        given = list(itertools.islice(read, MAX_GIVEN))
+        return tuple(
+            Sample(name if len(given) > 1 else "given", feeds, bounded=True)
+            for name, feeds in given
+        )
     first = dummy_inputs(inputs, model, ranges)
-    if model.validate.inputs != "random":
-        name = model.validate.inputs if model.validate.inputs in ("zeros", "ones") else "given"
-        return (Sample(name, first, bounded=True),)
+    if kind != "random":
+        return (Sample(kind, first, bounded=True),)
     chosen = [Sample("random", first, bounded=True)]
     if sum(array.nbytes for array in first.values()) <= _MAX_BYTES:
         # As in real data, and unlike in noise, neighbours are alike: what a model adds up becomes larger.
@@ -86,3 +101,21 @@ def _sorted(array: Array) -> Array:
 
 def _are_equal(one: Arrays, other: Arrays) -> bool:
     return all(np.array_equal(array, other[name]) for name, array in one.items())
+
+
+def given_sequences(given: Sequence[Sample]) -> list[tuple[Sample, tuple[Arrays, ...]]]:
+    """Return the first sample of each sequence in ``given``, and the inputs of all its steps.
+
+    ``speech-1`` and ``speech-2`` are consecutive steps of a recurrent model, and ``speech-4`` begins again.
+    """
+    found: list[tuple[Sample, list[Arrays]]] = []
+    before: tuple[str, int] | None = None
+    for each in given:
+        stem, _, number = each.name.rpartition("-")
+        place = (stem, int(number)) if stem and number.isdecimal() else None
+        if place and before and place == (before[0], before[1] + 1):
+            found[-1][1].append(each.feeds)
+        elif place:
+            found.append((each, [each.feeds]))
+        before = place
+    return [(first, tuple(steps)) for first, steps in found if len(steps) > 1]
