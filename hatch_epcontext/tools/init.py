@@ -535,13 +535,15 @@ def _chosen_samples(
         shared = os.path.commonpath([root / model.parent, place])
         return not named, -len(shared), place
 
-    others = set(samples) - set(fitting)
+    fits = list(fitting)
+    others = set(samples) - set(fits)
     places = set[Path]()
-    for file in fitting:
+    for file in fits:
         folder = file.parent
-        alone = [each for each in fitting if each.is_relative_to(folder)] == [file]
-        mixed = alone or folder == root or any(each.is_relative_to(folder) for each in others)
-        places.add(file if mixed else folder)
+        inside = [each for each in fits if each.is_relative_to(folder)]
+        # A folder of inputs has nothing else, such as the model itself: a change there validates again.
+        has_more = any(each.is_relative_to(folder) for each in (*others, root / model))
+        places.add(file if len(inside) == 1 or has_more else folder)
     return min(places, key=order, default=None)
 
 

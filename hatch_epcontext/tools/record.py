@@ -176,23 +176,23 @@ def _notes(reports: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> Iter
             "the app run a model when it is started like this?"
         )
         return
-    others = sorted({other for each in reports for other in each["others"]})
-    for name in missing:
-        abouts = [each["models"][name] for each in reports if name in each["models"]]
-        if not abouts:
-            seen = f" Opened were: {listing(others, 5)}." if others else ""
-            yield (
-                f"{name}: no session was opened on it. The recorder knows a model by the contents of its "
-                f"file, and in a package that this project has built by the manifest.{seen}"
-            )
-        elif not any(each["runs"] for each in abouts):
-            yield f"{name}: a session was opened, and the app has not called its run()."
+    opened = {name for each in reports for name in each["models"]}
+    if unopened := [name for name in missing if name not in opened]:
+        others = sorted({other for each in reports for other in each["others"]})
+        seen = f" Opened were: {listing(others, 5)}." if others else ""
+        yield (
+            f"{listing(unopened)}: no session was opened on it. The recorder knows a model by the contents "
+            f"of its file, and in a package that this project has built by the manifest.{seen}"
+        )
     for name in dict.fromkeys(name for each in reports for name in each["models"]):
         abouts = [each["models"][name] for each in reports if name in each["models"]]
-        if others_of := sum(each["other_sizes"] for each in abouts):
+        runs = sum(each["runs"] for each in abouts)
+        if not runs:
+            yield f"{name}: a session was opened, and the app has not called its run()."
+        if misfits := sum(each["other_sizes"] for each in abouts):
             yield (
-                f"{name}: {count(others_of, 'run')} of {sum(each['runs'] for each in abouts)} had inputs of "
-                "other sizes than dims and shapes say, and were left out."
+                f"{name}: {count(misfits, 'run')} of {runs} had inputs of other sizes than dims and shapes "
+                "say, and were left out."
             )
     for each in reports:
         for method, number in each["unseen"].items():

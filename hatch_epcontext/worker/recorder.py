@@ -353,7 +353,8 @@ class Recorder:
             kept.add(arrays, known.sequence)
         else:
             known.sequence = kept.begin(arrays, self._process)
-        if known.sequence.number is not None:
+        if known.sequence.number is not None and known.sequence.steps <= 2:
+            # Not only at the end, which an app that is killed does not have.
             self.write()
         names = names or [each.name for each in session.get_outputs()]
         # Copies, because the app may write into what it got.

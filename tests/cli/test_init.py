@@ -106,14 +106,14 @@ def test_samples_that_fit_a_model_validate_it(cli: Cli, new_project: Path) -> No
 
 
 def test_folders_of_test_data_are_found(cli: Cli, new_project: Path) -> None:
-    for name in ("test_data_set_0", "other"):
-        folder = new_project / "tests" / name
+    for name in ("test_data_set_0", "test_data_set_1", "other"):
+        folder = new_project / "models" / name
         folder.mkdir(parents=True)
-        size = 8 if name == "test_data_set_0" else 9
+        size = 9 if name == "other" else 8
         tensor = numpy_helper.from_array(np.ones((1, 1, size, 8), np.float32))
         (folder / "input_0.pb").write_bytes(tensor.SerializeToString())
     cli("init", "--project", new_project, "-p", "cpu")
-    assert given(new_project) == ["tests/test_data_set_0"] * 2
+    assert given(new_project) == ["models/test_data_set_0"] * 2
 
 
 def test_a_sample_answers_what_nothing_else_says_of_a_size(cli: Cli, new_project: Path) -> None:

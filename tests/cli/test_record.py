@@ -126,7 +126,7 @@ def test_the_loaders_models_run_on_the_cpu_and_are_recorded(cli: Cli, app_projec
     [
         (("-c", "pass"), 0, "the app has not imported onnxruntime"),
         (("-I", "-c", "pass"), 0, "no Python that reads PYTHONPATH"),
-        (("-c", "import onnxruntime"), 0, "image: no session was opened on it"),
+        (("-c", "import onnxruntime"), 0, "image and speech: no session was opened on it"),
         (("-c", "import onnxruntime as o; o.InferenceSession('other.onnx')"), 0, "other.onnx"),
         (
             ("-c", "import onnxruntime as o; o.InferenceSession('models/image.onnx')"),
