@@ -380,6 +380,8 @@ _PURPOSES: Mapping[str, str] = {
     "compile": "Compiles any models without a project, with the same checks and the same validation.",
     "export": "Writes the project's models as a model package, for the wheels of other build backends and "
     "for apps without Python.",
+    "record": "Runs the app, and keeps some of what it feeds to the models, to [validate with "
+    "it](real-inputs.md#let-the-app-record-them).",
     "validate": "Validates any context model or model package, whatever tool made it.",
     "bench": "Measures how much faster compiled models open.",
     "inspect": "Shows what a model, a wheel or a model package contains.",

@@ -231,7 +231,7 @@ def validate_context(
     ``provider_options``, ``session_options``, ``device``: for loading. Options that name a chip must fit
     the context.
     ``inputs``: ``"random"`` (seeded), ``"ones"``, ``"zeros"``, an ``.npz`` with an array for each input
-    (of its dtype and shape), or a folder with ``input_*.pb``.
+    (of its dtype and shape), a folder with ``input_*.pb``, or a folder with one of these for each sample.
     ``tolerance``: limits that differ from the provider's, as in TOML: ``snr`` (decibels), ``cosine``,
     ``atol``, ``rtol``, ``outputs`` (the same by output) and ``targets``; False to compare nothing.
     ``settings``: any other keys of a target, a model or the build, as in TOML, except for the mode of the

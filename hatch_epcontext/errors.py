@@ -525,6 +525,12 @@ class Kind(Enum):
         "The sdist does not contain a file from which the wheel is built.",
         "Change what leaves it out, or switch the hook off for sdists, as the message says.",
     )
+    RECORDED_SAMPLES = (
+        "EPC510",
+        "Recorded samples in the sdist",
+        "The sdist would have what `epcontext record` wrote, which may contain personal data.",
+        "Exclude the folder, or remove its `.gitignore` if everybody may have the files.",
+    )
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,8 @@ _INPUTS = (
     ),
     click.option(
         "-i", "--inputs",
-        help=f"Dummy inputs: {', '.join(SYNTHETIC)}, an .npz, or a folder with input_*.pb. "
-        "The default is random.",
+        help=f"Dummy inputs: {', '.join(SYNTHETIC)}, an .npz, a folder with input_*.pb, or a folder with "
+        "one of these for each sample. The default is random.",
     ),
 )  # fmt: skip
 """Flags about a model's inputs."""

@@ -17,6 +17,7 @@ from hatch_epcontext.cli.doctor import doctor
 from hatch_epcontext.cli.export import export_
 from hatch_epcontext.cli.init import init
 from hatch_epcontext.cli.inspect import inspect
+from hatch_epcontext.cli.record import record
 from hatch_epcontext.cli.schema import schema
 from hatch_epcontext.cli.validate import validate
 from hatch_epcontext.errors import ConfigError, EpcontextError
@@ -57,5 +58,17 @@ def app() -> None:
     """
 
 
-for _command in (bench_, build, cache, compile_, doctor, export_, init, inspect, schema, validate):
+for _command in (
+    bench_,
+    build,
+    cache,
+    compile_,
+    doctor,
+    export_,
+    init,
+    inspect,
+    record,
+    schema,
+    validate,
+):
     app.add_command(_command)

@@ -19,10 +19,10 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.doctor import installed_providers
-from hatch_epcontext.tools.init import NewModel, add_models, suggest
+from hatch_epcontext.tools.init import NewModel, add_models, new_model
 from hatch_epcontext.tools.inspect import TIMEOUT, inspect_model
 from hatch_epcontext.tools.next_steps import NextSteps, next_steps
-from hatch_epcontext.tools.project import find_models
+from hatch_epcontext.tools.project import find_models, find_samples
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
@@ -52,8 +52,9 @@ def init(
 
     Without a MODEL these are all .onnx files of the project, except those in its tests, docs and examples.
     Inputs and open dimensions are read from the models. Sizes that the graph or the file implies are filled
-    in; the others are questions in comments, and a build names their lines. If there is a configuration
-    already, models that it does not list are added. Everything else stays as it is.
+    in; the others are questions in comments, and a build names their lines. Samples in the project that have
+    exactly a model's inputs become its validate.inputs. If there is a configuration already, models that it
+    does not list are added. Everything else stays as it is.
 
     A project of hatchling gets the build requirement and the hook, and its wheel leaves out the plain files
     of the models. For other build backends, what to do is printed, as are the lines that the app needs.
@@ -87,7 +88,7 @@ def init(
         # A link stays a link.
         write_atomically(file.resolve(), text)
         echo(f"wrote {file}; to see the jobs: epcontext build --dry-run")
-    _show(next_steps(root, after), found)
+    _show(next_steps(root, after), found, after)
 
 
 def _text(file: Path) -> str:
@@ -107,12 +108,18 @@ def _text(file: Path) -> str:
     )
 
 
-def _show(steps: NextSteps, models: list[NewModel]) -> None:
+def _show(steps: NextSteps, models: list[NewModel], written: str) -> None:
     asked = {model.path: model.questions for model in models}
     questions = [
         f"{FILE}:{question.line}: {question.path}: still open: {text}"
         for question in steps.questions
         for text in asked.get(question.path, ())
+    ]
+    real = [
+        f"{model.path}: validate.inputs = {to_toml(model.inputs)}"
+        for model in models
+        # Models that were listed before stay as they are.
+        if model.inputs is not None and f"inputs = {to_toml(model.inputs)}" in written
     ]
     name, *others = map(to_toml, steps.models)
     more = f"  # or {', '.join(others)}" if others else ""
@@ -120,6 +127,7 @@ def _show(steps: NextSteps, models: list[NewModel]) -> None:
     _section(
         'Fill in these sizes, and remove the "#" before the line; a build names it too:', questions
     )
+    _section("Samples that fit a model, which validate it:", real)
     _section("In the app:", app)
     _section("In the dependencies of the app:", steps.dependencies)
     _section("Note:", steps.notes)
@@ -176,6 +184,7 @@ def _listed(root: Path, paths: list[Path]) -> str:
 
 def _read(root: Path, models: tuple[Path, ...], *, named: bool) -> Iterator[NewModel]:
     """The facts of the models; models that the user did not name are skipped if they are unusable."""
+    samples = find_samples(root)
     with Workers(TIMEOUT) as workers:
         for path in models:
             inside = _inside(path, root)
@@ -197,7 +206,7 @@ def _read(root: Path, models: tuple[Path, ...], *, named: bool) -> Iterator[NewM
                     raise ConfigError(Problem(Kind.COMPILED_MODEL, str(path), message, hint))
                 warn(f"skipped {path}: {message}")
                 continue
-            yield NewModel(inside.as_posix(), facts, suggest(path, facts, workers))
+            yield new_model(root, inside.as_posix(), facts, samples, workers)
 
 
 def _inside(path: Path, root: Path) -> Path | None:

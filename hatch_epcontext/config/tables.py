@@ -359,8 +359,8 @@ class ValidateTable:
         "auto",
     )
     inputs: str = _key(
-        "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, or a folder with "
-        "`input_*.pb`.",
+        "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, a folder with `input_*.pb`, or a "
+        "folder with one of these for each sample: see `docs/real-inputs.md`.",
         "random",
     )
     tolerance: ToleranceTable | Literal[False] | None = _key(

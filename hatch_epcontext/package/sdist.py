@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import posixpath
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.build_hooks import ALL_HOOKS, NAME, BuildHooks, hooks_table
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, SdistError, collect
-from hatch_epcontext.files import is_lfs_pointer, is_portable
+from hatch_epcontext.files import is_lfs_pointer, is_portable, known_text
 from hatch_epcontext.jobs.validation import input_files
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.package.selection import Reason, packed_files, reason_left_out
@@ -21,6 +21,10 @@ from hatch_epcontext.text import listing, show_size, to_toml
 
 _INPUTS = (".npz", ".pb")
 """The files in a folder of inputs that are read."""
+
+
+RECORDED_IGNORE = "# What an app saw, from epcontext record: it may contain personal data.\n*\n"
+"""The ``.gitignore`` in a folder of recorded samples."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,11 @@ class Sdist:
     def additions(self, builder_config: Any, build_data: dict[str, Any]) -> Iterator[Addition]:
         """The files to add to what Hatch packs with ``build_data``.
 
-        Raises SdistError for a file that is missing or unusable, or that somebody has kept out on purpose.
+        Raises SdistError for a file that is missing or unusable, or that somebody has kept out on purpose,
+        and for recorded samples.
         """
         packed = packed_files(builder_config, build_data)
-        problems = []
+        problems = list(_recorded(packed))
         needed, invalid = collect(self._needed())
         for each in needed:
             file = self.config.root / each.path
@@ -212,6 +217,20 @@ class Sdist:
                 f"{wanted} write [{hooks_table('wheel')}.{NAME}] instead of [{self.hooks.table}]."
             )
         return f"{wanted} remove [{self.hooks.table}]."
+
+
+def _recorded(packed: Mapping[str, Path]) -> Iterator[Problem]:
+    """What `epcontext record` wrote: git ignores it, and Hatch reads no ``.gitignore`` inside of folders."""
+    folders = {PurePosixPath(path).parent: file.parent for path, file in packed.items()}
+    for folder, place in sorted(folders.items()):
+        if known_text(place / ".gitignore") == RECORDED_IGNORE:
+            yield Problem(
+                Kind.RECORDED_SAMPLES,
+                str(folder),
+                "has samples of epcontext record, which are what an app saw, and the sdist would have them.",
+                f"Set exclude = [{to_toml(f'/{folder}')}] in [tool.hatch.build.targets.sdist]. If everybody "
+                "may have them, remove the .gitignore in that folder.",
+            )
 
 
 def _data_of(model: Model) -> Diagnosed[tuple[str, ...]]:

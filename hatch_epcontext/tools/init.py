@@ -6,9 +6,10 @@ as its author wrote it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -42,12 +43,14 @@ _WHEEL = "tool.hatch.build.targets.wheel"
 @dataclass(frozen=True)
 class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and what to
-    suggest for it. An open dimension that ``suggested`` does not have gets a question.
+    suggest for it. An open dimension that ``suggested`` does not have gets a question. ``inputs``: the path
+    in the project of inputs that fit it, if there are any.
     """
 
     path: str
     facts: InspectReply
     suggested: SuggestReply = SuggestReply()
+    inputs: str | None = None
 
     @property
     def files(self) -> list[str]:
@@ -323,6 +326,10 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
     lines.append(f"path = {tomlkit.item(model.path).as_string()}")
     lines += _sizes(model, static=static)
     lines += _constants(model, static=static)
+    if model.inputs is not None:
+        lines.append(
+            f"validate = {to_toml({'inputs': model.inputs})}  # samples that fit the model"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -479,15 +486,78 @@ def _has_all(after: Any, before: Any) -> bool:
     return bool(after == before)
 
 
-def suggest(path: Path, facts: InspectReply, workers: Workers) -> SuggestReply:
+def new_model(
+    root: Path, path: str, facts: InspectReply, samples: Sequence[Path], workers: Workers
+) -> NewModel:
+    """The model at ``path`` in the project at ``root``, with what its graph, its file and ``samples`` imply.
+
+    ``facts`` are those of its file. ``samples``: files and folders in the project that may have inputs of it.
+    A size that is a question is taken from the samples.
+    """
+    suggested = _suggest(root / path, facts, samples, workers)
+    sizes = {(each.input, each.axis): each for each in suggested.sizes}
+    fitting = {Path(name): s for name, s in suggested.samples.items() if _fit(s, sizes)}
+    place = _chosen_samples(root, PurePosixPath(path), fitting, samples)
+    if place is None:
+        return NewModel(path, facts, suggested)
+    inside = place.relative_to(root).as_posix()
+    found = [shapes for file, shapes in fitting.items() if file.is_relative_to(place)]
+    answered = [
+        replace(each, size=same.pop(), note=f"as in {inside}")
+        if each.size is None and len(same := {s[each.input][each.axis] for s in found}) == 1
+        else each
+        for each in suggested.sizes
+    ]
+    return NewModel(path, facts, replace(suggested, sizes=tuple(answered)), inside)
+
+
+def _fit(shapes: Mapping[str, Sequence[int]], sizes: Mapping[_Place, OpenSize]) -> bool:
+    """Whether a sample has the ``sizes`` that are suggested; along the first axis it may have several."""
+    for name, shape in shapes.items():
+        for axis, given in enumerate(shape):
+            size = sizes[name, axis].size if (name, axis) in sizes else None
+            if size and (given % size if axis == 0 else given != size):
+                return False
+    return True
+
+
+def _chosen_samples(
+    root: Path, model: PurePosixPath, fitting: Iterable[Path], samples: Iterable[Path]
+) -> Path | None:
+    """What to validate the model at ``model`` with: a sample, or a folder of which all samples fit.
+
+    The first with the model's name is taken, or else the nearest to the model.
+    """
+
+    def order(place: Path) -> tuple[bool, int, Path]:
+        inside = place.relative_to(root)
+        named = model.stem in (inside.stem, *inside.parts)
+        shared = os.path.commonpath([root / model.parent, place])
+        return not named, -len(shared), place
+
+    fits = list(fitting)
+    others = set(samples) - set(fits)
+    places = set[Path]()
+    for file in fits:
+        folder = file.parent
+        inside = [each for each in fits if each.is_relative_to(folder)]
+        # A folder of inputs has nothing else, such as the model itself: a change there validates again.
+        has_more = any(each.is_relative_to(folder) for each in (*others, root / model))
+        places.add(file if len(inside) == 1 or has_more else folder)
+    return min(places, key=order, default=None)
+
+
+def _suggest(
+    path: Path, facts: InspectReply, samples: Sequence[Path], workers: Workers
+) -> SuggestReply:
     """Return sizes for the open dimensions of the ONNX file at ``path``, and constants; as few as are found.
 
-    ``facts`` are those of the file. Sizes are tried on the CPU, if ONNX Runtime can run the model.
+    Sizes are tried on the CPU, if ONNX Runtime can run the model.
     """
-    if not any(_can_be_fixed(each) for each in facts.inputs):
+    if not samples and not any(_can_be_fixed(each) for each in facts.inputs):
         return SuggestReply()
     for run in (True, False):
-        request = SuggestRequest(str(path.resolve()), run)
+        request = SuggestRequest(str(path.resolve()), run, tuple(map(str, samples)))
         with temp_dir() as folder:
             try:
                 return workers.call(request, folder / "suggest", location=str(path))

@@ -160,6 +160,16 @@ def find_models(root: Path) -> tuple[list[Path], list[Path]]:
     return app, others
 
 
+def find_samples(root: Path) -> list[Path]:
+    """The ``.npz`` files of the project in ``root``, also of its tests, and its folders of ONNX test data."""
+    found = []
+    for folder, files in _walk(root):
+        found += [folder / name for name in files if name.endswith(".npz")]
+        if any(name.startswith("input_") and name.endswith(".pb") for name in files):
+            found.append(folder)
+    return found
+
+
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
     """The folders of a project with the names of their files, in order."""
     for path, folders, files in os.walk(root):

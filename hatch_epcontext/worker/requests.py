@@ -368,18 +368,26 @@ class SuggestedConstant:
 
 @dataclass(frozen=True)
 class SuggestReply:
-    """All open dimensions of a model, and the inputs that can be constants."""
+    """All open dimensions of a model, and the inputs that can be constants.
+
+    ``samples``: the shapes of the inputs in each of the request's samples that has them, and nothing else.
+    """
 
     sizes: tuple[OpenSize, ...] = ()
     constants: tuple[SuggestedConstant, ...] = ()
+    samples: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SuggestRequest(Request[SuggestReply], action="suggest"):
-    """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU."""
+    """Suggest a configuration for the ONNX file at ``path``; with ``run`` also by trying sizes on the CPU.
+
+    ``samples``: paths that may have inputs of the model, each an ``.npz`` or a folder of ONNX test data.
+    """
 
     path: str
     run: bool
+    samples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

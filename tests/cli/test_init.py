@@ -5,9 +5,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.providers import PROVIDERS
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
@@ -69,6 +71,66 @@ def test_chosen_models_for_several_providers(
     assert [job["job"] for job in planned["jobs"]] == ["b -> cpu"]
     cli("init", "models/a.onnx")
     assert cli("build", "-t", "cpu").stderr.count("ran and agrees") == 2
+
+
+def samples(project: Path, **files: dict[str, tuple[int, ...]]) -> None:
+    for name, shapes in files.items():
+        path = project / f"{name.replace('__', '/')}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {n: np.ones(shape, np.float32) for n, shape in shapes.items()}
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+
+
+def given(project: Path) -> list[object]:
+    models = parse((project / "pyproject.toml").read_text("utf-8"))["tool"]["epcontext"]["models"]
+    return [model.get("validate", {}).get("inputs") for model in models]
+
+
+def test_samples_that_fit_a_model_validate_it(cli: Cli, new_project: Path) -> None:
+    image = (1, 1, 8, 8)
+    samples(
+        new_project,
+        tests__data__1={"x": image},
+        tests__data__2={"x": image},
+        tests__mixed__b={"x": image},
+        tests__mixed__wrong_shape={"x": (1, 1, 9, 8)},
+        tests__mixed__wrong_name={"y": image},
+        tests__mixed__too_many={"x": image, "y": image},
+    )
+    (new_project / "tests" / "mixed" / "damaged.npz").write_text("text", encoding="utf-8")
+    printed = cli("init", "--project", new_project, "-p", "cpu").stdout
+    # The one with its name, and the folder of which all fit.
+    assert given(new_project) == ["tests/data", "tests/mixed/b.npz"]
+    assert 'models/a.onnx: validate.inputs = "tests/data"' in printed
+    assert "synthetic" not in cli("build", new_project).stderr
+
+
+def test_folders_of_test_data_are_found(cli: Cli, new_project: Path) -> None:
+    for name in ("test_data_set_0", "test_data_set_1", "other"):
+        folder = new_project / "models" / name
+        folder.mkdir(parents=True)
+        size = 9 if name == "other" else 8
+        tensor = numpy_helper.from_array(np.ones((1, 1, size, 8), np.float32))
+        (folder / "input_0.pb").write_bytes(tensor.SerializeToString())
+    cli("init", "--project", new_project, "-p", "cpu")
+    assert given(new_project) == ["models/test_data_set_0"] * 2
+
+
+def test_a_sample_answers_what_nothing_else_says_of_a_size(cli: Cli, new_project: Path) -> None:
+    for name in ("a", "b"):
+        (new_project / "models" / f"{name}.onnx").unlink()
+    made = model(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        [value("x", ["batch", "length"])],
+        [value("y", ["batch", "length"])],
+    )
+    save(made, new_project / "models" / "a.onnx")
+    samples(new_project, models__samples={"x": (1, 700)})
+    cli("init", "--project", new_project, "-p", "qnn")
+    text = (new_project / "pyproject.toml").read_text("utf-8")
+    assert (
+        "\ndims = { batch = 1, length = 700 }  # 1 is a guess; as in models/samples.npz\n" in text
+    )
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, new_project: Path) -> None:

@@ -18,6 +18,7 @@ remains when a page changes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,19 @@ def unconfigured(folder: Path) -> None:
     save(made, folder / "my_app" / "data" / "vad.onnx")
 
 
+def recorded(folder: Path) -> None:
+    """A project whose app runs the model ``digits`` on each image that it is called with."""
+    default(folder)
+    (folder / "digits_app").mkdir()
+    (folder / "digits_app" / "__main__.py").write_text(
+        "import sys, numpy, onnxruntime\n"
+        "session = onnxruntime.InferenceSession('models/digits.onnx')\n"
+        "for number, _ in enumerate(sys.argv[1:]):\n"
+        "    session.run(None, {'x': numpy.full((1, 1, 8, 8), number, numpy.float32)})\n",
+        "utf-8",
+    )
+
+
 @dataclass(frozen=True)
 class Page:
     project: Callable[[Path], None] = default
@@ -100,6 +114,7 @@ class Page:
 
 PAGES = {
     "docs/existing-projects.md": Page(unconfigured),
+    "docs/real-inputs.md": Page(recorded),
     "docs/shapes.md": Page(two_shapes),
     "docs/tutorial.md": Page(empty),
 }
@@ -135,6 +150,10 @@ WRITTEN_OUT = {
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... --package DIR": (
         "epcontext compile model.onnx --package DIR -p cpu --dim batch=1"
+    ),
+    # There need not be a program python.
+    "epcontext record -- python -m digits_app samples/3.png samples/7.png": (
+        f"epcontext record -- {sys.executable} -m digits_app samples/3.png samples/7.png"
     ),
     # All graphs take too long here.
     "epcontext doctor --library onnxruntime_qnn": (

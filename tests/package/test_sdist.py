@@ -11,6 +11,7 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.plugin.manager import PluginManager
 
+from hatch_epcontext.package.sdist import RECORDED_IGNORE
 from tests.models import network, save, save_with_data
 from tests.projects import PROJECT
 
@@ -74,6 +75,24 @@ def test_a_missing_model_fails_the_sdist(root: Path, capsys: pytest.CaptureFixtu
     first, second, *_ = text.splitlines()
     assert first == "epcontext: incomplete sdist:"
     assert re.match(r"pyproject\.toml:\d+: tool\.epcontext\.models\[0\] \(", second)
+
+
+def test_recorded_samples_are_not_published_by_accident(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = root / ".epcontext-samples" / "a"
+    samples.mkdir(parents=True)
+    (samples / ".gitignore").write_text(RECORDED_IGNORE, encoding="utf-8", newline="\n")
+    (samples / "1.npz").touch()
+    text = failure(root, capsys)
+    assert ".epcontext-samples/a: EPC510" in text
+    exclude = 'exclude = ["/.epcontext-samples/a"]'
+    assert exclude in text
+    configure(root, f"[tool.hatch.build.targets.sdist]\n{exclude}\n")
+    assert ".epcontext-samples/a/1.npz" not in make(root)
+    configure(root)
+    (samples / ".gitignore").unlink()
+    assert ".epcontext-samples/a/1.npz" in make(root)
 
 
 def test_what_is_ignored_or_not_selected_is_added_and_named(

@@ -22,6 +22,7 @@ from hatch_epcontext.graph.values.kinds import DimensionKind, dimension_kind, is
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.comparison.states import first_states
+from hatch_epcontext.worker.dummy.given import shapes_in
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs
 from hatch_epcontext.worker.requests import (
     OpenSize,
@@ -110,7 +111,11 @@ def handle(request: SuggestRequest) -> SuggestReply:
         for each in inputs
         for axis, dim in _open(each)
     )
-    return SuggestReply(tuple(found), tuple(_constants(model, _sized(inputs, sizes))))
+    return SuggestReply(
+        tuple(found),
+        tuple(_constants(model, _sized(inputs, sizes))),
+        {path: shapes for path in request.samples if (shapes := shapes_in(Path(path), inputs))},
+    )
 
 
 def _open(facts: TensorFacts) -> Iterator[tuple[int, _Dim]]:

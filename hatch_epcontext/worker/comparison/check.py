@@ -123,7 +123,7 @@ def _warning(error: BuildError) -> str:
 
 def _place(each: Run, number: int) -> str:
     if len(each.feeds) > 1:
-        return f" in step {number + 1} of {len(each.feeds)}, with its own states"
+        return f" in step {number + 1} of {each.name.replace(' steps', '', 1)}, with its own states"
     return "" if each.name in ("random", "given") else f" for the sample {each.name!r}"
 
 

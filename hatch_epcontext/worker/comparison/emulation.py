@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.emulation import applies, emulate, expose, rounded
@@ -133,6 +133,9 @@ class Emulator:
     def to_run(self) -> list[Run]:
         """The first sample, and those that the target has to run because they may differ."""
         first, *others = self.levels
+        if self._model.validate.inputs not in SYNTHETIC:
+            # What the app has says more than what may be worse.
+            return [each for each in self._expected.runs if each.on_target]
         chosen = [first.run]
         natures = {first.run.nature}
         # What is unusual comes last: it only warns.

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Arrays, is_float
@@ -42,6 +42,9 @@ from hatch_epcontext.worker.dummy.inputs import constant
 from hatch_epcontext.worker.dummy.samples import STEPS, Sample, number_of_samples
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
+
+_MAX_ON_TARGET = 8
+"""Given samples that are run on the target too."""
 
 _FEW = 4
 """Samples on which something is run that computes as the CPU does."""
@@ -84,7 +87,8 @@ def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
             sample, first = tried[0]
             again = cpu.run(sample, states)
             random = tuple(_different(first.outputs[0], again.outputs[0]))
-        runs = _choose([run for _, run in tried])
+        runs = [run for _, run in tried]
+        runs = _choose(runs) if model.validate.inputs in SYNTHETIC else _choose_given(runs)
     except ModelError:
         raise
     except Exception as error:
@@ -151,6 +155,14 @@ class _Source:
 
 def _some(outputs: Arrays, names: frozenset[str]) -> Arrays:
     return {name: array for name, array in outputs.items() if name in names}
+
+
+def _choose_given(runs: Sequence[Run]) -> list[Run]:
+    """``runs``, of which the first few are run on the target too; or the sequences of steps."""
+    sequences = [each for each in runs if len(each.feeds) > 1]
+    number = 1 if len(sequences) > 1 else _MAX_ON_TARGET
+    names = {each.name for each in (*runs[:number], *sequences)}
+    return [replace(each, on_target=each.name in names) for each in runs]
 
 
 def _choose(runs: Sequence[Run]) -> list[Run]:

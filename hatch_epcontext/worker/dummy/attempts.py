@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.kinds import is_length_name
@@ -32,8 +32,8 @@ def run_samples(
 
     ``number`` and ``states``: see `samples`.
 
-    If ``run`` raises an error for the first one, gentler inputs are tried; further samples are left out if it
-    does so for them. Raises ModelError at once, and the first error if all inputs fail.
+    If ``run`` raises an error for the first one, gentler inputs are tried; further samples that are not given
+    are left out if it does so for them. Raises ModelError at once, and the first error if all inputs fail.
     """
     failure: _Failure | None = None
     for each in _attempts(inputs, model, ranges):
@@ -42,6 +42,8 @@ def run_samples(
         if isinstance(result, _Failure):
             failure = failure or result
             continue
+        if model.validate.inputs not in SYNTHETIC:
+            return [(first, result), *((sample, run(sample)) for sample in others)], each
         further = ((sample, _try(run, sample)) for sample in others)
         # Those that fail are extremes that the graph forbids in a way that nobody could see.
         kept = [(sample, found) for sample, found in further if not isinstance(found, _Failure)]

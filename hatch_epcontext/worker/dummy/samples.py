@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from hatch_epcontext.config.settings import Model
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.config.settings import SYNTHETIC, Model
+from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.worker.dummy.given import given_samples
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_range, patterns
 
@@ -18,6 +21,9 @@ STEPS = 8
 
 _MAX_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""
+
+MAX_GIVEN = 64
+"""Given samples that are run on the CPU: with their outputs they are in memory at once."""
 
 _FEW = 8
 """The natures that every model is tried with, however much a run of it takes."""
@@ -33,9 +39,10 @@ of a processor's time, and the same number of samples on all machines."""
 class Sample:
     """Dummy inputs of one run, or of several ``steps`` in which states are fed back: the first has them.
 
-    ``name`` says what they are like, such as ``"tone at 0.01"``, or ``"given"`` for those from a file;
-    ``nature`` the same without the level. ``usual``: whether an app can have such values: all that are within
-    what the graph bounds. Floats that nothing bounds may never be all zero, near silence, or very large.
+    ``name`` says what they are like, such as ``"tone at 0.01"``; ``"given"`` is the only one from files, and
+    of several each has the name that `given_samples` gives it. ``nature``: the same without the level.
+    ``usual``: whether an app can have such values: all that are within what the graph bounds. Floats that
+    nothing bounds may never be all zero, near silence, or very large.
     """
 
     name: str
@@ -63,16 +70,24 @@ def samples(
 ) -> tuple[Sample, ...]:
     """Return up to ``number`` different samples, the first of which is what `dummy_inputs` returns.
 
-    There is one alone where the inputs of ``model`` are not ``"random"``, or where a sample is large; one
-    more has steps if there are ``states``. ``ranges``: those of the inputs that have numbers. Raises
-    ModelError as `dummy_inputs` does.
+    There is one alone where the inputs of ``model`` are zeros or ones, or where a sample is large; of those
+    that are given as files there are the first `MAX_GIVEN`. Each sequence of steps is one more if there are
+    ``states``. ``ranges``: those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
     """
+    kind = model.validate.inputs
+    if kind not in SYNTHETIC:
+        read = given_samples(Path(kind), inputs, model.key / "validate" / "inputs")
+        given = list(itertools.islice(read, MAX_GIVEN))
+        found = [
+            Sample(name if len(given) > 1 else "given", (feeds,), name) for name, feeds in given
+        ]
+        return (*found, *(given_sequences(found, states) if states else ()))
     first = dummy_inputs(inputs, model, ranges)
-    if model.validate.inputs != "random":
-        name = model.validate.inputs if model.validate.inputs in ("zeros", "ones") else "given"
-        found = [Sample(name, (first,), name)]
+    if kind != "random":
+        found = [Sample(kind, (first,), kind)]
         if states:
-            found.append(Sample(f"{name}, {STEPS} steps", _same_steps(first, states, name), name))
+            steps = _same_steps(first, states, begin=True)
+            found.append(Sample(f"{STEPS} steps", steps, kind))
         return tuple(found)
     found = [Sample("random", (first,), "random")]
     if sum(array.nbytes for array in first.values()) > _MAX_BYTES:
@@ -125,13 +140,37 @@ def _steps(
     )
 
 
-def _same_steps(first: Arrays, states: Mapping[str, str], name: str) -> tuple[Arrays, ...]:
-    """The same inputs in each step; states that are not given begin with zeros."""
+def _same_steps(first: Arrays, states: Mapping[str, str], *, begin: bool) -> tuple[Arrays, ...]:
+    """The same inputs in each step; with ``begin`` states begin with zeros, as in an app."""
     rest = {name: array for name, array in first.items() if name not in states}
-    begin: dict[str, Array] = dict(first)
-    if name != "given":
-        begin.update({each: np.zeros_like(first[each]) for each in states if each in first})
-    return (begin, *[rest] * (STEPS - 1))
+    zeros = {name: np.zeros_like(first[name]) for name in states if begin and name in first}
+    return ({**first, **zeros}, *[rest] * (STEPS - 1))
+
+
+def given_sequences(given: Sequence[Sample], states: Mapping[str, str]) -> list[Sample]:
+    """Return the sequences of steps in ``given``; without any, the same inputs in each step of one.
+
+    ``speech-1`` and ``speech-2`` are consecutive steps of a recurrent model, and ``speech-4`` begins again.
+    """
+    found: list[tuple[Sample, list[Arrays]]] = []
+    before: tuple[str, int] | None = None
+    for each in given:
+        stem, _, number = each.name.rpartition("-")
+        place = (stem, int(number)) if stem and number.isdecimal() else None
+        if place and before and place == (before[0], before[1] + 1):
+            found[-1][1].append(each.feeds)
+        elif place:
+            found.append((each, [each.feeds]))
+        before = place
+    sequences = [
+        Sample(f"{len(steps)} steps from {first.name!r}", tuple(steps), first.name)
+        for first, steps in found
+        if len(steps) > 1
+    ]
+    if sequences:
+        return sequences
+    steps = _same_steps(given[0].feeds, states, begin=False)
+    return [Sample(f"{STEPS} steps", steps, given[0].nature)]
 
 
 def _digest(steps: Sequence[Arrays]) -> int:

@@ -17,9 +17,9 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
+from hatch_epcontext.worker.dummy.given import given_samples
 from hatch_epcontext.worker.facts import Precision
 from hatch_epcontext.worker.progress import step
-from hatch_epcontext.worker.quantization.calibration import samples
 
 _TYPES = {
     "uint8": quantization.QuantType.QUInt8,
@@ -48,7 +48,8 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
         hint = "Remove quantize: static quantization is compiled as it is, and dequantize undoes another one."
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
-    data = _Reader(samples(Path(precision.calibration), inputs, key / "inputs"))
+    found = given_samples(Path(precision.calibration), inputs, key / "inputs")
+    data = _Reader(sample for _, sample in found)
     fused = result.with_name("fused.onnx")
     try:
         # It writes only what it has changed.

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
@@ -117,6 +117,56 @@ def test_states_are_fed_back(tmp_path: Path) -> None:
     states = {"h0": steps.outputs[0]["h1"], "c0": steps.outputs[0]["c1"]}
     second = session.run(["h1"], {**steps.feeds[1], **states})[0]
     assert np.array_equal(second, steps.outputs[1]["h1"])
+
+
+def save_steps(folder: Path, *names: str) -> Path:
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for name in names:
+        shapes = {"x": (2, 1, 3), "h0": (1, 1, 4), "c0": (1, 1, 4)}
+        arrays = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+        np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+    return folder
+
+
+def test_given_samples_are_all_run_and_eight_of_them_on_the_target(tmp_path: Path) -> None:
+    made = model(
+        [helper.make_node("Relu", ["x"], ["y"])], [value("x", [1, 3])], [value("y", [1, 3])]
+    )
+    (tmp_path / "samples").mkdir()
+    for index in range(10):
+        np.savez(tmp_path / "samples" / f"{index}.npz", x=np.full((1, 3), index, np.float32))
+    given = ValidateTable(inputs=str(tmp_path / "samples"))
+    spec, expected = referred(made, tmp_path, validate=given)
+    assert [run.name for run in expected.runs] == [str(index) for index in range(10)]
+    assert [run.on_target for run in expected.runs] == [True] * 8 + [False] * 2
+    with pytest.raises(BuildError, match="for the sample '7'"):
+        check(clipped(made, 6.0), spec, expected, tmp_path)
+
+
+def test_given_steps_are_run_with_the_states_of_the_model(tmp_path: Path) -> None:
+    made = lstm()
+    given = save_steps(tmp_path / "samples", "a-1", "a-2", "a-3", "b-1", "b-2")
+    spec, expected = referred(made, tmp_path, validate=ValidateTable(inputs=str(given)))
+    on_target = [(run.name, len(run.feeds)) for run in expected.runs if run.on_target]
+    assert on_target == [("a-1", 1), ("3 steps from 'a-1'", 3), ("2 steps from 'b-1'", 2)]
+    steps = expected.runs[-1]
+    assert steps.feeds[0]["h0"].any()
+    session = open_session(Path(spec.path), cpu_options())
+    states = {"h0": steps.outputs[0]["h1"], "c0": steps.outputs[0]["c1"]}
+    second = session.run(["h1"], {**steps.feeds[1], **states})[0]
+    assert np.array_equal(second, steps.outputs[1]["h1"])
+
+
+def test_a_given_sample_that_the_model_refuses_is_an_error(tmp_path: Path) -> None:
+    made = table(4)
+    (tmp_path / "samples").mkdir()
+    for name, index in (("a", 1), ("b", 9)):
+        ids = np.full((1, 20), index, np.int64)
+        np.savez(tmp_path / "samples" / f"{name}.npz", ids=ids)
+    given = ValidateTable(inputs=str(tmp_path / "samples"))
+    with pytest.raises(ModelError, match="out of"):
+        referred(made, tmp_path, validate=given)
 
 
 def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.dummy.samples import Sample, number_of_samples, samples
+from hatch_epcontext.worker.dummy.samples import (
+    MAX_GIVEN,
+    Sample,
+    given_sequences,
+    number_of_samples,
+    samples,
+)
 
 X = TensorFacts("x", "float32", (2, 50))
 I = TensorFacts("i", "int64", (300,))  # noqa: E741
@@ -132,3 +138,28 @@ def test_inputs_from_a_file_are_the_only_sample(tmp_path: Path) -> None:
     (sample,) = samples([X], spec(tmp_path / "inputs.npz"), {})
     assert sample.name == "given"
     assert (sample.feeds["x"] == 3).all()
+
+
+def test_each_file_of_a_folder_is_a_sample_with_its_name(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((2, 50), np.float32))
+    assert [(each.name, each.usual) for each in samples([X], spec(tmp_path), {})] == [
+        ("a", True),
+        ("b", True),
+    ]
+
+
+def test_an_archive_of_very_many_samples_is_read_in_part(tmp_path: Path) -> None:
+    np.savez(tmp_path / "all.npz", x=np.zeros((MAX_GIVEN + 3, 2, 50), np.float32))
+    found = samples([X], spec(tmp_path / "all.npz"), {})
+    assert [found[0].name, found[-1].name] == ["all[0]", f"all[{MAX_GIVEN - 1}]"]
+
+
+def test_consecutive_numbers_are_the_steps_of_a_sequence() -> None:
+    names = ["a-1", "a-2", "a-4", "a-5", "a-6", "b-7", "c", "a-b"]
+    given = [Sample(name, ({"x": np.full(1, index)},), name) for index, name in enumerate(names)]
+    found = [
+        (each.nature, [int(feeds["x"].astype(int)[0]) for feeds in each.steps])
+        for each in given_sequences(given, {"h": "h1"})
+    ]
+    assert found == [("a-1", [0, 1]), ("a-4", [2, 3, 4])]

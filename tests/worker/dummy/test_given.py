@@ -9,7 +9,7 @@ import pytest
 
 from hatch_epcontext.errors import Key, ModelError
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.worker.quantization.calibration import samples
+from hatch_epcontext.worker.dummy.given import given_samples
 
 KEY = Key(("models", 0)) / "quantize" / "inputs"
 INPUTS = (TensorFacts("x", "float32", (1, 3)), TensorFacts("n", "int64", ()))
@@ -20,7 +20,11 @@ def arrays(x: Any, n: Any, dtype: type[Any] = np.float32) -> dict[str, Any]:
 
 
 def found(path: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(each["x"].shape, each["n"].shape) for each in samples(path, INPUTS, KEY)]
+    return [(each["x"].shape, each["n"].shape) for _, each in given_samples(path, INPUTS, KEY)]
+
+
+def names(path: Path) -> list[str]:
+    return [name for name, _ in given_samples(path, INPUTS, KEY)]
 
 
 def test_each_archive_and_each_folder_of_test_data_is_a_sample(tmp_path: Path) -> None:
@@ -71,3 +75,14 @@ def test_a_folder_without_samples_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"no archive")
     with pytest.raises(ModelError, match=r"is not an \.npz file"):
         found(tmp_path)
+
+
+def test_samples_are_in_the_order_of_their_numbers_and_have_the_names_of_their_files(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("a-10", "a-9", "b/a-1"):
+        np.savez(tmp_path / f"{name}.npz", **arrays((1, 3), ()))
+    assert names(tmp_path) == ["a-9", "a-10", "b/a-1"]
+    np.savez(tmp_path / "b" / "a-1.npz", **arrays((2, 3), (2,)))
+    assert names(tmp_path / "b" / "a-1.npz") == ["a-1[0]", "a-1[1]"]

@@ -1,0 +1,236 @@
+"""Inputs of a model that are given as files."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.files import is_regular, unreadable
+from hatch_epcontext.graph.arrays import Array, numpy_dtype
+from hatch_epcontext.graph.facts import TensorFacts
+
+
+def sample_files(path: Path, key: Key) -> list[Path]:
+    """Return the files and folders of samples at ``path``, sorted by name, with numbers by their value.
+
+    ``path`` is an ``.npz``, a folder with ``input_*.pb``, or a folder of such files and folders. Raises
+    ModelError, at ``key``, when it has none.
+    """
+    if not path.is_dir() or _is_test_data(path):
+        return [path]
+    candidates = sorted(path.rglob("*"), key=_natural)
+    found = [each for each in candidates if each.suffix == ".npz" or _is_test_data(each)]
+    if not found:
+        message = f"{path.name} has no sample: no .npz, and no folder with input_*.pb."
+        hint = "Save one .npz for each sample, with an array for each input: numpy.savez."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+    return found
+
+
+def _natural(path: Path) -> tuple[list[str | int], Path]:
+    """A key by which ``a-10`` is after ``a-9``."""
+    parts = enumerate(re.split(r"([0-9]+)", path.as_posix()))
+    return [int(part) if index % 2 else part for index, part in parts], path
+
+
+def _is_test_data(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("input_*.pb"))
+
+
+def given_samples(
+    path: Path, inputs: Sequence[TensorFacts], key: Key
+) -> Iterator[tuple[str, dict[str, Array]]]:
+    """Yield the samples at ``path``, one at a time: an array for each of ``inputs``, of its dtype and shape.
+
+    Each has the name of its file, without ``.npz``, inside of the folder ``path``. An archive whose arrays
+    have more along the first axis than the model takes, or one axis more, has several. Raises ModelError, at
+    ``key``, when an array is missing, has another dtype or shape, or when arrays of one archive have
+    different numbers of samples.
+    """
+    for file in sample_files(path, key):
+        name = file.name if file == path else file.relative_to(path).as_posix()
+        parts = list(_split(read_arrays(file, inputs, key), file, inputs, key))
+        for number, part in enumerate(parts):
+            index = f"[{number}]" if len(parts) > 1 else ""
+            yield f"{name.removesuffix('.npz')}{index}", part
+
+
+def _split(
+    found: Mapping[str, Array], file: Path, inputs: Sequence[TensorFacts], key: Key
+) -> Iterator[dict[str, Array]]:
+    parts = {each.name: _parts(found, each, file, key) for each in inputs}
+    counts = {name: len(its) for name, its in parts.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{number} for {name!r}" for name, number in counts.items())
+        message = f"{file.name} has different numbers of samples for its inputs: {listed}."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message))
+    for index in range(next(iter(counts.values()), 1)):
+        yield {name: its[index] for name, its in parts.items()}
+
+
+def _parts(
+    found: Mapping[str, Array], tensor: TensorFacts, file: Path, key: Key
+) -> Sequence[Array]:
+    """The samples of one input in an archive."""
+    array = array_for(found, tensor, file, key)
+    fits = array.dtype == numpy_dtype(tensor.dtype)
+    if fits and tensor.takes(array.shape):
+        return [array]
+    if fits and array.size:
+        if tensor.takes(array.shape[1:]):
+            return list(array)
+        batch = tensor.shape[0] if tensor.shape else 0
+        if isinstance(batch, int) and batch and len(array) % batch == 0:
+            parts = np.split(array, len(array) // batch)
+            if tensor.takes(parts[0].shape):
+                return parts
+    hint = "Save arrays as the model takes them, or many of them along a first axis."
+    raise misfit(array, tensor, file, key, hint)
+
+
+_UNREADABLE = (
+    OSError,
+    # A header can promise any size.
+    MemoryError,
+    ValueError,
+    EOFError,
+    BadZipFile,
+    zlib.error,
+    # For a single array instead of an archive: the first before Python 3.11, the second since.
+    AttributeError,
+    TypeError,
+)
+
+
+def read_arrays(path: Path, inputs: Sequence[TensorFacts], key: Key) -> dict[str, Array]:
+    """Return the arrays in an ``.npz`` or a folder; raises ModelError, at ``key``, if it is none."""
+    return read_test_data(path, "input", inputs, key) if path.is_dir() else _read_npz(path, key)
+
+
+def _read_npz(path: Path, key: Key) -> dict[str, Array]:
+    """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is none."""
+    _refuse_pipe(path, key)
+    try:
+        # Opened here, because NumPy does not close a file that it cannot read.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            found = {name: _plain_array(file[name]) for name in file.files}
+    except _UNREADABLE as error:
+        message = f"{path.name} is not an .npz of plain arrays: {error}."
+        if not is_zipfile(path):
+            # NumPy takes any other file for an unsafe format of its own.
+            message = f"{path.name} is not an .npz file."
+        hint = "Save it with numpy.savez, with an array for each input."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint)) from None
+    # NumPy's own strings have a fixed length; ONNX Runtime takes Python's.
+    return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in found.items()}
+
+
+def _plain_array(found: object) -> Array:
+    """``found``, a part of an archive; raises TypeError if it is another file."""
+    if not isinstance(found, np.ndarray):
+        raise TypeError("it has other files too")
+    return found
+
+
+def read_test_data(
+    path: Path, prefix: str, tensors: Sequence[TensorFacts], key: Key
+) -> dict[str, Array]:
+    """Return ONNX's test data: ``<prefix>_<n>.pb`` for the tensor that it names, or else the n-th.
+
+    Raises ModelError, at ``key``, when a file is no tensor.
+    """
+    found: dict[str, Array] = {}
+    names = [each.name for each in tensors]
+    for file in sorted(path.glob(f"{prefix}_*.pb")):
+        _refuse_pipe(file, key)
+        try:
+            tensor = onnx.load_tensor(file)
+            array = onnx.numpy_helper.to_array(tensor)
+        except Exception as error:
+            message = f"{file.name} is not an ONNX tensor: {error}."
+            raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message)) from None
+        number = file.stem.removeprefix(f"{prefix}_")
+        if tensor.data_type == onnx.TensorProto.STRING:
+            array = np.array([s.decode() for s in tensor.string_data], object).reshape(array.shape)
+        if tensor.name in names:
+            found[tensor.name] = array
+        elif number.isdigit() and int(number) < len(names):
+            found[names[int(number)]] = array
+    return found
+
+
+def _refuse_pipe(path: Path, key: Key) -> None:
+    """Raise ModelError, at ``key``, if ``path`` is no file: reading from a pipe would not end."""
+    if rejection := unreadable(path):
+        message = f"{path.name} {rejection.message}"
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
+
+
+def array_for(found: Mapping[str, Array], tensor: TensorFacts, path: Path, key: Key) -> Array:
+    """The array for an input in the file ``path``; raises ModelError, at ``key``, if there is none."""
+    if tensor.name not in found:
+        message = f"{path.name} has no array for the input {tensor.name!r}."
+        hint = f"It has: {', '.join(sorted(found)) or 'none'}."
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+    return found[tensor.name]
+
+
+def misfit(
+    array: Array, tensor: TensorFacts, path: Path, key: Key, hint: str | None = None
+) -> ModelError:
+    """The error at ``key`` for an ``array`` of the file ``path`` that an input does not take."""
+    message = (
+        f"{path.name} has {array.dtype.name} {list(array.shape)} for the input {tensor.name!r}, which "
+        f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
+    )
+    return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+
+
+def shapes_in(path: Path, inputs: Sequence[TensorFacts]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the arrays at ``path`` if these are ``inputs``, no others, and fit; else nothing.
+
+    ``path`` is an ``.npz``, of which only the headers are read, or a folder of ONNX test data.
+    """
+    try:
+        found = _test_data_headers(path, inputs) if path.is_dir() else dict(_npz_headers(path))
+    except (*_UNREADABLE, ModelError):
+        return {}
+    if not inputs or found.keys() != {each.name for each in inputs}:
+        return {}
+    for each in inputs:
+        dtype, shape = found[each.name]
+        wanted = numpy_dtype(each.dtype)
+        is_text = wanted.kind == "O" and dtype.kind == "U"
+        if not (dtype == wanted or is_text) or not each.takes(shape):
+            return {}
+    return {name: shape for name, (_, shape) in found.items()}
+
+
+_Header = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+def _npz_headers(path: Path) -> Iterator[tuple[str, _Header]]:
+    if not is_regular(path):
+        return
+    with ZipFile(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as file:
+                version = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0
+                if version != (1, 0):
+                    read = np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+                yield name.removesuffix(".npy"), (dtype, shape)
+
+
+def _test_data_headers(path: Path, inputs: Sequence[TensorFacts]) -> dict[str, _Header]:
+    arrays = read_test_data(path, "input", inputs, Key())
+    return {name: (array.dtype, array.shape) for name, array in arrays.items()}

@@ -1,0 +1,218 @@
+"""Apps are run in processes of their own, as users run them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.models import network, save
+from tests.worker.comparison.test_states import lstm
+
+TOML = """
+[tool.epcontext]
+provider = "cpu"
+static-shapes = true
+[[tool.epcontext.models]]
+path = "models/image.onnx"
+dims = { batch = 1 }
+[[tool.epcontext.models]]
+path = "models/speech.onnx"
+"""
+
+APP = """
+import sys
+import numpy as np
+import onnxruntime as ort
+
+image = ort.InferenceSession("models/image.onnx", providers=["CPUExecutionProvider"])
+speech = ort.InferenceSession(open("models/speech.onnx", "rb").read())
+name = image.get_inputs()[0].name
+for index in range(30):
+    image.run(None, {name: np.full((1, 1, 8, 8), 2.0**index, np.float32)})
+image.run(None, {name: np.zeros((3, 1, 8, 8), np.float32)})
+rng = np.random.default_rng(0)
+for stream in range(2):
+    h = c = np.zeros((1, 1, 4), np.float32)
+    for step in range(5):
+        x = rng.standard_normal((2, 1, 3)).astype(np.float32)
+        c, h = speech.run(None, {"x": x, "h0": h, "c0": c})
+print("the app has run", *sys.argv[1:])
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def app_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (project / "pyproject.toml").write_text(TOML, encoding="utf-8")
+    save(network(), project / "models" / "image.onnx")
+    save(lstm(), project / "models" / "speech.onnx")
+    (project / "app.py").write_text(APP, encoding="utf-8")
+    monkeypatch.chdir(project)
+    return project
+
+
+def arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def test_the_samples_of_an_app_are_kept_and_validate_its_models(
+    cli: Cli, app_project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    printed = cli("record", "--", sys.executable, "app.py", "-m", "x", code=3).stderr
+    assert capfd.readouterr().out == "the app has run -m x\n"
+    samples = app_project / ".epcontext-samples"
+    images = {arrays(file)["x"].max() for file in (samples / "image").glob("*.npz")}
+    assert len(images) == 8
+    # The first one, and some of the whole range.
+    assert {1.0, 2.0**29} <= images
+    names = {file.name for file in (samples / "speech").glob("*.npz")}
+    assert names == {f"{sample}-{step}.npz" for sample in (1, 2) for step in range(1, 6)}
+    assert not arrays(samples / "speech" / "2-1.npz")["h0"].any()
+    assert arrays(samples / "speech" / "2-2.npz")["h0"].any()
+    assert "image: kept 8 samples of 31 runs" in printed
+    assert "1 run of 31 had inputs of other sizes" in printed
+    assert "speech: kept 2 samples with 10 steps of 10 runs" in printed
+    (line,) = [each for each in printed.splitlines() if '.epcontext-samples/speech"' in each]
+    (image,) = [each for each in printed.splitlines() if '.epcontext-samples/image"' in each]
+    assert 'states = { h0 = "h1", c0 = "c1" }' in line
+    assert "personal data" in printed
+    toml = TOML.replace("dims = { batch = 1 }\n", f"dims = {{ batch = 1 }}\n{image}\n")
+    (app_project / "pyproject.toml").write_text(toml + line, encoding="utf-8")
+    built = cli("build").stderr
+    assert built.count("ran and agrees with the CPU (") == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
+def test_only_this_user_may_read_samples_and_git_ignores_them(cli: Cli, app_project: Path) -> None:
+    cli("record", "--", sys.executable, "app.py", code=3)
+    samples = app_project / ".epcontext-samples"
+    folders = [samples, samples / "image"]
+    assert {each.stat().st_mode & 0o777 for each in folders} == {0o700}
+    assert {each.stat().st_mode & 0o777 for each in samples.rglob("*.npz")} == {0o600}
+    subprocess.run(["git", "init", "-q", app_project], check=True)
+    status = ["git", "-C", str(app_project), "status", "--short", "-uall"]
+    assert ".epcontext-samples" not in subprocess.check_output(status, text=True)
+
+
+def test_nothing_is_overwritten(cli: Cli, app_project: Path) -> None:
+    for _ in range(2):
+        cli("record", "-m", "image", "-o", "kept", "--", sys.executable, "app.py", code=3)
+    assert {each.name for each in (app_project / "kept").iterdir()} == {"image", "image-2"}
+
+
+def test_the_loaders_models_run_on_the_cpu_and_are_recorded(cli: Cli, app_project: Path) -> None:
+    cli("export", ".", "-o", "app_models")
+    code = (
+        "from app_models import load, target_of; import numpy as np; s = load('image'); "
+        "s.run(None, {'x': np.ones((1, 1, 8, 8), np.float32)}); print(target_of(s))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "cpu\n"
+    printed = cli("record", "-m", "image", "--", sys.executable, "-c", code).stderr
+    assert "image: kept 1 sample of 1 run" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (("-c", "pass"), 0, "the app has not imported onnxruntime"),
+        (("-I", "-c", "pass"), 0, "no Python that reads PYTHONPATH"),
+        (("-c", "import onnxruntime"), 0, "image and speech: no session was opened on it"),
+        (("-c", "import onnxruntime as o; o.InferenceSession('other.onnx')"), 0, "other.onnx"),
+        (
+            ("-c", "import onnxruntime as o; o.InferenceSession('models/image.onnx')"),
+            0,
+            "image: a session was opened, and the app has not called its run()",
+        ),
+    ],
+)  # fmt: skip
+def test_what_was_not_recorded_is_said(
+    cli: Cli, app_project: Path, command: tuple[str, ...], code: int, message: str
+) -> None:
+    save(network(2), app_project / "other.onnx")
+    printed = cli("record", "--", sys.executable, *command, code=code)
+    assert message in printed.stderr
+    assert not (app_project / ".epcontext-samples").exists()
+
+
+def test_a_command_that_does_not_exist_is_an_error(cli: Cli, app_project: Path) -> None:
+    assert "there is no program 'no-such-app'" in cli("record", "no-such-app", code=2).stderr
+    assert "Missing argument" in cli("record", "--", code=2).stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+def test_ctrl_c_keeps_what_was_recorded(app_project: Path) -> None:
+    waiting = APP.replace("sys.exit(3)", "import time\ntime.sleep(600)")
+    (app_project / "app.py").write_text(waiting, encoding="utf-8")
+    command = [sys.executable, "-c", "from hatch_epcontext.cli import main; main()"]
+    with subprocess.Popen(
+        [*command, "record", "--", sys.executable, "-u", "app.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "the app has run\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert "image: kept 8 samples" in errors
+    assert process.returncode == 130
+    assert "Aborted" not in errors
+
+
+def test_each_process_of_an_app_is_recorded(cli: Cli, app_project: Path) -> None:
+    code = (
+        "import sys, subprocess, numpy as np, onnxruntime as o\n"
+        "s = o.InferenceSession('models/image.onnx')\n"
+        "s.run(None, {'x': np.full((1, 1, 8, 8), len(sys.argv), np.float32)})\n"
+        "len(sys.argv) > 1 or subprocess.check_call([sys.executable, __file__, 'again'])\n"
+    )
+    (app_project / "app.py").write_text(code, encoding="utf-8")
+    printed = cli("record", "-m", "image", "--", sys.executable, "app.py").stderr
+    assert "image: kept 2 samples of 2 runs" in printed
+    files = sorted((app_project / ".epcontext-samples" / "image").glob("*.npz"))
+    assert {arrays(file)["x"].max() for file in files} == {1, 2}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it forks")
+def test_a_forked_process_is_recorded_as_its_own(cli: Cli, app_project: Path) -> None:
+    code = (
+        "import os, numpy as np, onnxruntime as o\n"
+        "child = os.fork()\n"
+        "s = o.InferenceSession('models/image.onnx')\n"
+        "s.run(None, {'x': np.full((1, 1, 8, 8), 1 + bool(child), np.float32)})\n"
+        "child and os.waitpid(child, 0)\n"
+    )
+    printed = cli("record", "-m", "image", "--", sys.executable, "-c", code).stderr
+    assert "image: kept 2 samples of 2 runs" in printed
+
+
+def test_an_app_runs_on_where_nothing_can_be_recorded(cli: Cli, app_project: Path) -> None:
+    folder = "os.path.join(os.environ['PYTHONPATH'].split(os.pathsep)[0], str(os.getpid()))"
+    block = f"import os; open(os.path.join({folder}, 'image'), 'w').close()\n"
+    (app_project / "app.py").write_text(block + APP, encoding="utf-8")
+    printed = cli("record", "--", sys.executable, "app.py", code=3).stderr
+    assert "the recorder failed: FileExistsError" in printed
+    assert "speech: kept 2 samples" in printed
+
+
+def test_the_environments_own_sitecustomize_still_counts(
+    cli: Cli, app_project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (app_project / "own").mkdir()
+    (app_project / "own" / "sitecustomize.py").write_text("print('own')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(app_project / "own"))
+    cli("record", "-m", "image", "--", sys.executable, "app.py", code=3)
+    assert capfd.readouterr().out.splitlines()[0] == "own"
+    assert (app_project / ".epcontext-samples" / "image" / "1.npz").exists()
+    shutil.rmtree(app_project / "own")
