@@ -174,7 +174,8 @@ class Validation:
     ``reason``: why it was not run as the app will run it. ``samples``: the names of the inputs that were
     compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs so large
     that the app may never have them. ``large``: values inside the model that come near the limit of the EP's
-    type.
+    type. ``float_form_db``: the decibels by which the integers of the source on the CPU differ from its float
+    form, if that was compared with in their place.
     """
 
     status: ValidationStatus
@@ -184,6 +185,7 @@ class Validation:
     synthetic: bool = True
     warnings: tuple[str, ...] = ()
     large: tuple[Magnitude, ...] = ()
+    float_form_db: float | None = None
 
     @property
     def label(self) -> str:

@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, Validati
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.providers import Provider
+from hatch_epcontext.providers import QUANTIZED, Provider
 from hatch_epcontext.worker.facts import AgreementStatus, worst_agreements
 
 if TYPE_CHECKING:
@@ -53,9 +53,17 @@ def describe_validation(validation: Validation) -> str:
     largest = max(agreement.max_abs for agreement in validation.compared)
     cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
     snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
+    reference, noise = "the CPU", ""
+    if validation.float_form_db is not None:
+        reference, noise = "its float form", f"; {_own_noise(validation.float_form_db)}"
     return (
-        f"{ran} and agrees with the CPU{on} ({snr}{cosine}largest difference {largest:.2g}){others}"
+        f"{ran} and agrees with {reference}{on} ({snr}{cosine}largest difference {largest:.2g})"
+        f"{others}{noise}"
     )
+
+
+def _own_noise(decibels: float) -> str:
+    return f"the int8 file on the CPU differs from it by {decibels:.0f} dB"
 
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
@@ -64,6 +72,11 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         yield (
             f"{name}: the comparison of the output {each.output!r} proves nothing, because {each.reason}; "
             "give real inputs (validate.inputs, or --inputs on the command line)"
+        )
+    if (decibels := validation.float_form_db) is not None and decibels < QUANTIZED.snr:
+        yield (
+            f"{name}: it agrees with its float form, and {_own_noise(decibels)}, because its quantization "
+            "is coarse; compare the answers of both in the app"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
 
@@ -176,6 +189,7 @@ def validation_of(status: ValidationStatus, reply: ValidateReply, inputs: str) -
         inputs in SYNTHETIC,
         reply.warnings,
         reply.large,
+        reply.float_form_db,
     )
 
 

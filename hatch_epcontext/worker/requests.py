@@ -159,8 +159,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
-    ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
-    the source if its numbers were changed. With an ``unroll_limit`` loops and layers of known length are
+    ``reference`` if there is one. ``folder`` exists and is empty. ``precision``: how its numbers were changed
+    before. With an ``unroll_limit`` loops and layers of known length are
     unrolled instead, up to so many nodes.
     """
 
@@ -171,7 +171,7 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     simplify: bool
     compare: bool
     reference: str | None = None
-    tolerance: Tolerance | None = None
+    precision: Precision | None = None
     unroll_limit: int | None = None
 
     def misfit(self, reply: RewriteReply) -> str | None:
@@ -233,7 +233,8 @@ class ValidateReply:
     ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
     where the target's EP ran the artifact. ``samples``: the names of the inputs that were compared;
     ``warnings``: disagreements for inputs so large that the app may never have them; ``large``: values inside
-    the model that come near the limit of the type in which the EP computes.
+    the model that come near the limit of the type in which the EP computes. ``float_form_db``: as in
+    `Validation`.
     """
 
     agreements: tuple[Agreement, ...]
@@ -242,6 +243,7 @@ class ValidateReply:
     samples: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     large: tuple[Magnitude, ...] = ()
+    float_form_db: float | None = None
 
 
 @dataclass(frozen=True)

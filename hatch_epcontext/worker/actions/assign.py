@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import EpcontextError, Kind, Problem
 from hatch_epcontext.worker.comparison.check import check_runs
-from hatch_epcontext.worker.comparison.runs import read_reference
+from hatch_epcontext.worker.comparison.runs import for_format, read_reference
 from hatch_epcontext.worker.facts import Agreement
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import AssignedNode, AssignReply, AssignRequest
@@ -60,6 +60,8 @@ def _nodes(session: ort.InferenceSession, prepared: Path) -> Iterator[AssignedNo
 def _compare(session: ort.InferenceSession, request: AssignRequest) -> tuple[Agreement, ...]:
     if request.reference is None or request.tolerance is None:
         return ()
-    expected, what = read_reference(request.reference), "the model"
+    settings, what = request.target.settings, "the model"
+    format_ = request.target.provider.number_format(settings.device, settings.provider_options)
+    expected = for_format(read_reference(request.reference), format_)
     checked = check_runs(session, expected, request.tolerance, request.model, what, "the CPU's")
     return checked.agreements

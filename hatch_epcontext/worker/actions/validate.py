@@ -12,9 +12,10 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
-from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
+    for_format,
     for_other_numbers,
     read_reference,
     run_model,
@@ -65,27 +66,37 @@ def handle(request: ValidateRequest) -> ValidateReply:
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
-    if request.target.settings.changes_precision:
+    settings, provider = request.target.settings, request.target.provider
+    tolerance = within_noise(request.tolerance, expected.facts, provider.tolerance)
+    if settings.changes_precision:
         expected = for_other_numbers(expected)
+    expected = for_format(
+        expected, provider.number_format(settings.device, settings.provider_options)
+    )
     first = run_model(session, expected.feeds, model, "the compiled model")
     if recorded := expected_outputs(request.context.outputs, model):
         name, only_target = "the recorded output", request.only_target
-        check_outputs(first, recorded, request.tolerance, model, name, only_target=only_target)
+        own = model.tolerance_for(request.target, recorded=True) or request.tolerance
+        check_outputs(first, recorded, own, model, name, only_target=only_target)
     checked = check_runs(
         session,
         expected,
-        request.tolerance,
+        tolerance,
         model,
         "the compiled model",
-        "the CPU's",
+        "the CPU's" if expected.facts.float_form_db is None else "its float form's",
         first=first,
         only_target=request.only_target,
     )
-    settings = request.target.settings
-    format_ = request.target.provider.number_format(settings.device, settings.provider_options)
-    large = () if format_ is None else expected.facts.large
+    facts = expected.facts
     return ValidateReply(
-        checked.agreements, unavailable, load, checked.samples, checked.warnings, large
+        checked.agreements,
+        unavailable,
+        load,
+        checked.samples,
+        checked.warnings,
+        facts.large,
+        facts.float_form_db,
     )
 
 
@@ -104,7 +115,10 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
     fix_inputs(source, model)
     feeds = feeds_for(source, model)
     _check_inputs(request, feeds)
-    return feeds if request.tolerance is None else reference(model, source)
+    if request.tolerance is None:
+        return feeds
+    dequantized = bool(request.target.settings.dequantize)
+    return source_reference(model, source, dequantized=dequantized)
 
 
 def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:

@@ -54,13 +54,14 @@ _LARGER = 1.1
 """The same as `_MUCH_LARGER` for values near the limit."""
 
 
-def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
+def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
 
-    ``fixed``: the model with what its configuration fixes, whose inputs are those that are fed. Raises
-    ModelError when the source model cannot be run.
+    ``fixed``: the model with what its configuration fixes, whose inputs are those that are fed. ``path``: the
+    file of another form of the source, which is run in its place. Raises ModelError when it cannot be run.
     """
-    source = onnx.load(model.path, load_external_data=False)
+    path = path or Path(model.path)
+    source = onnx.load(path, load_external_data=False)
     frozen = {
         value.name: constant(model, graph.facts(value))
         for value in graph.inputs(source.graph)
@@ -71,7 +72,7 @@ def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
     step("opening the source model on the CPU")
     start = time.monotonic()
     try:
-        session = _open(source, Path(model.path))
+        session = _open(source, path)
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
         cpu = _Source(session, frozen, model, opened)
         tried, ranges = run_samples(

@@ -15,6 +15,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Nature
 from hatch_epcontext.worker.facts import Magnitude
@@ -43,6 +44,9 @@ class Facts:
     """What is known of the source model: its ``states``, the ``natures`` of its outputs, those that depend on
     chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), the integer
     inputs that nothing bounds (``guessed``), and values that come near float16's limit (``large``).
+
+    Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
+    float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -51,6 +55,8 @@ class Facts:
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
     large: tuple[Magnitude, ...] = ()
+    float_form_db: float | None = None
+    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,13 @@ def for_other_numbers(expected: Reference) -> Reference:
         for index, each in enumerate(expected.runs)
     )
     return Reference(runs, replace(expected.facts, large=()))
+
+
+def for_format(expected: Reference, format_: NumberFormat | None) -> Reference:
+    """Return ``expected`` for what computes in ``format_``: only float16 has a limit that is near."""
+    if format_ is not None and format_.name == "float16":
+        return expected
+    return Reference(expected.runs, replace(expected.facts, large=()))
 
 
 _FLAGS = ("bounded", "on_target", "is_extreme")
