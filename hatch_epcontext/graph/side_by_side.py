@@ -23,12 +23,13 @@ _ROUNDING = frozenset({"DynamicQuantizeLinear", "com.microsoft.DynamicQuantizeMa
 
 @dataclass(frozen=True)
 class Undone:
-    """An operator that was undone, by names of values: its result from ``integers``, and from ``floats``.
+    """A ``node`` of the source that was undone; names of values: its result in ``integers`` and in ``floats``.
 
     ``step``: by how much the result grows with the sum of integers, which a bias of integers rounds to; empty
     where none is known.
     """
 
+    node: onnx.NodeProto
     integers: str
     floats: str
     step: str = ""
@@ -70,19 +71,19 @@ class _Adding:
 
     def add(self, node: onnx.NodeProto) -> Iterator[Undone]:
         """Add ``node``, which is not in the source, and yield what it takes the place of."""
-        replaced = [name for name in node.output if name in self.makers]
-        maker = self.makers[replaced[0]] if replaced else None
-        if maker is not None and maker.op_type == "DynamicQuantizeLSTM":
-            yield from self._add_step(maker, node)
-            return
+        replaced = {name: self.makers[name] for name in node.output if name in self.makers}
+        for maker in replaced.values():
+            if maker.op_type == "DynamicQuantizeLSTM":
+                yield from self._add_step(maker, node)
+                return
         names = {name: self._round(name) for name in node.input if name in self.measured}
         self._copy(node, names, {name: f"{_ADDED}{name}" for name in replaced})
-        for name in replaced:
-            yield Undone(name, f"{_ADDED}{name}", self._step(maker))
+        for name, maker in replaced.items():
+            yield Undone(maker, name, f"{_ADDED}{name}", self._step(maker))
 
-    def _step(self, maker: onnx.NodeProto | None) -> str:
-        """The scale with which a sum of integers is multiplied to make a result."""
-        if maker is None or maker.op_type != "Mul":
+    def _step(self, maker: onnx.NodeProto) -> str:
+        """The scale with which ``maker`` multiplies a sum of integers, if it does."""
+        if maker.op_type != "Mul":
             return ""
         made = [name for name in maker.input if name in self.makers]
         scales = [name for name in made if self.makers[name].op_type != "Cast"]
@@ -115,7 +116,7 @@ class _Adding:
             kinds.append(names)
         of_integers, of_floats = kinds
         for name in of_integers.keys() & of_floats:
-            yield Undone(of_integers[name], of_floats[name])
+            yield Undone(integers, of_integers[name], of_floats[name])
 
     def _copy(
         self, node: onnx.NodeProto, inputs: Mapping[str, str], outputs: Mapping[str, str]

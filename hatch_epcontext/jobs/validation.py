@@ -63,7 +63,8 @@ def describe_validation(validation: Validation) -> str:
 
 
 def _own_noise(decibels: float) -> str:
-    return f"the int8 file on the CPU differs from it by {decibels:.0f} dB"
+    distance = f"{decibels:.0f}" if decibels < 100 else "more than 100"
+    return f"the int8 file on the CPU differs from it by {distance} dB"
 
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:

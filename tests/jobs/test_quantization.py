@@ -132,6 +132,15 @@ def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
 
 
 @newer_runtime
+def test_all_quantization_is_undone_where_only_some_is_dynamic(run: Run, project: Path) -> None:
+    save_dynamic(project)
+    (built,) = run(f'{CPU}dequantize = "all"\n').built
+    (preparation,) = built.artifact.record.preparations
+    assert preparation.precision == "dequantized (4 operators)"
+    assert built.validations["a"].float_form_db is not None
+
+
+@newer_runtime
 def test_an_artifact_of_the_cache_is_compared_with_its_float_form_too(
     run: Run, project: Path
 ) -> None:

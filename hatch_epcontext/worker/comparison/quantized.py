@@ -212,12 +212,11 @@ def _check_operators(
     except Exception:
         # ONNX Runtime cannot convert weights that several nodes use.
         session = open_session(path, cpu_options())
-    makers = {name: node for node in source.graph.node for name in node.output}
     for outputs, _ in _steps(model, session, expected):
         for each in undone:
             error, allowed = _error(outputs, each)
             if not error <= allowed:
-                node = makers[each.integers]
+                node = each.node
                 raise BuildError(
                     Problem(
                         Kind.OUTPUT_DIFFERS,

@@ -72,7 +72,7 @@ def test_a_scale_that_is_wrong_is_refused_with_its_node(tmp_path: Path) -> None:
             float_form_reference(spec, path, floats)
         (problem,) = caught.value.problems
         assert problem.kind is Kind.OUTPUT_DIFFERS
-        assert "DynamicQuantizeLSTM" in problem.message
+        assert "'rnn_quant' (com.microsoft.DynamicQuantizeLSTM)" in problem.message
 
 
 def test_only_a_dynamically_quantized_source_has_noise(tmp_path: Path) -> None:

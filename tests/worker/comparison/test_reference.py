@@ -11,10 +11,16 @@ from onnx import TensorProto, helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
-from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    for_format,
+    read_reference,
+    write_reference,
+)
 from hatch_epcontext.worker.facts import AgreementStatus
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
@@ -341,3 +347,20 @@ def test_a_model_that_is_broken_on_purpose_fails(tmp_path: Path, fault: str) -> 
         stored[name].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(new, np.float32), name))
     with pytest.raises(BuildError, match=r"dB of signal to noise|dB in"):
         check(changed, spec, expected, tmp_path)
+
+
+def test_values_near_the_limit_of_float16_matter_in_float16_only(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Mul", ["x", "many"], ["large"]),
+            helper.make_node("Sin", ["large"], ["y"]),
+        ],
+        [value("x", [4])],
+        [value("y", [4])],
+        [numpy_helper.from_array(np.float32(1e6), "many")],
+    )
+    _, expected = referred(made, tmp_path)
+    assert [each.value for each in expected.facts.large] == ["large"]
+    assert for_format(expected, FLOAT16) == expected
+    for other in (None, BFLOAT16):
+        assert for_format(expected, other).facts.large == ()
