@@ -23,7 +23,7 @@ _ROUNDING = frozenset({"DynamicQuantizeLinear", "com.microsoft.DynamicQuantizeMa
 
 @dataclass(frozen=True)
 class Undone:
-    """A ``node`` of the source that was undone; names of values: its result in ``integers`` and in ``floats``.
+    """A ``node`` of the source that was undone, and the names of its results in ``integers`` and ``floats``.
 
     ``step``: by how much the result grows with the sum of integers, which a bias of integers rounds to; empty
     where none is known.
