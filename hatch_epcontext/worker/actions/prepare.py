@@ -125,9 +125,12 @@ def _reference(
         return None
     if request.reference is not None:
         return read_reference(request.reference)
-    if fixed != integers and is_dynamic(integers):
-        return float_form_reference(request.model, integers, fixed)
-    return with_noise(request.model, integers, reference(request.model, onnx_model))
+    model = request.model
+    if not is_dynamic(onnx_model):
+        return reference(model, onnx_model)
+    if fixed != integers:
+        return float_form_reference(model, integers, fixed)
+    return with_noise(model, integers, reference(model, onnx_model))
 
 
 def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:

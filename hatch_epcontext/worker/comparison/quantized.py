@@ -70,9 +70,9 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
     return undone
 
 
-def is_dynamic(path: Path | str) -> bool:
-    """Whether the model at ``path`` is dynamically quantized."""
-    nodes = graph.nodes(onnx.load(path, load_external_data=False).graph)
+def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
+    """Whether a model is dynamically quantized, at least in parts."""
+    nodes = graph.nodes(onnx_model.graph)
     return not DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
 
 
@@ -82,7 +82,7 @@ def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool)
     ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
     `float_form_reference` does.
     """
-    if not is_dynamic(model.path):
+    if not is_dynamic(onnx.load(model.path, load_external_data=False)):
         return reference(model, fixed)
     whole = onnx.load(model.path)
     fix_inputs(whole, model)
@@ -100,7 +100,8 @@ def float_form_reference(model: Model, integers: Path, floats: Path) -> Referenc
     Raises BuildError where one of its operators computes something else than its integer operators, and
     ModelError when the model cannot be run.
     """
-    expected = reference(model, onnx.load(floats, load_external_data=False), floats)
+    float_form = onnx.load(floats, load_external_data=False)
+    expected = reference(model, float_form, floats)
     source = onnx.load(integers)
     try:
         _check_operators(model, source, floats, expected)
@@ -112,13 +113,12 @@ def float_form_reference(model: Model, integers: Path, floats: Path) -> Referenc
     except Exception as error:
         raise ModelError(source_failed(model, source, error)) from error
     facts = replace(expected.facts, float_form_db=decibels)
-    return with_noise(model, floats, Reference(expected.runs, facts))
+    expected = Reference(expected.runs, facts)
+    return with_noise(model, floats, expected) if is_dynamic(float_form) else expected
 
 
 def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
-    """``expected``, the reference of the model at ``path``, with its noise if it is dynamically quantized."""
-    if not is_dynamic(path):
-        return expected
+    """``expected``, the reference of the dynamically quantized model at ``path``, with its noise."""
     step("measuring the noise of the source model")
     rng = np.random.default_rng(0)
     onnx_model = onnx.load(path)
@@ -158,7 +158,7 @@ def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = No
     """
     outputs, usual = dict(limits.outputs), default or limits
     for name, decibels in facts.noise.items():
-        snr = max(decibels - _MARGIN, QUANTIZED.snr)
+        snr = round(max(decibels - _MARGIN, QUANTIZED.snr), 1)
         own = {}
         if limits.snr == usual.snr:
             own["snr"] = min(limits.snr, snr)
