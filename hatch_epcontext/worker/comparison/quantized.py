@@ -7,6 +7,7 @@ change the integers: no limit is stricter than what such errors explain.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,8 @@ _ROUNDING = 2.0**-20
 
 _MARGIN = 6.0
 """Decibels by which the effect of other rounding errors may be larger than that of those measured."""
+
+_FEW = 16
 
 _EQUAL = 150.0
 """Decibels of outputs that are equal, or nearly so."""
@@ -107,7 +110,8 @@ def float_form_reference(model: Model, integers: Path, floats: Path) -> Referenc
         _check_operators(model, source, floats, expected)
         session = open_session(integers, cpu_options())
         compared = _compare(model, session, for_other_numbers(expected))
-        decibels = min((c.agreement.snr or _EQUAL for c in compared), default=_EQUAL)
+        ratios = [each.agreement.snr for each in compared]
+        decibels = min([_EQUAL, *(each for each in ratios if each is not None)])
     except (BuildError, ModelError):
         raise
     except Exception as error:
@@ -123,7 +127,8 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
     rng = np.random.default_rng(0)
     onnx_model = onnx.load(path)
     for tensor in onnx_model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT:
+        # Few numbers may be sizes, such as those of a Resize, which must not change.
+        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW:
             rounded = _rounded(numpy_helper.to_array(tensor), rng)
             tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
     runs = []
