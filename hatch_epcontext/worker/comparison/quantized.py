@@ -206,6 +206,7 @@ def _check_operators(
     model: Model, source: onnx.ModelProto, floats: Path, expected: Reference
 ) -> None:
     """Compare the float operators with those of integers, on what the source itself computes."""
+    step("comparing float operators with those of integers")
     undone = add_floats(source, onnx.load(floats))
     path = floats.with_suffix(".both.onnx")
     _save(source, path)
