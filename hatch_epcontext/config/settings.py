@@ -101,8 +101,11 @@ class CompileSettings:
 
     @property
     def changes_precision(self) -> bool:
-        """Whether what is compiled computes with other types of numbers than the source."""
-        return bool(self.dequantize) or self.quantize is not None
+        """Whether what is compiled computes with other types of numbers than what it is compared with.
+
+        A model whose dynamic quantization is undone is compared with its float form.
+        """
+        return self.dequantize == "all" or self.quantize is not None
 
 
 @dataclass(frozen=True)
@@ -234,12 +237,15 @@ class Model:
         given = self.validate.tolerance or ToleranceTable()
         return len(self.targets) > 1 or target.name in given.targets
 
-    def tolerance_for(self, target: Target) -> Tolerance | None:
-        """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison."""
+    def tolerance_for(self, target: Target, *, recorded: bool = False) -> Tolerance | None:
+        """How far outputs on ``target`` may differ from the CPU EP's; None for no comparison.
+
+        ``recorded``: from those of the source itself, also where its quantization is undone.
+        """
         if self.validate.tolerance is False:
             return None
         tolerance = target.provider.tolerance
-        if target.settings.changes_precision:
+        if target.settings.changes_precision or (recorded and target.settings.dequantize):
             snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
         limits: dict[str, Any] = {}

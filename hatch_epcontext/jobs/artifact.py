@@ -185,6 +185,8 @@ class Validation:
     ``reason``: why it was not run as the app will run it. ``samples``: the names of the inputs that were
     compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs that the
     app may never have. ``emulation``: what the number format of the EP makes of the model.
+    ``float_form_db``: the decibels by which the integers of the source on the CPU differ from its float
+    form, if that was compared with in their place.
     """
 
     status: ValidationStatus
@@ -194,6 +196,7 @@ class Validation:
     synthetic: bool = True
     warnings: tuple[str, ...] = ()
     emulation: Emulation | None = None
+    float_form_db: float | None = None
 
     @property
     def label(self) -> str:

@@ -163,9 +163,9 @@ class Preparations:
 def _precision(job: Job, model: Model) -> Precision | None:
     """How ``job`` wants the numbers of ``model`` changed."""
     settings = job.target.settings
-    if not settings.changes_precision:
+    if not (settings.dequantize or settings.quantize):
         return None
-    tolerance = model.tolerance_for(job.target)
+    tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
     return Precision(settings.dequantize, settings.quantize, job.target.calibration, tolerance)
 
 
@@ -235,7 +235,7 @@ def change(
         simplify=before.preparation.simplifier != "none",
         compare=_compare(model),
         reference=before.reference,
-        tolerance=model.tolerance_for(job.target) if before.preparation.precision else None,
+        precision=_precision(job, model) if before.preparation.precision else None,
         unroll_limit=job.target.settings.unroll_limit if last and last.kind == "unroll" else None,
         remedies=recipe.remedies,
     )

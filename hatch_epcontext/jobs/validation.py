@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.artifact import Artifact, Record, Validation, Validati
 from hatch_epcontext.jobs.cache.fingerprint import FORMAT, value_sha256
 from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.providers import Provider
+from hatch_epcontext.providers import QUANTIZED, Provider
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import Emulation, worst_agreements
 
@@ -54,22 +54,29 @@ def describe_validation(validation: Validation) -> str:
     largest = max(agreement.max_abs for agreement in validation.compared)
     cosine = f"cosine {validation.cosine:.5f}, " if validation.cosine is not None else ""
     snr = f"{validation.snr:.0f} dB, " if validation.snr is not None else ""
-    verdict = "agrees with the CPU"
-    emulation, emulated = validation.emulation, ""
-    if emulation is not None:
-        emulated = f"; {describe_emulation(emulation)}"
+    reference, noise = "the CPU", ""
+    if validation.float_form_db is not None:
+        reference, noise = "its float form", f"; {_own_noise(validation.float_form_db)}"
+    verdict, emulated = f"agrees with {reference}", ""
+    if validation.emulation is not None:
+        emulated = f"; {describe_emulation(validation.emulation)}"
         if validation.sensitive:
-            verdict = f"agrees with the CPU there, but is SENSITIVE to {emulation.format}"
+            verdict = f"{verdict} there, but is SENSITIVE to {validation.emulation.format}"
     return (
         f"{ran} and {verdict}{on} ({snr}{cosine}largest difference {largest:.2g}){emulated}{others}"
+        f"{noise}"
     )
 
 
 def describe_emulation(emulation: Emulation) -> str:
     """What the number format of the EP makes of the model, for a summary."""
-    snr = "equal" if emulation.snr is None else f"{emulation.snr:.0f} dB"
-    at_least = f"at least {snr}" if emulation.snr is not None else snr
-    return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {at_least}"
+    snr = "equal" if emulation.snr is None else f"at least {emulation.snr:.0f} dB"
+    return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {snr}"
+
+
+def _own_noise(decibels: float) -> str:
+    distance = f"{decibels:.0f}" if decibels < 100 else "more than 100"
+    return f"the int8 file on the CPU differs from it by {distance} dB"
 
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
@@ -78,6 +85,11 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         yield (
             f"{name}: the comparison of the output {each.output!r} proves nothing, because {each.reason}; "
             "give real inputs (validate.inputs, or --inputs on the command line)"
+        )
+    if (decibels := validation.float_form_db) is not None and decibels < QUANTIZED.snr:
+        yield (
+            f"{name}: it agrees with its float form, and {_own_noise(decibels)}, because its quantization "
+            "is coarse; compare the answers of both in the app"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
     emulation = validation.emulation
@@ -201,6 +213,7 @@ def validation_of(status: ValidationStatus, reply: ValidateReply, inputs: str) -
         inputs in SYNTHETIC,
         reply.warnings,
         reply.emulation,
+        reply.float_form_db,
     )
 
 

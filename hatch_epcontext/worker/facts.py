@@ -48,7 +48,7 @@ class ModelFacts:
 class Precision:
     """How the numbers of a model are changed: see `CompileSettings`. ``calibration`` is a path.
 
-    ``tolerance``: how far the changed model may differ from its source.
+    ``tolerance``: how far the changed model may differ from its reference, None for no further than others.
     """
 
     dequantize: Dequantize

@@ -161,10 +161,9 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
 
     ``refused``: the operators that the EP refuses; None for all. The result is simplified with
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
-    ``reference`` if there is one. ``folder`` exists and is empty. ``tolerance``: how far it may differ from
-    the source if its numbers were changed. With an ``unroll_limit`` loops and layers of known length are
-    unrolled instead, up to so many nodes. With ``remedies``, the ids of rewrites for a number format, only
-    these are applied.
+    ``reference`` if there is one. ``folder`` exists and is empty. ``precision``: how its numbers were changed
+    before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to so many
+    nodes. With ``remedies``, the ids of rewrites for a number format, only these are applied.
     """
 
     model: Model
@@ -174,7 +173,7 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     simplify: bool
     compare: bool
     reference: str | None = None
-    tolerance: Tolerance | None = None
+    precision: Precision | None = None
     unroll_limit: int | None = None
     remedies: tuple[RewriteName, ...] = ()
 
@@ -237,7 +236,7 @@ class ValidateReply:
     ``unavailable`` is the reason why an optimized graph ran on the CPU EP instead of its own; None
     where the target's EP ran the artifact. ``samples``: the names of the inputs that were compared;
     ``warnings``: disagreements for inputs that the app may never have; ``emulation``: what the number format
-    of the EP makes of the model, None where it has none that is known.
+    of the EP makes of the model, None where it has none that is known. ``float_form_db``: as in `Validation`.
     """
 
     agreements: tuple[Agreement, ...]
@@ -246,6 +245,7 @@ class ValidateReply:
     samples: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     emulation: Emulation | None = None
+    float_form_db: float | None = None
 
 
 @dataclass(frozen=True)

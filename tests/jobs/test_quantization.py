@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.run import build, dry_run
+from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
 from tests.conftest import needs_qnn, newer_runtime
 from tests.models import network, save
 
@@ -113,7 +115,7 @@ def test_samples_that_change_during_the_build_are_noticed(
 
 
 @newer_runtime
-def test_dynamic_quantization_is_undone_and_compared_with_the_source(
+def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
     run: Run, project: Path
 ) -> None:
     source = save_dynamic(project)
@@ -123,9 +125,60 @@ def test_dynamic_quantization_is_undone_and_compared_with_the_source(
     made = onnx.load(built.artifact.folder / "a_optimized.onnx")
     assert not {node.op_type for node in made.graph.node} & {"ConvInteger", "MatMulInteger"}
     (agreement,) = built.validations["a"].agreements
-    assert 0 < agreement.max_abs < 1
+    assert agreement.max_abs < 1e-3
+    assert 30 < (built.validations["a"].float_form_db or 0) < 100
     # What the source computes itself is not changed.
     assert onnx.load(project / "models" / "a.onnx") == source
+
+
+@newer_runtime
+def test_all_quantization_is_undone_where_only_some_is_dynamic(run: Run, project: Path) -> None:
+    save_dynamic(project)
+    (built,) = run(f'{CPU}dequantize = "all"\n').built
+    (preparation,) = built.artifact.record.preparations
+    assert preparation.precision == "dequantized (4 operators)"
+    assert built.validations["a"].float_form_db is not None
+
+
+@newer_runtime
+def test_an_artifact_of_the_cache_is_compared_with_its_float_form_too(
+    run: Run, project: Path
+) -> None:
+    save_dynamic(project)
+    toml = f"{CPU}dequantize = true\n"
+    first = run(toml).built[0].validations["a"]
+    (built,) = run(f"{toml}validate = {{ tolerance = {{ snr = 90 }} }}").built
+    assert built.cached
+    assert built.validations["a"] == first
+
+
+@newer_runtime
+def test_an_optimized_graph_with_dynamic_quantization_agrees_with_itself(
+    run: Run, project: Path
+) -> None:
+    save_dynamic(project)
+    (built,) = run(CPU).built
+    assert built.validations["a"].float_form_db is None
+    assert "agrees with the CPU" in describe_validation(built.validations["a"])
+
+
+@needs_qnn
+@newer_runtime
+def test_qnn_is_compared_with_the_float_form_of_a_dynamically_quantized_model(
+    run: Run, project: Path
+) -> None:
+    save_dynamic(project)
+    (built,) = run(QNN.replace('quantize = { inputs = "samples" }', "dequantize = true")).built
+    (context,) = built.artifact.record.contexts
+    assert context.coverage is not None
+    assert not context.coverage.uncovered
+    validation = built.validations["a"]
+    assert validation.status is ValidationStatus.RAN
+    assert validation.float_form_db is not None
+    assert "agrees with its float form" in describe_validation(validation)
+    assert not list(validation_warnings("a", validation))
+    (warning,) = validation_warnings("a", replace(validation, float_form_db=3.4))
+    assert "3 dB" in warning
 
 
 @needs_qnn

@@ -10,13 +10,18 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.config.tables import Dequantize
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
-from hatch_epcontext.graph.dequantize import dequantize
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
+from hatch_epcontext.worker.comparison.quantized import (
+    float_form_reference,
+    is_dynamic,
+    with_noise,
+    within_noise,
+    write_float_form,
+)
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -44,26 +49,34 @@ def handle(request: PrepareRequest) -> PrepareReply:
     onnx_model = onnx.load(fixed, load_external_data=False)
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
     ranges = ranges_for(onnx_model, model)
-    # Before the simplifier, which is not to blame for a source that cannot be run.
-    expected = _reference(request, onnx_model)
-    outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     # In a folder of its own: beside the fixed model are links to the source's own data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
-    done = None
-    if request.precision is not None and request.precision.dequantize:
+    how, undone, integers = request.precision, 0, fixed
+    if how is not None and how.dequantize:
         floats = own / f"{model.name}.floats.onnx"
-        done = _write_dequantized(fixed, floats, request.precision.dequantize)
-        fixed = floats if done else fixed
+        undone = write_float_form(fixed, floats)
+        fixed = floats if undone else fixed
+    # Before the simplifier, which is not to blame for a source that cannot be run.
+    expected = _reference(request, onnx_model, integers, fixed)
+    outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
+    # What it is now is not what it is compared with.
+    done = None
+    if how is not None and how.dequantize == "all":
+        floats = own / f"{model.name}.without-qdq.onnx"
+        if more := write_float_form(fixed, floats, static=True):
+            fixed, undone = floats, undone + more
+            done = "dequantized"
     result = own / f"{model.name}.onnx"
     step(f"simplifying the model ({request.simplifier})")
     if (simplified := _simplify(fixed, result, request)) is None:
         result = fixed
-    if request.precision is not None and request.precision.quantize is not None:
+    precision = f"dequantized ({count(undone, 'operator')})" if undone else None
+    if how is not None and how.quantize is not None:
         # Few builds need it, and importing it takes long.
         from hatch_epcontext.worker.quantization.quantize import write_quantized
 
         quantized = own / f"{model.name}.quantized.onnx"
-        done = write_quantized(result, quantized, model, request.precision)
+        done = precision = write_quantized(result, quantized, model, how)
         result, simplified = quantized, None
     if expected is not None and (simplified is not None or done is not None):
         _compare(simplified, result, expected, request, done)
@@ -76,7 +89,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
         graph.control_flow(onnx_model.graph),
         ranges,
         outputs_path,
-        done,
+        precision,
     )
 
 
@@ -89,24 +102,33 @@ def _compare(
 ) -> None:
     """Compare ``result``, which ``simplified`` has open if it is not None, with the source.
 
-    ``done``: how its numbers were changed. Raises BuildError if they differ more than that explains.
+    ``done``: how its numbers were changed since. Raises BuildError if they differ more than that explains.
     """
-    model, tolerance = request.model, SIMPLIFIED
+    model, tolerance = request.model, within_noise(SIMPLIFIED, expected.facts)
     if done is not None and request.precision is not None:
-        tolerance = request.precision.tolerance or SIMPLIFIED
+        tolerance = request.precision.tolerance or tolerance
         expected = for_other_numbers(expected)
     # The session that has written it: opening it once more takes as long as simplifying it.
     session = simplified or open_session(result, cpu_options())
-    name = "the source model's" + (f" before it was {done}" if done else "")
+    name = "the source model's" if expected.facts.float_form_db is None else "its float form's"
+    name += f" before it was {done}" if done else ""
     check_runs(session, expected, tolerance, model, "the prepared model on the CPU", name)
 
 
-def _reference(request: PrepareRequest, onnx_model: onnx.ModelProto) -> Reference | None:
+def _reference(
+    request: PrepareRequest, onnx_model: onnx.ModelProto, integers: Path, fixed: Path
+) -> Reference | None:
+    """``fixed``: the file made of ``integers`` where dynamic quantization was undone, else the same."""
     if not request.compare:
         return None
     if request.reference is not None:
         return read_reference(request.reference)
-    return reference(request.model, onnx_model)
+    model = request.model
+    if not is_dynamic(onnx_model):
+        return reference(model, onnx_model)
+    if fixed != integers:
+        return float_form_reference(model, integers, fixed)
+    return with_noise(model, integers, reference(model, onnx_model))
 
 
 def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:
@@ -140,18 +162,3 @@ def _write_fixed(model: Model, folder: Path, simplifier: Simplifier) -> Path:
         name = f"_{name}"
     onnx.save(onnx_model, folder / name)
     return folder / name
-
-
-def _write_dequantized(source: Path, result: Path, how: Dequantize) -> str | None:
-    """Write the model at ``source`` without its quantization to ``result``.
-
-    Returns what was done in words; None if there was nothing to undo, and then nothing is written.
-    """
-    step("undoing the quantization of the model")
-    onnx_model = onnx.load(source)
-    undone = dequantize(onnx_model, static=how == "all")
-    if not undone:
-        return None
-    large = onnx_model.ByteSize() > PROTOBUF_LIMIT
-    onnx.save(onnx_model, result, save_as_external_data=large, location=f"{result.name}.data")
-    return f"dequantized ({count(undone, 'operator')})"

@@ -22,7 +22,7 @@ from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
-from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -147,7 +147,12 @@ class _RewriteSession:
         expected = None
         if request.compare:
             expected = (
-                reference(request.model, model)
+                source_reference(
+                    request.model,
+                    model,
+                    dequantized=request.precision is not None
+                    and bool(request.precision.dequantize),
+                )
                 if request.reference is None
                 else read_reference(request.reference)
             )
@@ -199,21 +204,13 @@ class _RewriteSession:
         if self.expected is None:
             return
         model, what = self.request.model, "the rewritten model on the CPU"
-        tolerance, expected = self.request.tolerance, self.expected
-        if tolerance is not None:
-            expected = for_other_numbers(expected)
+        tolerance, expected = within_noise(SIMPLIFIED, self.expected.facts), self.expected
+        runs = None
+        if self.request.precision is not None and self.request.precision.tolerance is not None:
+            tolerance, expected = self.request.precision.tolerance, for_other_numbers(expected)
         elif self.request.remedies:
-            check_runs(
-                session,
-                expected,
-                _REMEDIED,
-                model,
-                what,
-                "the source model's",
-                runs=expected.runs,
-            )
-            return
-        check_runs(session, expected, tolerance or SIMPLIFIED, model, what, "the source model's")
+            tolerance, runs = within_noise(_REMEDIED, expected.facts), expected.runs
+        check_runs(session, expected, tolerance, model, what, "the source model's", runs=runs)
 
     def _compare_branches(
         self,

@@ -15,7 +15,7 @@ from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
 from hatch_epcontext.worker.comparison.emulation import SENSITIVE, Emulator
-from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -69,20 +69,23 @@ def handle(request: ValidateRequest) -> ValidateReply:
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
-    emulator = _emulator(request, expected, request.tolerance)
-    if request.target.settings.changes_precision:
+    settings, provider = request.target.settings, request.target.provider
+    tolerance = within_noise(request.tolerance, expected.facts, provider.tolerance)
+    emulator = _emulator(request, expected, tolerance)
+    if settings.changes_precision:
         expected = for_other_numbers(expected)
     first = run_model(session, expected.feeds, model, "the compiled model")
     if recorded := expected_outputs(request.context.outputs, model):
         name, only_target = "the recorded output", request.only_target
-        check_outputs(first, recorded, request.tolerance, model, name, only_target=only_target)
+        own = model.tolerance_for(request.target, recorded=True) or request.tolerance
+        check_outputs(first, recorded, own, model, name, only_target=only_target)
     checked = check_runs(
         session,
         expected,
-        request.tolerance,
+        tolerance,
         model,
         "the compiled model",
-        "the CPU's",
+        "the CPU's" if expected.facts.float_form_db is None else "its float form's",
         runs=emulator.to_run() if emulator else None,
         first=first,
         only_target=request.only_target,
@@ -93,7 +96,13 @@ def handle(request: ValidateRequest) -> ValidateReply:
         emulation = emulator.result()
         agreements = tuple(_judged(each, emulation, emulator) for each in agreements)
     return ValidateReply(
-        agreements, unavailable, load, checked.samples, checked.warnings, emulation
+        agreements,
+        unavailable,
+        load,
+        checked.samples,
+        checked.warnings,
+        emulation,
+        expected.facts.float_form_db,
     )
 
 
@@ -147,7 +156,10 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
     fix_inputs(source, model)
     feeds = feeds_for(source, model)
     _check_inputs(request, feeds)
-    return feeds if request.tolerance is None else reference(model, source)
+    if request.tolerance is None:
+        return feeds
+    dequantized = bool(request.target.settings.dequantize)
+    return source_reference(model, source, dequantized=dequantized)
 
 
 def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:

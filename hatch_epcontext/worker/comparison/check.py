@@ -83,6 +83,7 @@ def check_runs(
                     place,
                     only_target,
                     candidates,
+                    what,
                 )
         except ModelError:
             raise
@@ -137,12 +138,13 @@ def check_outputs(
     place: str = "",
     only_target: str | None = None,
     candidates: Arrays = MappingProxyType({}),
+    what: str = "the compiled model",
 ) -> list[Agreement]:
     """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
 
     ``expected``: the reference that ``wanted`` is from, and ``place`` where in it, for messages;
-    ``only_target`` as in `check_runs`; ``candidates``: see `Run`. Raises BuildError when an output has NaN or
-    Inf where ``wanted`` has none, or leaves the tolerance.
+    ``only_target`` and ``what`` as in `check_runs`; ``candidates``: see `Run`. Raises BuildError when an
+    output has NaN or Inf where ``wanted`` has none, or leaves the tolerance.
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
@@ -170,7 +172,7 @@ def check_outputs(
             agreement = replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
         agreements.append(agreement)
         if compared.excesses:
-            problem = _differs(compared, model, reference_name, place, facts, only_target)
+            problem = _differs(compared, model, reference_name, place, facts, only_target, what)
             problems.append(replace(problem, margin=max(compared.margin, _NOTHING)))
     if problems:
         raise BuildError(*problems)
@@ -184,6 +186,7 @@ def _differs(
     place: str,
     facts: Facts,
     only_target: str | None,
+    what: str,
 ) -> Problem:
     agreement = compared.agreement
     message = (
@@ -202,10 +205,11 @@ def _differs(
             settings=(Setting(key / "inputs"),),
         )
     if _is_wrong(compared):
+        wrong = f"{what[0].upper()}{what[1:]} is wrong there."
         if are_given:
-            hint = "The compiled model is wrong there. Use another provider for this model."
-            return Problem(Kind.OUTPUT_DIFFERS, "", message, hint)
-        hint = "The compiled model is wrong there. If the app never has such inputs, give its real ones:"
+            other = " Use another provider for this model." if what == "the compiled model" else ""
+            return Problem(Kind.OUTPUT_DIFFERS, "", message, f"{wrong}{other}")
+        hint = f"{wrong} If the app never has such inputs, give its real ones:"
         return Problem(Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "inputs"),))
     allowed = {name: _rounded(name, limit) for name, limit in compared.needed.items()}
     limits: dict[str, Any] = {"outputs": {agreement.output: allowed}}

@@ -50,13 +50,14 @@ _FEW = 4
 """Samples on which something is run that computes as the CPU does."""
 
 
-def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
+def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) -> Reference:
     """Run the source model on the CPU, with its constants fed as inputs.
 
-    ``fixed``: the model with what its configuration fixes, whose inputs are those that are fed. Raises
-    ModelError when the source model cannot be run.
+    ``fixed``: the model with what its configuration fixes, whose inputs are those that are fed. ``path``: the
+    file of another form of the source, which is run in its place. Raises ModelError when it cannot be run.
     """
-    source = onnx.load(model.path, load_external_data=False)
+    path = path or Path(model.path)
+    source = onnx.load(path, load_external_data=False)
     frozen = {
         value.name: constant(model, graph.facts(value))
         for value in graph.inputs(source.graph)
@@ -70,7 +71,7 @@ def reference(model: Model, fixed: onnx.ModelProto) -> Reference:
     try:
         chosen = selections(fixed)
         inner = frozenset[str]().union(*(each.values for each in chosen))
-        session = _open(source, Path(model.path), inner)
+        session = _open(source, path, inner)
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
         outputs = [value.name for value in source.graph.output]
         cpu = _Source(session, frozen, model, opened, outputs, inner)

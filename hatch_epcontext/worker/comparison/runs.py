@@ -55,6 +55,9 @@ class Facts:
     """What is known of the source model: its ``states``, the ``natures`` of its outputs, those that depend on
     chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), the
     integer inputs that nothing bounds (``guessed``), and the rows that a TopK selects (``selections``).
+
+    Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
+    float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -63,6 +66,8 @@ class Facts:
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
     selections: tuple[Selection, ...] = ()
+    float_form_db: float | None = None
+    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

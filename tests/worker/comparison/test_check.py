@@ -53,3 +53,20 @@ def test_no_limits_are_suggested_for_a_slice_that_is_wrong() -> None:
         check_outputs({"y": wrong}, {"y": wanted}, Tolerance(20, 0.99), SPEC, "the CPU's")
     (setting,) = caught.value.problems[0].settings
     assert setting.key == SPEC.key / "validate" / "inputs"
+
+
+def test_a_hint_names_what_is_wrong() -> None:
+    arrays = {"y": np.ones((2, 8), np.float32)}
+    wrong = {"y": -arrays["y"]}
+    given = replace(SPEC, validate=ValidateTable(inputs="samples.npz"))
+    hints = {}
+    for what in ("the compiled model", "the prepared model on the CPU"):
+        with pytest.raises(BuildError) as caught:
+            check_outputs(wrong, arrays, Tolerance(20, 0.99), given, "the CPU's", what=what)
+        hints[what] = caught.value.problems[0].hint or ""
+    compiled, prepared = hints.values()
+    assert "compiled model" in compiled
+    assert "another provider" in compiled
+    assert "prepared model" in prepared
+    assert "compiled" not in prepared
+    assert "another provider" not in prepared

@@ -14,7 +14,11 @@ from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
-from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    read_reference,
+    write_reference,
+)
 from hatch_epcontext.worker.facts import AgreementStatus
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights

@@ -1,0 +1,249 @@
+"""The reference of a dynamically quantized model, whose integers on the CPU are noisy themselves.
+
+If its quantization is undone, each float operator is compared with the integer operators that it takes the
+place of, and the float form is the reference of all that is made of it. If not, the least rounding error can
+change the integers: no limit is stricter than what such errors explain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import numpy_helper
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
+from hatch_epcontext.files import temp_dir
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.dequantize import dequantize
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.side_by_side import Undone, add_floats
+from hatch_epcontext.providers import QUANTIZED, Tolerance
+from hatch_epcontext.worker.comparison.measures import Comparison, compare
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.run_errors import source_failed
+from hatch_epcontext.worker.comparison.runs import (
+    Facts,
+    Reference,
+    for_other_numbers,
+    run_steps,
+)
+from hatch_epcontext.worker.configured import fix_inputs
+from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.session import cpu_options, open_session
+
+_SAME = 1e-3
+"""The part of an operator's largest result by which its float form may differ beyond a step: where it is
+right, that is some 1e-6, because float32 rounds; a scale that is wrong by 1 % gives 1e-2."""
+
+_ROUNDING = 2.0**-20
+"""The relative errors whose effect on the integers is measured: those of sums in float32."""
+
+_MARGIN = 6.0
+"""Decibels by which the effect of other rounding errors may be larger than that of those measured."""
+
+_FEW = 16
+
+_EQUAL = 150.0
+"""Decibels of outputs that are equal, or nearly so."""
+
+_NO_LIMITS = Tolerance(snr=1000, cosine=1)
+
+_SOURCE = "the source model on the CPU"
+
+
+def write_float_form(source: Path, result: Path, *, static: bool = False) -> int:
+    """Write the model at ``source`` without its dynamic quantization, and with ``static`` without any, to
+    ``result``.
+
+    Returns the number of operators undone; if that is 0, nothing is written.
+    """
+    step("undoing the quantization of the model")
+    onnx_model = onnx.load(source)
+    if undone := dequantize(onnx_model, static=static):
+        _save(onnx_model, result)
+    return undone
+
+
+def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
+    """Whether a model is dynamically quantized, at least in parts."""
+    nodes = graph.nodes(onnx_model.graph)
+    return not DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
+
+
+def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool) -> Reference:
+    """The reference of ``model`` for what was made of it earlier; ``fixed``: as for `reference`.
+
+    ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
+    `float_form_reference` does.
+    """
+    if not is_dynamic(onnx.load(model.path, load_external_data=False)):
+        return reference(model, fixed)
+    whole = onnx.load(model.path)
+    fix_inputs(whole, model)
+    with temp_dir() as folder:
+        integers, floats = folder / "integers.onnx", folder / "floats.onnx"
+        _save(whole, integers)
+        if dequantized and write_float_form(integers, floats):
+            return float_form_reference(model, integers, floats)
+        return with_noise(model, integers, reference(model, fixed))
+
+
+def float_form_reference(model: Model, integers: Path, floats: Path) -> Reference:
+    """Run the float form at ``floats`` of a model, which is at ``integers``; both have what is fixed.
+
+    Raises BuildError where one of its operators computes something else than its integer operators, and
+    ModelError when the model cannot be run.
+    """
+    float_form = onnx.load(floats, load_external_data=False)
+    expected = reference(model, float_form, floats)
+    source = onnx.load(integers)
+    try:
+        _check_operators(model, source, floats, expected)
+        session = open_session(integers, cpu_options())
+        compared = _compare(model, session, for_other_numbers(expected))
+        ratios = [each.agreement.snr for each in compared]
+        decibels = min([_EQUAL, *(each for each in ratios if each is not None)])
+    except (BuildError, ModelError):
+        raise
+    except Exception as error:
+        raise ModelError(source_failed(model, source, error)) from error
+    facts = replace(expected.facts, float_form_db=decibels)
+    expected = Reference(expected.runs, facts)
+    return with_noise(model, floats, expected) if is_dynamic(float_form) else expected
+
+
+def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
+    """``expected``, the reference of the dynamically quantized model at ``path``, with its noise."""
+    step("measuring the noise of the source model")
+    rng = np.random.default_rng(0)
+    onnx_model = onnx.load(path)
+    for tensor in onnx_model.graph.initializer:
+        # Few numbers may be sizes, such as those of a Resize, which must not change.
+        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW:
+            rounded = _rounded(numpy_helper.to_array(tensor), rng)
+            tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
+    runs = []
+    for each in expected.runs:
+        feeds = ({n: _rounded(array, rng) for n, array in fed.items()} for fed in each.feeds)
+        runs.append(replace(each, feeds=tuple(feeds)))
+    noise: dict[str, float] = {}
+    with temp_dir() as folder:
+        _save(onnx_model, folder / "rounded.onnx")
+        session = open_session(folder / "rounded.onnx", cpu_options())
+        for found in _compare(model, session, Reference(tuple(runs), expected.facts)):
+            name = found.agreement.output
+            noise[name] = min(noise.get(name, _EQUAL), found.needed.get("snr", _EQUAL))
+        # Windows removes no file that is open.
+        del session
+    return Reference(expected.runs, replace(expected.facts, noise=noise))
+
+
+def _rounded(array: Array, rng: np.random.Generator) -> Array:
+    """``array`` with rounding errors, if it has float32."""
+    if array.dtype != np.float32:
+        return array
+    errors = _ROUNDING * rng.choice((-1.0, 1.0), array.shape)
+    rounded: Array = (np.asarray(array, np.float64) * (1 + errors)).astype(np.float32)
+    return rounded
+
+
+def within_noise(limits: Tolerance, facts: Facts, default: Tolerance | None = None) -> Tolerance:
+    """``limits`` that are no stricter than the noise of the source explains.
+
+    Those that are not ``default``, or are an output's own, were chosen by the user, and stay as they are.
+    """
+    outputs, usual = dict(limits.outputs), default or limits
+    for name, decibels in facts.noise.items():
+        snr = round(max(decibels - _MARGIN, QUANTIZED.snr), 1)
+        own = {}
+        if limits.snr == usual.snr:
+            own["snr"] = min(limits.snr, snr)
+        if limits.cosine == usual.cosine:
+            own["cosine"] = min(limits.cosine, 1 - 10 ** (-snr / 10))
+        outputs[name] = {**own, **limits.outputs.get(name, {})}
+    return replace(limits, outputs=outputs)
+
+
+def _save(onnx_model: onnx.ModelProto, path: Path) -> None:
+    large = onnx_model.ByteSize() > PROTOBUF_LIMIT
+    onnx.save(onnx_model, path, save_as_external_data=large, location=f"{path.name}.data")
+
+
+def _steps(
+    model: Model, session: ort.InferenceSession, expected: Reference
+) -> Iterator[tuple[Arrays, Arrays]]:
+    """Yield the outputs of ``session``, and those of the reference, in each step that a target runs."""
+    for each in expected.runs:
+        if each.on_target:
+            states = expected.facts.states
+            outputs = run_steps(session, each.feeds, states, model, _SOURCE)
+            yield from zip(outputs, each.outputs, strict=True)
+
+
+def _compare(
+    model: Model, session: ort.InferenceSession, expected: Reference
+) -> Iterator[Comparison]:
+    """Compare each output of ``session`` with the reference, where that says something."""
+    facts = expected.facts
+    for outputs, wanted in _steps(model, session, expected):
+        for name in wanted.keys() - {*facts.random, *facts.inconclusive}:
+            nature, samples = facts.natures.get(name, "any"), expected.others(name)
+            yield compare(
+                name, outputs[name], wanted[name], _NO_LIMITS, samples=samples, nature=nature
+            )
+
+
+def _check_operators(
+    model: Model, source: onnx.ModelProto, floats: Path, expected: Reference
+) -> None:
+    """Compare the float operators with those of integers, on what the source itself computes."""
+    step("comparing float operators with those of integers")
+    undone = add_floats(source, onnx.load(floats))
+    path = floats.with_suffix(".both.onnx")
+    _save(source, path)
+    options = cpu_options()
+    # Without it, sums of integers overflow on CPUs that have AVX2 and no VNNI.
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    try:
+        session = open_session(path, options)
+    except Exception:
+        # ONNX Runtime cannot convert weights that several nodes use.
+        session = open_session(path, cpu_options())
+    for outputs, _ in _steps(model, session, expected):
+        for each in undone:
+            error, allowed = _error(outputs, each)
+            if not error <= allowed:
+                node = each.node
+                raise BuildError(
+                    Problem(
+                        Kind.OUTPUT_DIFFERS,
+                        "",
+                        f"without its quantization, the node {node.name!r} ({graph.operator(node)}) differs "
+                        f"from its integers by up to {error:.3g}, where rounding explains {allowed:.3g}.",
+                        "The quantization is undone wrongly there. Compile the model as it is:",
+                        settings=(Setting(model.key / "dequantize", False),),
+                    )
+                )
+
+
+def _error(outputs: Arrays, undone: Undone) -> tuple[float, float]:
+    """The largest difference of an operator's two forms, and how large it may be."""
+    integers, floats = (
+        np.asarray(outputs[name], np.float64) for name in (undone.integers, undone.floats)
+    )
+    if not integers.size:
+        return 0.0, 0.0
+    one = np.abs(outputs[undone.step]) if undone.step else np.zeros(())
+    excess = np.abs(floats - integers) - one
+    place = np.unravel_index(int(np.argmax(excess)), excess.shape)
+    allowed = _SAME * float(np.abs(integers).max())
+    return float(excess[place]), allowed

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.graph.dequantize import dequantize
+from hatch_epcontext.providers import QUANTIZED, Tolerance
+from hatch_epcontext.worker.comparison.quantized import (
+    float_form_reference,
+    is_dynamic,
+    source_reference,
+    with_noise,
+    within_noise,
+    write_float_form,
+)
+from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.comparison.runs import Facts
+from tests.conftest import newer_runtime
+from tests.graph.test_dequantize import quantized, recurrent
+from tests.models import model, network, save, value, weights
+from tests.worker.actions.test_compile import MODEL
+
+STRICT = Tolerance(snr=50, cosine=0.9999)
+
+
+def referred(made: onnx.ModelProto, folder: Path) -> tuple[Model, Path, Path]:
+    """The model, its file, and that of its float form."""
+    path, floats = save(made, folder / "a.onnx"), folder / "floats.onnx"
+    assert write_float_form(path, floats)
+    return Model("a", path, MODEL), path, floats
+
+
+def layers() -> onnx.ModelProto:
+    """Matrices with a Relu behind each, as large as it takes for some integers to change."""
+    nodes, last = [], "x"
+    for index in range(6):
+        product, result = (f"m{index}", f"r{index}") if index < 5 else ("m5", "y")
+        nodes.append(helper.make_node("MatMul", [last, f"w{index}"], [product], f"p{index}"))
+        nodes.append(helper.make_node("Relu", [product], [result]))
+        last = result
+    stored = [weights(f"w{index}", 256, 256) for index in range(6)]
+    return model(nodes, [value("x", [64, 256])], [value("y", [64, 256])], stored)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(network(3), marks=newer_runtime), recurrent()],
+    ids=["network", "recurrent"],
+)
+def test_the_float_form_is_the_reference_and_the_integers_differ_from_it(
+    tmp_path: Path, source: onnx.ModelProto
+) -> None:
+    spec, path, floats = referred(quantized(source, tmp_path), tmp_path)
+    expected = float_form_reference(spec, path, floats)
+    assert expected.facts.float_form_db is not None
+    assert 20 < expected.facts.float_form_db < 70
+    assert not expected.facts.noise
+    alone = reference(spec, onnx.load(floats), floats)
+    for name, array in alone.runs[0].outputs[0].items():
+        np.testing.assert_array_equal(expected.runs[0].outputs[0][name], array)
+    # What an artifact of the cache is compared with.
+    again = source_reference(spec, onnx.load(path), dequantized=True)
+    assert again.facts == expected.facts
+
+
+def test_a_scale_that_is_wrong_is_refused_with_its_node(tmp_path: Path) -> None:
+    spec, path, floats = referred(quantized(recurrent(), tmp_path), tmp_path)
+    wrong = onnx.load(floats)
+    stored = [each for each in wrong.graph.initializer if len(each.dims) == 3]
+    assert len(stored) == 2
+    for each in stored:
+        right = numpy_helper.to_array(each)
+        each.CopyFrom(numpy_helper.from_array(right * np.float32(1.01), each.name))
+        onnx.save(wrong, floats)
+        each.CopyFrom(numpy_helper.from_array(right, each.name))
+        with pytest.raises(BuildError) as caught:
+            float_form_reference(spec, path, floats)
+        (problem,) = caught.value.problems
+        assert problem.kind is Kind.OUTPUT_DIFFERS
+        assert "'rnn_quant' (com.microsoft.DynamicQuantizeLSTM)" in problem.message
+
+
+def test_only_a_dynamically_quantized_source_has_noise(tmp_path: Path) -> None:
+    path = save(recurrent(), tmp_path / "a.onnx")
+    spec = Model("a", path, MODEL)
+    expected = source_reference(spec, onnx.load(path), dequantized=True)
+    assert not is_dynamic(onnx.load(path))
+    assert expected.facts.noise == {}
+    assert expected.facts.float_form_db is None
+    made = quantized(layers(), tmp_path)
+    path = save(made, tmp_path / "b.onnx")
+    spec = replace(spec, path=path)
+    noisy = source_reference(spec, made, dequantized=False)
+    assert is_dynamic(made)
+    assert noisy.facts.float_form_db is None
+    assert 20 < noisy.facts.noise["y"] < 70
+    # A model of floats differs much less after the same rounding.
+    assert dequantize(made)
+    floats = save(made, tmp_path / "c.onnx")
+    alone = with_noise(spec, floats, reference(spec, made, floats))
+    assert alone.facts.noise["y"] > noisy.facts.noise["y"] + 10
+
+
+def test_limits_are_no_stricter_than_the_noise_but_those_of_the_user_stay() -> None:
+    facts = Facts(noise={"noisy": 42.0, "wild": 3.0, "quiet": 90.0})
+    limits = within_noise(STRICT, facts)
+    assert limits.of("noisy").snr == 36
+    assert limits.of("noisy").cosine < 0.9999
+    assert limits.of("wild").snr == QUANTIZED.snr
+    assert limits.of("quiet") == limits.of("other") == replace(STRICT, outputs={})
+    chosen = replace(STRICT, snr=60, outputs={"wild": {"snr": 30}})
+    limits = within_noise(chosen, facts, STRICT)
+    assert limits.of("noisy").snr == 60
+    assert limits.of("noisy").cosine < 0.9999
+    assert limits.of("wild").snr == 30
