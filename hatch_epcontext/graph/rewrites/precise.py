@@ -143,7 +143,7 @@ _EXP_FROM, _EXP_TO = -80.0, 80.0
 
 def _exp(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value = node.input[0]
-    if _maker(value, scope) in ("", "Abs", "Clip", "Max", "Relu"):
+    if _maker(value, scope) in ("Abs", "Clip", "Max", "Relu"):
         return None
     return [builder.add("Exp", builder.add("Max", value, builder.number(_EXP_FROM)))]
 
@@ -253,18 +253,26 @@ class _Roots:
 
 
 def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
-    """The value of which ``node`` is the square."""
+    """The value of which ``node`` is the square; None for one that is scaled already."""
     operator, (value, *others) = graph.operator(node), node.input
-    if operator == "Mul" and others == [value]:
-        return value
-    return value if operator == "Pow" and _number_beside(value, others[0], scope) == 2 else None
+    if operator == "Pow":
+        is_square = _number_beside(value, others[0], scope) == 2
+    else:
+        is_square = operator == "Mul" and others == [value]
+    maker = scope.maker(value)
+    is_scaled = (
+        maker is not None and maker.op_type == "Div" and _maker(maker.input[1], scope) == "Max"
+    )
+    return value if is_square and not is_scaled else None
 
 
 def _root(
     operators: frozenset[str], node: onnx.NodeProto, scope: Scope, builder: Builder
 ) -> Outputs:
+    before = len(builder.nodes)
     root = _Roots(scope, builder, operators).of(node.input[0])
-    return root and [root]
+    has_mean = any(each.op_type in _MEANS for each in builder.nodes[before:])
+    return [root] if root and (has_mean or operators != _MEANS) else None
 
 
 def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -285,9 +293,7 @@ REMEDIES: Mapping[str, Rewrite] = {
     "exp": by_node("Exp of large negative numbers as 0", {"Exp": _exp}),
     "hypot": by_node("roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS)}),
     "log-power": by_node("logarithms of roots", {"Log": _log}),
-    "scaled-square": by_node(
-        "roots of means of scaled squares", {"Sqrt": partial(_root, _SUMS | _MEANS)}
-    ),
+    "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
     "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
 }
 """Rewrites by their ids that are worth their nodes only where a run shows it, in the order to try them."""
