@@ -7,7 +7,7 @@ NPU is not measured: they are for models that a run has shown to need them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,7 +43,8 @@ def _number_beside(value: str, name: str, scope: Scope) -> float | None:
 def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] | None:
     """The operands of a ``node`` that computes a value with a number, in any order."""
     names = list(node.input)
-    while names and not names[-1]:
+    # A Clip may have an upper bound that is none.
+    while names and (not names[-1] or (_number(names[-1], scope) or 0) >= _FLOAT_MAX):
         names.pop()
     for value, name in (names, names[::-1]) if len(names) == 2 else ():
         number = _number_beside(value, name, scope)
@@ -211,37 +212,62 @@ class _Roots:
         if operator == "Add":
             roots = [each for name in node.input if (each := self.of(name, 0, deepest))]
             return self._scaled(roots, offset) if len(roots) == 2 else None
+        if operator == "MatMul":
+            return self._weighted(node, offset, deepest)
         inner, axes = self.of(node.input[0], 0, deepest), _axes(node, self.scope)
-        shape = self.scope.shape(node.output[0])
-        if inner is None or axes is None or shape is None:
+        shape, keeps = self.scope.shape(node.output[0]), graph.number(node, "keepdims", 1)
+        if inner is None or axes is None or (shape is None and not keeps):
             return None
-        root = self._scaled([inner], offset, operator, axes)
-        return root if graph.number(node, "keepdims", 1) else self.builder.reshape(root, shape)
+
+        def total(square: str) -> str:
+            return self.builder.reduced(operator, square, axes, keepdims=1)
+
+        root = self._scaled([inner], offset, axes, total)
+        return root if keeps or shape is None else self.builder.reshape(root, shape)
+
+    def _weighted(self, node: onnx.NodeProto, offset: float, deepest: int) -> str | None:
+        """For squares times a stored matrix without negative values, such as the filters of a spectrogram."""
+        for axis, (squares, weights) in ((-1, node.input), (-2, reversed(node.input))):
+            matrix = self.scope.constant(weights)
+            if matrix is None or matrix.ndim < 2 or (matrix < 0).any():
+                continue
+            if inner := self.of(squares, 0, deepest):
+
+                def total(square: str, of: str = squares) -> str:
+                    names = (square if name == of else name for name in node.input)
+                    return self.builder.add("MatMul", *names)
+
+                return self._scaled([inner], offset, [axis], total)
+        return None
 
     def _scaled(
-        self, values: Sequence[str], offset: float, reducing: str = "", axes: Sequence[int] = ()
+        self,
+        values: Sequence[str],
+        offset: float,
+        axes: Sequence[int] = (),
+        total: Callable[[str], str] | None = None,
     ) -> str:
         """The root of the sum of the squares of ``values``, and of ``offset``.
 
-        ``reducing``: the operator that sums the squares of a single one, over ``axes``.
+        ``total``: sums the squares of a single one, over ``axes``.
         """
         builder, least = self.builder, math.sqrt(offset)
         largest = builder.add("Max", *values) if len(values) > 1 else values[0]
-        if reducing:
+        if total is not None:
             largest = builder.reduced("ReduceMax", largest, axes, keepdims=1)
         elif len(values) == 1 and not offset:
             return largest
         floor = builder.number(max(_LEAST, least * _PART))
         scale = builder.add("Max", builder.scaled(largest, _PART), floor)
         squares = [self._squared_part(value, scale) for value in values]
-        if reducing:
-            squares = [builder.reduced(reducing, squares[0], axes, keepdims=1)]
+        if total is not None:
+            squares = [total(squares[0])]
         if offset:
             squares.append(self._squared_part(builder.number(least), scale))
-        total, *others = squares
+        result, *others = squares
         for each in others:
-            total = builder.add("Add", total, each)
-        return builder.add("Mul", builder.add("Sqrt", total), scale)
+            result = builder.add("Add", result, each)
+        return builder.add("Mul", builder.add("Sqrt", result), scale)
 
     def _magnitude(self, value: str) -> str:
         positive = _maker(value, self.scope) in ("Abs", "Relu", "Sqrt")
@@ -254,11 +280,11 @@ class _Roots:
 
 def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
     """The value of which ``node`` is the square; None for one that is scaled already."""
-    operator, (value, *others) = graph.operator(node), node.input
-    if operator == "Pow":
-        is_square = _number_beside(value, others[0], scope) == 2
+    value, other = graph.operands(node, 2)
+    if (operator := graph.operator(node)) == "Pow":
+        is_square = _number_beside(value, other, scope) == 2
     else:
-        is_square = operator == "Mul" and others == [value]
+        is_square = operator == "Mul" and value == other
     maker = scope.maker(value)
     is_scaled = (
         maker is not None and maker.op_type == "Div" and _maker(maker.input[1], scope) == "Max"
@@ -277,7 +303,7 @@ def _root(
 
 def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The logarithm of a square as that of its root, whose exponent is half as large."""
-    root = _Roots(scope, builder, _SUMS | _MEANS).of(node.input[0])
+    root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
     return root and [builder.scaled(builder.add("Log", root), 2)]
 
 

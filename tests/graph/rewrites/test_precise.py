@@ -293,6 +293,30 @@ def test_a_logarithm_of_squares_is_twice_that_of_their_root(body: str) -> None:
     assert found[-2:] == ["Log", "Mul"]
 
 
+BANDS = "float[8, 2] bands = {" + ", ".join(f"{i % 3}" for i in range(16)) + "}"
+BANDS += ", float[2, 3] turned = {0, 1, 2, 3, 0, 1}, float limit = {3.4028234663852886e38}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{SQUARES} bank = MatMul(power, bands) higher = Clip(bank, eps, limit) y = Log(higher)",
+        f"{SQUARES} bank = MatMul(turned, power) higher = Add(bank, eps) y = Log(higher)",
+    ],
+)
+def test_a_logarithm_of_weighted_squares_is_twice_that_of_their_root(body: str) -> None:
+    found = mended(of(body, f"{STORED}, {BANDS}", given=PAIR), "log-power")
+    assert found[-2:] == ["Log", "Mul"]
+    assert found.count("MatMul") == 1
+
+
+def test_weights_that_may_be_negative_stay() -> None:
+    body = f"{SQUARES} bank = MatMul(power, signed) y = Log(bank)"
+    assert untouched(
+        of(body, "float[8, 1] signed = {1, 1, 1, 1, 1, 1, 1, -1}", given=PAIR), "log-power"
+    )
+
+
 def test_the_root_of_zeros_is_zero() -> None:
     model = of(ROOTS[0], STORED, given=PAIR)
     assert remedy(model, {}, ["hypot"]) == ("hypot",)
