@@ -104,9 +104,9 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _is_read_once(name: str, scope: Scope) -> bool:
-    """Whether only one node of the graph reads a value, which is no output of it."""
+    """Whether a value of the graph, which is no output of it, has one reader."""
     is_output = any(each.name == name for each in scope.part.output)
-    return not is_output and len(scope.readers.get(name, ())) == 1
+    return name in scope.makers and not is_output and len(scope.readers[name]) == 1
 
 
 def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -142,14 +142,20 @@ _EXP_FROM, _EXP_TO = -80.0, 80.0
 """Where Exp is right: QNN's simulator gives anything beyond 88. Both results are beyond float16."""
 
 
+_QUANTIZED = frozenset({"DequantizeLinear", f"{graph.MICROSOFT}.DequantizeLinear"})
+"""What is behind these is computed in integers."""
+
+
 def _exp(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value = node.input[0]
-    if _maker(value, scope) in ("Abs", "Clip", "Max", "Relu"):
+    if _maker(value, scope) in ("Abs", "Clip", "Max", "Relu", *_QUANTIZED):
         return None
     return [builder.add("Exp", builder.add("Max", value, builder.number(_EXP_FROM)))]
 
 
 def _sigmoid(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    if _maker(node.input[0], scope) in _QUANTIZED:
+        return None
     negative = builder.add("Neg", node.input[0])
     above = builder.add("Max", negative, builder.number(_EXP_FROM))
     power = builder.add("Exp", builder.add("Min", above, builder.number(_EXP_TO)))
@@ -189,12 +195,17 @@ class _Roots:
             return None
         operator = graph.operator(node)
         if value := _squared(node, self.scope):
-            return self._scaled([self._magnitude(value)], offset)
+            return self._scaled([self.magnitude(value)], offset)
         if operator in _WITH_NUMBERS and (found := _value_and_number(node, self.scope)):
             return self._beside(operator, *found, offset, deepest - 1)
         if operator in _PASSING and (inner := self.of(node.input[0], offset, deepest - 1)):
             return self.builder.add_like(node, operator, [inner, *node.input[1:]])[0]
         return self._summed(node, offset, deepest - 1) if operator in self.operators else None
+
+    def magnitude(self, value: str) -> str:
+        """The absolute value of ``value``."""
+        positive = _maker(value, self.scope) in ("Abs", "Relu", "Sqrt")
+        return value if positive else self.builder.add("Abs", value)
 
     def _beside(
         self, operator: str, value: str, number: float, offset: float, deepest: int
@@ -214,15 +225,22 @@ class _Roots:
             return self._scaled(roots, offset) if len(roots) == 2 else None
         if operator == "MatMul":
             return self._weighted(node, offset, deepest)
-        inner, axes = self.of(node.input[0], 0, deepest), _axes(node, self.scope)
-        shape, keeps = self.scope.shape(node.output[0]), graph.number(node, "keepdims", 1)
-        if inner is None or axes is None or (shape is None and not keeps):
+        inner = self.of(node.input[0], 0, deepest)
+        return inner and self.over_axes(node, operator, inner, offset)
+
+    def over_axes(
+        self, node: onnx.NodeProto, operator: str, value: str, offset: float = 0.0
+    ) -> str | None:
+        """The root of what ``operator`` makes of the squares of ``value``, over the axes of ``node``."""
+        axes, shape = _axes(node, self.scope), self.scope.shape(node.output[0])
+        keeps = graph.number(node, "keepdims", 1)
+        if axes is None or (shape is None and not keeps):
             return None
 
         def total(square: str) -> str:
             return self.builder.reduced(operator, square, axes, keepdims=1)
 
-        root = self._scaled([inner], offset, axes, total)
+        root = self._scaled([value], offset, axes, total)
         return root if keeps or shape is None else self.builder.reshape(root, shape)
 
     def _weighted(self, node: onnx.NodeProto, offset: float, deepest: int) -> str | None:
@@ -269,10 +287,6 @@ class _Roots:
             result = builder.add("Add", result, each)
         return builder.add("Mul", builder.add("Sqrt", result), scale)
 
-    def _magnitude(self, value: str) -> str:
-        positive = _maker(value, self.scope) in ("Abs", "Relu", "Sqrt")
-        return value if positive else self.builder.add("Abs", value)
-
     def _squared_part(self, value: str, scale: str) -> str:
         part = self.builder.add("Div", value, scale)
         return self.builder.add("Mul", part, part)
@@ -301,6 +315,12 @@ def _root(
     return [root] if root and (has_mean or operators != _MEANS) else None
 
 
+def _norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    roots = _Roots(scope, builder, _SUMS)
+    root = roots.over_axes(node, "ReduceSum", roots.magnitude(node.input[0]))
+    return [root] if root else None
+
+
 def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The logarithm of a square as that of its root, whose exponent is half as large."""
     root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
@@ -317,7 +337,9 @@ ALWAYS: Mapping[str, Rewrite] = {
 REMEDIES: Mapping[str, Rewrite] = {
     "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "exp": by_node("Exp of large negative numbers as 0", {"Exp": _exp}),
-    "hypot": by_node("roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS)}),
+    "hypot": by_node(
+        "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
+    ),
     "log-power": by_node("logarithms of roots", {"Log": _log}),
     "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
     "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),

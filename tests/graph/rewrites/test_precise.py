@@ -12,8 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph.rewrites.precise import ALWAYS, REMEDIES, remedy
+from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import operators
+from tests.graph.unrolling.models import parsed
 from tests.worker.actions.test_compile import X_ELITE, target
 
 Floats = NDArray[np.float32]
@@ -317,6 +319,17 @@ def test_weights_that_may_be_negative_stay() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        of("y = ReduceL2<axes = [-1], keepdims = 0>(x)"),
+        of("y = ReduceL2(x, axis)", "int64[1] axis = {1}", opset=18),
+    ],
+)
+def test_a_norm_of_one_node_is_scaled(model: onnx.ModelProto) -> None:
+    assert "ReduceL2" not in mended(model, "hypot")
+
+
 def test_the_root_of_zeros_is_zero() -> None:
     model = of(ROOTS[0], STORED, given=PAIR)
     assert remedy(model, {}, ["hypot"]) == ("hypot",)
@@ -380,6 +393,44 @@ def test_what_is_mended_stays_as_it_is(name: str) -> None:
     assert untouched(model, name)
 
 
+@pytest.mark.parametrize("name", ["exp", "sigmoid"])
+def test_what_is_computed_in_integers_stays(name: str) -> None:
+    body = f"""q = QuantizeLinear(x, scale, zero) d = DequantizeLinear(q, scale, zero)
+        e = {name.capitalize()}(d) f = QuantizeLinear(e, scale, zero) y = DequantizeLinear(f, scale, zero)"""
+    assert untouched(of(body, "float scale = {0.1}, uint8 zero = {128}"), name)
+
+
+def test_nodes_inside_others_are_mended() -> None:
+    model = parsed("""test (float[3, 8] x, bool c) => (float[3, 8] y) <float two = {2}> {
+        total = ReduceMean(x)
+        y = If(c) <
+            then_branch = inner () => (float[3, 8] a) { a = Pow(x, two) },
+            else_branch = other () => (float[3, 8] b) { b = Add(x, total) }
+        >
+    }""")
+    assert remedy(model, {}, ["square"]) == ("square",)
+    assert operators(model) == ["ReduceMean", "If", "Mul", "Add"]
+
+
+def test_a_sum_that_another_graph_reads_stays() -> None:
+    model = parsed("""test (float[3, 8] x, bool c) => (float[1, 1] y, float[1, 1] z) <float n = {24}> {
+        total = ReduceSum(x)
+        z = Identity(total)
+        y = If(c) <
+            then_branch = inner () => (float[1, 1] a) { a = Div(total, n) },
+            else_branch = other () => (float[1, 1] b) { b = Neg(total) }
+        >
+    }""")
+    assert untouched(model, "mean")
+
+
+def test_what_avoids_a_fault_is_a_rewrite() -> None:
+    formats = (each.number_format("npu", {}) for each in PROVIDERS.values())
+    named = {fault.rewrite for each in formats if each for fault in each.faults}
+    assert "square" in named
+    assert named <= {"", *ALWAYS, *REMEDIES}
+
+
 def test_an_old_opset_has_no_such_forms() -> None:
     assert untouched(of("a = Add(x, x) y = Tanh(a)", opset=7), "barrier")
 
@@ -409,6 +460,7 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("barrier", of("a = MatMul(x, w) y = Sigmoid(a)", WEIGHTS), RNG.uniform(-0.5, 0, (3, 8))),
         ("exp", of("y = Exp(x)"), np.linspace(-200, -90, 24).reshape(3, 8)),
         ("hypot", of(ROOTS[8], STORED), TOKENS),
+        ("hypot", of("y = ReduceL2<axes = [-1]>(x)"), TOKENS),
         ("log-power", of(ROOTS[8].replace("Sqrt", "Log"), STORED), TOKENS),
         ("scaled-square", of(NORMS["RMSNorm"], STORED), TOKENS),
         ("sigmoid", of("y = Sigmoid(x)"), np.full((3, 8), -9.0)),
