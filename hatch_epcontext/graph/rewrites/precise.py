@@ -25,6 +25,9 @@ _BROADCASTING = 8
 _BOUNDS_AS_INPUTS = 11
 """The opset since which those of Clip are inputs."""
 
+_SOFTMAX_OVER_ONE_AXIS = 13
+"""The opset since which it is not over all axes from one on."""
+
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
@@ -160,6 +163,34 @@ def _sigmoid(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     above = builder.add("Max", negative, builder.number(_EXP_FROM))
     power = builder.add("Exp", builder.add("Min", above, builder.number(_EXP_TO)))
     return [builder.add("Reciprocal", builder.add("Add", power, builder.number(1)))]
+
+
+def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The larger of x and 0, and what is above it: Log(1 + p), as a series that small p are not lost in."""
+    value = node.input[0]
+    if _maker(value, scope) in _QUANTIZED:
+        return None
+    negative = builder.add("Neg", builder.add("Abs", value))
+    power = builder.add("Exp", builder.add("Max", negative, builder.number(_EXP_FROM)))
+    part = builder.add("Div", power, builder.add("Add", power, builder.number(2)))
+    square = builder.add("Mul", part, part)
+    series = builder.number(2 / 9)
+    for factor in (2 / 7, 2 / 5, 2 / 3, 2):
+        series = builder.add("Add", builder.add("Mul", series, square), builder.number(factor))
+    return [builder.add("Add", builder.add("Relu", value), builder.add("Mul", part, series))]
+
+
+def _log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, is_old = node.input[0], builder.opset < _SOFTMAX_OVER_ONE_AXIS
+    if (sizes := scope.sizes(value)) is None or _maker(value, scope) in _QUANTIZED:
+        return None
+    axis = graph.number(node, "axis", 1 if is_old else -1) % len(sizes)
+    if is_old and axis != len(sizes) - 1:
+        return None
+    below = builder.add("Sub", value, builder.reduced("ReduceMax", value, [axis], keepdims=1))
+    powers = builder.add("Exp", builder.add("Max", below, builder.number(_EXP_FROM)))
+    total = builder.reduced("ReduceSum", powers, [axis], keepdims=1)
+    return [builder.add("Sub", below, builder.add("Log", total))]
 
 
 _LEAST = 2.0**-14
@@ -342,6 +373,8 @@ REMEDIES: Mapping[str, Rewrite] = {
     ),
     "log-power": by_node("logarithms of roots", {"Log": _log}),
     "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
+    "softplus": by_node("Softplus as Exp and a series", {"Softplus": _softplus}),
+    "log-softmax": by_node("LogSoftmax as Exp and Log", {"LogSoftmax": _log_softmax}),
     "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
 }
 """Rewrites by their ids that are worth their nodes only where a run shows it, in the order to try them."""

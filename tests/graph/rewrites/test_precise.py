@@ -265,6 +265,27 @@ def test_a_sigmoid_is_made_of_exponentials() -> None:
     np.testing.assert_allclose(np.array(run(model)), np.array(wanted), rtol=1e-5, atol=1e-7)
 
 
+def test_a_softplus_is_made_of_a_series() -> None:
+    model = of("y = Softplus(x)")
+    wanted = run(model)
+    assert remedy(model, {}, ["softplus"]) == ("softplus",)
+    assert "Softplus" not in operators(model)
+    np.testing.assert_allclose(np.array(run(model)), np.array(wanted), rtol=1e-5, atol=2e-35)
+
+
+@pytest.mark.parametrize(
+    ("opset", "attributes"),
+    [(17, ""), (13, "<axis = 0>"), (18, "<axis = -2>"), (12, ""), (11, "<axis = -1>")],
+)
+def test_a_log_softmax_is_made_of_a_logarithm(opset: int, attributes: str) -> None:
+    model = of(f"y = LogSoftmax{attributes}(x)", opset=opset)
+    assert "LogSoftmax" not in mended(model, "log-softmax")
+
+
+def test_a_log_softmax_over_several_axes_stays() -> None:
+    assert untouched(of("y = LogSoftmax<axis = 0>(x)", opset=12), "log-softmax")
+
+
 PAIR = "float[3, 8] x, float[3, 8] z"
 SQUARES = "a = Mul(x, x) b = Mul(z, z) power = Add(a, b)"
 STORED = "float two = {2}, float eps = {1e-10}, float one = {1}, int64[1] axis = {1}, int64[2] back = {8, 3}"
@@ -386,6 +407,8 @@ def test_what_is_mended_stays_as_it_is(name: str) -> None:
         "hypot": of(ROOTS[2], STORED, given=PAIR),
         "log-power": of(ROOTS[2].replace("Sqrt", "Log"), STORED, given=PAIR),
         "scaled-square": of(NORMS["RMSNorm"], STORED),
+        "softplus": of("y = Softplus(x)"),
+        "log-softmax": of("y = LogSoftmax(x)"),
         "sigmoid": of("y = Sigmoid(x)"),
     }
     model = bodies[name]
@@ -393,11 +416,12 @@ def test_what_is_mended_stays_as_it_is(name: str) -> None:
     assert untouched(model, name)
 
 
-@pytest.mark.parametrize("name", ["exp", "sigmoid"])
-def test_what_is_computed_in_integers_stays(name: str) -> None:
+@pytest.mark.parametrize("operator", ["Exp", "LogSoftmax", "Sigmoid", "Softplus"])
+def test_what_is_computed_in_integers_stays(operator: str) -> None:
     body = f"""q = QuantizeLinear(x, scale, zero) d = DequantizeLinear(q, scale, zero)
-        e = {name.capitalize()}(d) f = QuantizeLinear(e, scale, zero) y = DequantizeLinear(f, scale, zero)"""
-    assert untouched(of(body, "float scale = {0.1}, uint8 zero = {128}"), name)
+        e = {operator}(d) f = QuantizeLinear(e, scale, zero) y = DequantizeLinear(f, scale, zero)"""
+    model = of(body, "float scale = {0.1}, uint8 zero = {128}")
+    assert all(untouched(model, name) for name in (*ALWAYS, *REMEDIES))
 
 
 def test_nodes_inside_others_are_mended() -> None:
@@ -463,6 +487,8 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("hypot", of("y = ReduceL2<axes = [-1]>(x)"), TOKENS),
         ("log-power", of(ROOTS[8].replace("Sqrt", "Log"), STORED), TOKENS),
         ("scaled-square", of(NORMS["RMSNorm"], STORED), TOKENS),
+        ("softplus", of("y = Softplus(x)"), np.linspace(-2, 6, 24).reshape(3, 8)),
+        ("log-softmax", of("y = LogSoftmax(x)"), TOKENS / 10),
         ("sigmoid", of("y = Sigmoid(x)"), np.full((3, 8), -9.0)),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
