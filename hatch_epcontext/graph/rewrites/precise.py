@@ -33,8 +33,10 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 def _number(name: str, scope: Scope) -> float | None:
     """The stored number ``name``, also in a tensor of one value; None for anything else."""
-    array = scope.constant(name)
-    return float(array.item()) if array is not None and array.size == 1 else None
+    tensor = scope.stored.get(name)
+    # Weights are not read.
+    array = graph.array_of(tensor) if tensor is not None and math.prod(tensor.dims) == 1 else None
+    return None if array is None else float(array.item())
 
 
 def _number_beside(value: str, name: str, scope: Scope) -> float | None:
