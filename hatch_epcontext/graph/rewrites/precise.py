@@ -7,7 +7,7 @@ nodes, and what these cost on an NPU is not measured: they are for models that a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,13 +25,18 @@ _BROADCASTING = 8
 _BOUNDS_AS_INPUTS = 11
 """The opset since which those of Clip are inputs."""
 
+_SOFTMAX_OVER_ONE_AXIS = 13
+"""The opset since which it is not over all axes from one on."""
+
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 def _number(name: str, scope: Scope) -> float | None:
     """The stored number ``name``, also in a tensor of one value; None for anything else."""
-    array = scope.constant(name)
-    return float(array.item()) if array is not None and array.size == 1 else None
+    tensor = scope.stored.get(name)
+    # Weights are not read.
+    array = graph.array_of(tensor) if tensor is not None and math.prod(tensor.dims) == 1 else None
+    return None if array is None else float(array.item())
 
 
 def _number_beside(value: str, name: str, scope: Scope) -> float | None:
@@ -43,7 +48,8 @@ def _number_beside(value: str, name: str, scope: Scope) -> float | None:
 def _value_and_number(node: onnx.NodeProto, scope: Scope) -> tuple[str, float] | None:
     """The operands of a ``node`` that computes a value with a number, in any order."""
     names = list(node.input)
-    while names and not names[-1]:
+    # A Clip may have an upper bound that is none.
+    while names and (not names[-1] or (_number(names[-1], scope) or 0) >= _FLOAT_MAX):
         names.pop()
     for value, name in (names, names[::-1]) if len(names) == 2 else ():
         number = _number_beside(value, name, scope)
@@ -103,9 +109,9 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _is_read_once(name: str, scope: Scope) -> bool:
-    """Whether only one node of the graph reads a value, which is no output of it."""
+    """Whether a value of the graph, which is no output of it, has one reader."""
     is_output = any(each.name == name for each in scope.part.output)
-    return not is_output and len(scope.readers.get(name, ())) == 1
+    return name in scope.makers and not is_output and len(scope.readers[name]) == 1
 
 
 def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -141,18 +147,52 @@ _EXP_FROM, _EXP_TO = -80.0, 80.0
 """Where Exp is right: QNN's simulator gives anything beyond 88. Both results are beyond float16."""
 
 
+_QUANTIZED = frozenset({"DequantizeLinear", f"{graph.MICROSOFT}.DequantizeLinear"})
+"""What is behind these is computed in integers."""
+
+
 def _exp(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value = node.input[0]
-    if _maker(value, scope) in ("", "Abs", "Clip", "Max", "Relu"):
+    if _maker(value, scope) in ("Abs", "Clip", "Max", "Relu", *_QUANTIZED):
         return None
     return [builder.add("Exp", builder.add("Max", value, builder.number(_EXP_FROM)))]
 
 
 def _sigmoid(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    if _maker(node.input[0], scope) in _QUANTIZED:
+        return None
     negative = builder.add("Neg", node.input[0])
     above = builder.add("Max", negative, builder.number(_EXP_FROM))
     power = builder.add("Exp", builder.add("Min", above, builder.number(_EXP_TO)))
     return [builder.add("Reciprocal", builder.add("Add", power, builder.number(1)))]
+
+
+def _softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The larger of x and 0, and what is above it: Log(1 + p), as a series that small p are not lost in."""
+    value = node.input[0]
+    if _maker(value, scope) in _QUANTIZED:
+        return None
+    negative = builder.add("Neg", builder.add("Abs", value))
+    power = builder.add("Exp", builder.add("Max", negative, builder.number(_EXP_FROM)))
+    part = builder.add("Div", power, builder.add("Add", power, builder.number(2)))
+    square = builder.add("Mul", part, part)
+    series = builder.number(2 / 9)
+    for factor in (2 / 7, 2 / 5, 2 / 3, 2):
+        series = builder.add("Add", builder.add("Mul", series, square), builder.number(factor))
+    return [builder.add("Add", builder.add("Relu", value), builder.add("Mul", part, series))]
+
+
+def _log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    value, is_old = node.input[0], builder.opset < _SOFTMAX_OVER_ONE_AXIS
+    if (sizes := scope.sizes(value)) is None or _maker(value, scope) in _QUANTIZED:
+        return None
+    axis = graph.number(node, "axis", 1 if is_old else -1) % len(sizes)
+    if is_old and axis != len(sizes) - 1:
+        return None
+    below = builder.add("Sub", value, builder.reduced("ReduceMax", value, [axis], keepdims=1))
+    powers = builder.add("Exp", builder.add("Max", below, builder.number(_EXP_FROM)))
+    total = builder.reduced("ReduceSum", powers, [axis], keepdims=1)
+    return [builder.add("Sub", below, builder.add("Log", total))]
 
 
 _LEAST = 2.0**-14
@@ -188,12 +228,17 @@ class _Roots:
             return None
         operator = graph.operator(node)
         if value := _squared(node, self.scope):
-            return self._scaled([self._magnitude(value)], offset)
+            return self._scaled([self.magnitude(value)], offset)
         if operator in _WITH_NUMBERS and (found := _value_and_number(node, self.scope)):
             return self._beside(operator, *found, offset, deepest - 1)
         if operator in _PASSING and (inner := self.of(node.input[0], offset, deepest - 1)):
             return self.builder.add_like(node, operator, [inner, *node.input[1:]])[0]
         return self._summed(node, offset, deepest - 1) if operator in self.operators else None
+
+    def magnitude(self, value: str) -> str:
+        """The absolute value of ``value``."""
+        positive = _maker(value, self.scope) in ("Abs", "Relu", "Sqrt")
+        return value if positive else self.builder.add("Abs", value)
 
     def _beside(
         self, operator: str, value: str, number: float, offset: float, deepest: int
@@ -211,41 +256,69 @@ class _Roots:
         if operator == "Add":
             roots = [each for name in node.input if (each := self.of(name, 0, deepest))]
             return self._scaled(roots, offset) if len(roots) == 2 else None
-        inner, axes = self.of(node.input[0], 0, deepest), _axes(node, self.scope)
-        shape = self.scope.shape(node.output[0])
-        if inner is None or axes is None or shape is None:
+        if operator == "MatMul":
+            return self._weighted(node, offset, deepest)
+        inner = self.of(node.input[0], 0, deepest)
+        return inner and self.over_axes(node, operator, inner, offset)
+
+    def over_axes(
+        self, node: onnx.NodeProto, operator: str, value: str, offset: float = 0.0
+    ) -> str | None:
+        """The root of what ``operator`` makes of the squares of ``value``, over the axes of ``node``."""
+        axes, shape = _axes(node, self.scope), self.scope.shape(node.output[0])
+        keeps = graph.number(node, "keepdims", 1)
+        if axes is None or (shape is None and not keeps):
             return None
-        root = self._scaled([inner], offset, operator, axes)
-        return root if graph.number(node, "keepdims", 1) else self.builder.reshape(root, shape)
+
+        def total(square: str) -> str:
+            return self.builder.reduced(operator, square, axes, keepdims=1)
+
+        root = self._scaled([value], offset, axes, total)
+        return root if keeps or shape is None else self.builder.reshape(root, shape)
+
+    def _weighted(self, node: onnx.NodeProto, offset: float, deepest: int) -> str | None:
+        """For squares times a stored matrix without negative values, such as the filters of a spectrogram."""
+        for axis, (squares, weights) in ((-1, node.input), (-2, reversed(node.input))):
+            matrix = self.scope.constant(weights)
+            if matrix is None or matrix.ndim < 2 or (matrix < 0).any():
+                continue
+            if inner := self.of(squares, 0, deepest):
+
+                def total(square: str, of: str = squares) -> str:
+                    names = (square if name == of else name for name in node.input)
+                    return self.builder.add("MatMul", *names)
+
+                return self._scaled([inner], offset, [axis], total)
+        return None
 
     def _scaled(
-        self, values: Sequence[str], offset: float, reducing: str = "", axes: Sequence[int] = ()
+        self,
+        values: Sequence[str],
+        offset: float,
+        axes: Sequence[int] = (),
+        total: Callable[[str], str] | None = None,
     ) -> str:
         """The root of the sum of the squares of ``values``, and of ``offset``.
 
-        ``reducing``: the operator that sums the squares of a single one, over ``axes``.
+        ``total``: sums the squares of a single one, over ``axes``.
         """
         builder, least = self.builder, math.sqrt(offset)
         largest = builder.add("Max", *values) if len(values) > 1 else values[0]
-        if reducing:
+        if total is not None:
             largest = builder.reduced("ReduceMax", largest, axes, keepdims=1)
         elif len(values) == 1 and not offset:
             return largest
         floor = builder.number(max(_LEAST, least * _PART))
         scale = builder.add("Max", builder.scaled(largest, _PART), floor)
         squares = [self._squared_part(value, scale) for value in values]
-        if reducing:
-            squares = [builder.reduced(reducing, squares[0], axes, keepdims=1)]
+        if total is not None:
+            squares = [total(squares[0])]
         if offset:
             squares.append(self._squared_part(builder.number(least), scale))
-        total, *others = squares
+        result, *others = squares
         for each in others:
-            total = builder.add("Add", total, each)
-        return builder.add("Mul", builder.add("Sqrt", total), scale)
-
-    def _magnitude(self, value: str) -> str:
-        positive = _maker(value, self.scope) in ("Abs", "Relu", "Sqrt")
-        return value if positive else self.builder.add("Abs", value)
+            result = builder.add("Add", result, each)
+        return builder.add("Mul", builder.add("Sqrt", result), scale)
 
     def _squared_part(self, value: str, scale: str) -> str:
         part = self.builder.add("Div", value, scale)
@@ -253,23 +326,37 @@ class _Roots:
 
 
 def _squared(node: onnx.NodeProto, scope: Scope) -> str | None:
-    """The value of which ``node`` is the square."""
-    operator, (value, *others) = graph.operator(node), node.input
-    if operator == "Mul" and others == [value]:
-        return value
-    return value if operator == "Pow" and _number_beside(value, others[0], scope) == 2 else None
+    """The value of which ``node`` is the square; None for one that is scaled already."""
+    value, other = graph.operands(node, 2)
+    if (operator := graph.operator(node)) == "Pow":
+        is_square = _number_beside(value, other, scope) == 2
+    else:
+        is_square = operator == "Mul" and value == other
+    maker = scope.maker(value)
+    is_scaled = (
+        maker is not None and maker.op_type == "Div" and _maker(maker.input[1], scope) == "Max"
+    )
+    return value if is_square and not is_scaled else None
 
 
 def _root(
     operators: frozenset[str], node: onnx.NodeProto, scope: Scope, builder: Builder
 ) -> Outputs:
+    before = len(builder.nodes)
     root = _Roots(scope, builder, operators).of(node.input[0])
-    return root and [root]
+    has_mean = any(each.op_type in _MEANS for each in builder.nodes[before:])
+    return [root] if root and (has_mean or operators != _MEANS) else None
+
+
+def _norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    roots = _Roots(scope, builder, _SUMS)
+    root = roots.over_axes(node, "ReduceSum", roots.magnitude(node.input[0]))
+    return [root] if root else None
 
 
 def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The logarithm of a square as that of its root, whose exponent is half as large."""
-    root = _Roots(scope, builder, _SUMS | _MEANS).of(node.input[0])
+    root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
     return root and [builder.scaled(builder.add("Log", root), 2)]
 
 
@@ -279,11 +366,13 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
     "clip-inputs": by_node("Clip with attributes as Max and Min", {"Clip": _clip}),
     "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "exp": by_node("Exp of large negative numbers as 0", {"Exp": _exp}),
-    "hypot": by_node("roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS)}),
-    "log-power": by_node("logarithms of roots", {"Log": _log}),
-    "scaled-square": by_node(
-        "roots of means of scaled squares", {"Sqrt": partial(_root, _SUMS | _MEANS)}
+    "hypot": by_node(
+        "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
     ),
+    "log-power": by_node("logarithms of roots", {"Log": _log}),
+    "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
+    "softplus": by_node("Softplus as Exp and a series", {"Softplus": _softplus}),
+    "log-softmax": by_node("LogSoftmax as Exp and Log", {"LogSoftmax": _log_softmax}),
     "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
 }
 """Those of `ALWAYS`, and then of `REMEDIES`, in the order in which they are applied."""
