@@ -17,6 +17,8 @@ RewriteName = Literal[
     "hypot",
     "log-power",
     "scaled-square",
+    "softplus",
+    "log-softmax",
     "sigmoid",
 ]
 """The rewrites of what EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
@@ -30,6 +32,8 @@ REMEDIES: tuple[RewriteName, ...] = (
     "hypot",
     "log-power",
     "scaled-square",
+    "softplus",
+    "log-softmax",
     "sigmoid",
 )
 """Those that add nodes, in the order in which they are tried where outputs differ, or may differ."""

@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.rewrites.precise import ALWAYS, REMEDIES, remedy
+from hatch_epcontext.graph.number_format import ALWAYS, REMEDIES
+from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import operators
@@ -394,6 +395,10 @@ def test_other_roots_and_logarithms_stay(body: str, name: str) -> None:
     stored = f"{STORED}, float below = {{-1}}, float three = {{3}}"
     body = body.replace("Sqrt", "Log") if name == "log-power" else body
     assert untouched(of(body, stored, given=PAIR), name)
+
+
+def test_each_rewrite_has_one_name() -> None:
+    assert [*PRECISE] == [*ALWAYS, *REMEDIES]
 
 
 @pytest.mark.parametrize("name", [*ALWAYS, *REMEDIES])
