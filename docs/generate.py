@@ -1,13 +1,14 @@
 """Writes what is generated from the package itself: ``python docs/generate.py``.
 
-These are the pages about the configuration, the providers, the errors, the command line and the Python
-API, and the JSON schema of the configuration, which is inside the package.
+These are the pages about the configuration, the providers, what they compute wrong, the errors, the command
+line and the Python API, and the JSON schema of the configuration, which is inside the package.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from hatch_epcontext.cli.app import app
 from hatch_epcontext.config import json_schema, tables
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.errors import Kind
+from hatch_epcontext.graph.number_format import Fault
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
 from hatch_epcontext.serialize import describe_type
 from hatch_epcontext.text import show, toml_key
@@ -195,6 +197,97 @@ def _facts(provider: Provider) -> Iterator[tuple[str, str]]:
 def _option(name: str, option: Option) -> tuple[str, ...]:
     default = f"`{option.default}`" if option.default else ""
     return f"`{name}`", option.allowed, default, _SCOPES[option.scope], option.doc
+
+
+FLOAT16 = """\
+# What NPUs compute wrong
+
+<!-- Generated from hatch_epcontext.providers and benchmarks/faults-*.json by docs/generate.py. -->
+
+Which operators does an EP compute wrong, and in which number format? An NPU computes a float32 model in
+float16: numbers above 65504 and below 6e-8 do not exist, and each result is rounded to 11 bits. That is no
+fault. The tables below have what is wrong although float16 has the result.
+
+`python -m benchmarks.sweep` runs small graphs over all 63,488 finite float16 values on an EP, and compares
+them with the CPU. It prints what changed since the table; `--write` writes it. A result is wrong if it is
+off by more than four units in the last place of float16, or, for activations, by more than 0.002 where they
+are about 1: EPs interpolate tables. One graph that crashes or is refused does not stop the others.
+
+The faults are knowledge of the providers: a build rewrites the nodes where the last column names a
+[rewrite](rewrites.md), and [validation](validation.md) looks at the others. An empty cell: no exact rewrite
+is known.
+
+Measured is only what this page says. Nothing of it was seen on hardware. **Not measured**: OpenVINO, of
+which the EP has no device on the AMD processors where this was tried, and its GPU and NPU nowhere; TensorRT
+and TensorRT RTX, which need a GPU; all other EPs. On ONNX Runtime's CPU EP the sweep finds nothing.
+"""
+
+
+def float16() -> str:
+    """The page about number formats and faults."""
+    lines = [FLOAT16]
+    for path in sorted((FOLDER.parent / "benchmarks").glob("faults-*.json")):
+        provider = PROVIDERS[path.stem.partition("-")[2]]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        format_ = provider.number_format(provider.devices[0], found["options"])
+        assert format_ is not None
+        cases = found["cases"]
+        wrong = {name: case for name, case in cases.items() if case.get("status") == "wrong"}
+        refused = [name for name, case in cases.items() if case.get("status") == "refused"]
+        options = ", ".join(f"{name} {value}" for name, value in found["options"].items())
+        lines.append(
+            f"## {provider.name}\n\nSeen on {format_.seen} ({found['seen']}; {options}).\n"
+        )
+        lines.append(
+            f"It computes in {format_.name}. Results end at {format_.largest:g}, and those of "
+            f"{_code(sorted(format_.sums))} at {format_.largest_of_sums:g}. Kernels that are less "
+            f"exact than the format: {_code(sorted(format_.inexact))}.\n"
+        )
+        headings = ("operator", "where", "what it does", "rewrite")
+        lines += [*_table(headings, _faults(format_.faults)), ""]
+        lines.append(
+            f"### All graphs\n\nOf {len(cases)} graphs it computes {len(wrong)} wrong, and refuses "
+            f"{len(refused)}. Of the wrong results, the table has the one with the largest error.\n"
+        )
+        rows = (_wrong(name, case) for name, case in wrong.items())
+        lines += [*_table(("graph", "wrong", "x", "right", "result"), rows), ""]
+        lines.append(f"Refused: {', '.join(_graph(name) for name in refused)}.\n")
+    return "\n".join(lines)
+
+
+def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
+    """A row for all faults of an operator that are told with the same words."""
+    places: dict[tuple[str, str, str | None], list[str]] = {}
+    for fault in faults:
+        key = fault.operator, fault.text.replace("|", "\\|"), fault.rewrite
+        places.setdefault(key, []).append(_where(fault))
+    for (operator, text, rewrite), where in places.items():
+        yield (
+            f"`{operator}`",
+            "; or ".join(filter(None, dict.fromkeys(where))),
+            text,
+            f"`{rewrite}`" if rewrite else "",
+        )
+
+
+def _where(fault: Fault) -> str:
+    where = [f"exponent {fault.exponent:.4g}"] if fault.exponent is not None else []
+    if fault.behind:
+        where.append(f"directly behind {_code(sorted(fault.behind))}")
+    for name, values in fault.attributes:
+        allowed = [f"`{value}`" if value else "missing" for value in sorted(values, reverse=True)]
+        where.append(f"`{name}` {' or '.join(allowed)}")
+    return ", ".join(where)
+
+
+def _wrong(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
+    of = f"{100 * case['wrong'] / case['values']:.2g}%" if case["wrong"] > 9 else str(case["wrong"])
+    values = ("" if value is None else f"{value:g}" for value in case["examples"][-1])
+    return _graph(name), of, *values
+
+
+def _graph(name: str) -> str:
+    return f"`{name}`".replace("|", "\\|")
 
 
 CONFIGURATION = """\
@@ -530,6 +623,7 @@ def _on_one_line(statement: str) -> str:
 PAGES = {
     "api": api,
     "providers": providers,
+    "float16": float16,
     "configuration": configuration,
     "errors": errors,
     "commands": commands,

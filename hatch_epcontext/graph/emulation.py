@@ -5,6 +5,7 @@ Sums inside Conv, MatMul and reductions stay exact, as NPUs compute them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Set
 
 import numpy as np
@@ -129,12 +130,19 @@ class _Emulation:
         below = builder.add("Less", operand, self._constant(fault.low))
         above = builder.add("Greater", operand, self._constant(fault.high))
         right = builder.add("Or", below, above)
+        if math.copysign(1.0, fault.high) < 0 and not fault.high:
+            # Comparisons take -0.0 for 0.0, and its reciprocal is -Inf.
+            positive = builder.add(
+                "Greater", builder.add("Reciprocal", operand), self._constant(0.0)
+            )
+            right = builder.add("Or", right, positive)
         return builder.add("Where", right, value, self._constant(fault.gives))
 
 
 def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``fault`` is one of ``node``, whatever its values."""
-    if graph.operator(node) != fault.operator or len(node.input) <= fault.operand:
+    texts = {each.name: graph.text(node, each.name) for each in node.attribute if each.s}
+    if not fault.concerns(graph.operator(node), len(node.input), texts):
         return False
     if fault.exponent is not None:
         exponent = scope.constant(graph.operand(node, 1))
@@ -147,13 +155,13 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
 
 
 def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
-    """The nodes directly before ``node``, and those before an Add or what moves values."""
+    """The nodes directly before ``node``, and those before an Add or a Reshape."""
     for name in node.input:
         maker = scope.maker(name)
         if maker is None:
             continue
         yield maker
-        if maker.op_type == "Add" or maker.op_type in ("Slice", "Split", *graph.RESHAPING):
+        if maker.op_type == "Add" or maker.op_type in graph.RESHAPING:
             yield from _before(maker, scope)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,9 +51,12 @@ class Fault:
 
     ``text``: what is wrong, the end of a sentence about the node. ``rewrite``: the name of the rewrite that
     avoids it, None if there is none. ``operand``: the number, from 0, of the operand that decides: results
-    are wrong where it is from ``low`` to ``high``, and then they are ``gives`` (None where that is not one
-    value). ``exponent``: that of a Pow. ``behind``: it is wrong only directly behind these operators, with or
-    without an Add between.
+    are wrong where it is from ``low`` to ``high``, and then they are ``gives``, or at worst (None where one
+    element does not decide, or where results are only less exact). Where ``high`` is -0.0, 0.0 is right.
+
+    Its conditions: ``exponent``, that of a Pow; ``behind``: only directly behind these operators, with or
+    without an Add between; ``inputs``: how many the node has; ``attributes``: names, and the values that each
+    may have, ``""`` where the node does not have it.
     """
 
     operator: str
@@ -64,6 +68,20 @@ class Fault:
     gives: float | None = None
     exponent: float | None = None
     behind: frozenset[str] = frozenset()
+    inputs: int | None = None
+    attributes: tuple[tuple[str, frozenset[str]], ...] = ()
+
+    def concerns(self, operator: str, inputs: int, attributes: Mapping[str, str]) -> bool:
+        """Whether a node with so many inputs, and these of its attributes that are strings, may have it.
+
+        ``exponent`` and ``behind`` depend on other nodes, and are left to the caller.
+        """
+        return (
+            operator == self.operator
+            and self.operand < inputs
+            and self.inputs in (None, inputs)
+            and all(attributes.get(name, "") in values for name, values in self.attributes)
+        )
 
 
 @dataclass(frozen=True)

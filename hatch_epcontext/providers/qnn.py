@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.graph.limits import FIXED_SHAPES
-from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat
+from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
 from hatch_epcontext.loader import Device
 from hatch_epcontext.providers.base import MoreCoverage, Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, Scope, choice, number, switch, text
@@ -255,17 +255,114 @@ def _runs_on(system: str, machine: str) -> bool:
 
 _SEEN = "the simulator of onnxruntime-qnn 2.7.0"
 
+_LIMIT = 131008.0
+
+_WIDE = (-_LIMIT, _LIMIT)
+
+_FUSING = frozenset({"Conv", "Gemm", "MatMul"})
+"""Not ConvTranspose, and no operator where a Slice, a Split, a Mul or a Max is between."""
+
+_NEAREST = "takes the nearest pixel, whatever nearest_mode is"
+
+_TIES = "takes the other one of two pixels that are as near, whatever nearest_mode is"
+
+
+def _powers() -> Iterator[Fault]:
+    """The EP computes powers as exp(y * log|x|) in float32, with a sign that is wrong for -0.0."""
+    of_negative_zero = {2.0: -4.0, 4.0: 16.0, 2.2: -_LIMIT} | dict.fromkeys(
+        (0.25, 1 / 3, 0.45, 0.5, 1.0), _LIMIT
+    )
+    for exponent, gives in of_negative_zero.items():
+        text = f"is {gives:g} for -0.0"
+        rewrite: RewriteName | None = "square" if exponent in (2.0, 0.5) else None
+        yield Fault("Pow", text, rewrite, 0, -3e-8, -0.0, gives, exponent)
+    for exponent, largest in ((6.0, 4.1724e-7), (8.0, 1.663e-5)):
+        text = f"is {-_LIMIT:g} for |x| below {largest:.2g}, but 0"
+        yield Fault("Pow", text, None, 0, -largest, -1e-8, -_LIMIT, exponent)
+        yield Fault("Pow", text, None, 0, 1e-8, largest, -_LIMIT, exponent)
+    for exponent in (0.0, -0.25, -0.5, -1.0, -2.0, -3.0):
+        yield Fault("Pow", "is 0 for 0", gives=0.0, exponent=exponent)
+    text = "has any value where its result is below 2^-126 or above 2^127"
+    yield Fault("Pow", text, None, 1, -_LIMIT, -127.0, _LIMIT)
+    yield Fault("Pow", text, None, 1, 127.0, _LIMIT, -_LIMIT)
+
+
+def _symmetric(operator: str, text: str, operand: int, low: float, gives: float) -> Iterator[Fault]:
+    """Faults of values from ``low`` on, and of their negatives."""
+    yield Fault(operator, text, None, operand, low, _LIMIT, gives)
+    yield Fault(operator, text, None, operand, -_LIMIT, -low, -gives)
+
+
 _FLOAT16 = dataclasses.replace(
     FLOAT16,
-    largest_of_sums=131008.0,
-    sums=frozenset({"Add", "Mul", "ReduceSum", "Sub"}),
+    largest_of_sums=_LIMIT,
+    sums=frozenset({"Add", "CumSum", "Div", "Exp", "Mul", "Pow", "ReduceSum", "Sub"}),
     seen=_SEEN,
     inexact=frozenset({"LSTM", "GRU"}),
     faults=(
-        Fault("Pow", "is -4 for -0.0", "square", high=3e-8, low=-3e-8, gives=-4.0, exponent=2.0),
+        *_powers(),
+        Fault("Exp", "has any value below -88", "exp", 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Exp", "has any value above 88.7", None, 0, 88.7, _LIMIT, -_LIMIT),
+        Fault("Log", "is -7.6 for 0", gives=-7.625),
+        Fault("Softplus", "has any value below -88", "softplus", 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Softplus", "is off by up to 0.014 between -4 and 8", "softplus", 0, -4.0, 8.0),
+        Fault("Mish", "has any value below -88", None, 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Mish", "is off by up to 0.024 between -8 and 4", None, 0, -8.0, 4.0),
+        *(
+            Fault(each, "is off by about |x| / 900, and has any value beyond 1000", None, 0, *_WIDE)
+            for each in ("Sin", "Cos", "Tan")
+        ),
+        *_symmetric("Atan", "is 131008, with x's sign, for |x| above 32768", 0, 32769.0, _LIMIT),
+        *_symmetric("Reciprocal", "is 0 for |x| above 16384", 0, 16385.0, 0.0),
+        *_symmetric("Div", "is 0 for divisors above 16384", 1, 16385.0, 0.0),
+        Fault("Div", "is too small for divisors below 1.53e-5", None, 1, -1.526e-5, 1.526e-5),
+        Fault("Mean", "is too small where the sum is above 65504", None, 0, *_WIDE),
+        Fault("ReduceL2", "is at most 362, and 0 below 0.0002", "hypot", 0, *_WIDE),
+        Fault("CumSum", "is wrong from the 2049th element on, and inexact before", None, 0, *_WIDE),
+        Fault(
+            "ReduceLogSumExp", "is too small by 34 where the row spans more than 88", None, 0, *_WIDE
+        ),
+        Fault(
+            "LogSoftmax", "is too small by up to 110 where the row spans more than 200", "log-softmax", 0,
+            *_WIDE,
+        ),
+        Fault(
+            "InstanceNormalization", "may be -131008 where all of a channel is the same large value",
+            None, 0, *_WIDE,
+        ),
+        Fault("Clip", "does not clamp: its bounds are attributes", "clip-inputs", 0, *_WIDE, inputs=1),
+        Fault(
+            "Cast", "keeps the fraction that a Cast to integers before it drops, and is 1 for larger uint8",
+            "", 0, *_WIDE, behind=frozenset({"Cast"}),
+        ),
+        Fault(
+            "Pad", "writes other values beside the last axis, but behind Conv, Relu and some others", None,
+            0, *_WIDE, attributes=(("mode", frozenset({"edge"})),),
+        ),
+        *(
+            Fault("Resize", text, None, 0, *_WIDE, attributes=(
+                ("mode", frozenset({"nearest", ""})),
+                ("nearest_mode", frozenset(modes)),
+                ("coordinate_transformation_mode", frozenset(coordinates)),
+            ))
+            for text, modes, coordinates in (
+                (_NEAREST, ("floor", "ceil"), ("half_pixel", "pytorch_half_pixel", "align_corners", "")),
+                (_TIES, ("round_prefer_floor", ""), ("half_pixel", "")),
+                (_TIES, ("round_prefer_ceil",), ("pytorch_half_pixel", "asymmetric")),
+            )
+        ),
+        Fault(
+            "Sigmoid", "is off by up to 0.0038, as a piecewise linear function", "barrier", 0, *_WIDE,
+            behind=_FUSING,
+        ),
+        Fault(
+            "Tanh", "is off by up to 0.0075, as a piecewise linear function", "barrier", 0, *_WIDE,
+            behind=_FUSING,
+        ),
     ),
-)
-"""Found by trying all float16 values in graphs of one node: `benchmarks.sweep`."""
+)  # fmt: skip
+"""Found with all float16 values in small graphs: `benchmarks.sweep`, of which the results are in
+``benchmarks/faults-qnn.json``."""
 
 
 def _number_format(device: Device, options: Mapping[str, str]) -> NumberFormat | None:

@@ -50,6 +50,9 @@ _JUMPS = (10.0, 3.0)
 """How much larger the error of a value is than those of the values that it is computed from, where a node is
 to blame."""
 
+_FEW_VALUES = 1e-3
+"""A range of values that a model seldom has."""
+
 _LOST = 0.5
 """The relative error of a stored number which a format does not have."""
 
@@ -121,7 +124,8 @@ class Emulator:
             if node.op_type in self._format.inexact:
                 return f"{_named(node)}, of which the kernel is less exact than {self._format.name}"
             for fault in self._format.faults:
-                if fault.gives is None and applies(fault, node, self.scope):
+                is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES
+                if is_hidden and applies(fault, node, self.scope):
                     return f"{_named(node)}, which {fault.text}"
         return None
 

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph.number_format import ALWAYS, REMEDIES
+from hatch_epcontext.graph.number_format import ALWAYS, REMEDIES, RewriteName
 from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
@@ -62,7 +62,7 @@ def decibels(wanted: Floats, found: Floats) -> float:
 
 
 def mended(
-    model: onnx.ModelProto, name: str, least: float = 100, before: Sequence[str] = ()
+    model: onnx.ModelProto, name: RewriteName, least: float = 100, before: Sequence[str] = ()
 ) -> list[str]:
     """The operators after the rewrite ``name``, which has done something and loses nothing.
 
@@ -77,7 +77,7 @@ def mended(
     return operators(after)
 
 
-def untouched(model: onnx.ModelProto, name: str) -> bool:
+def untouched(model: onnx.ModelProto, name: RewriteName) -> bool:
     after = onnx.ModelProto.FromString(model.SerializeToString())
     return remedy(after, {}, [name]) == () and after == model
 
@@ -391,7 +391,7 @@ def test_a_norm_is_scaled(body: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["hypot", "log-power", "scaled-square"])
-def test_other_roots_and_logarithms_stay(body: str, name: str) -> None:
+def test_other_roots_and_logarithms_stay(body: str, name: RewriteName) -> None:
     stored = f"{STORED}, float below = {{-1}}, float three = {{3}}"
     body = body.replace("Sqrt", "Log") if name == "log-power" else body
     assert untouched(of(body, stored, given=PAIR), name)
@@ -402,7 +402,7 @@ def test_each_rewrite_has_one_name() -> None:
 
 
 @pytest.mark.parametrize("name", [*ALWAYS, *REMEDIES])
-def test_what_is_mended_stays_as_it_is(name: str) -> None:
+def test_what_is_mended_stays_as_it_is(name: RewriteName) -> None:
     bodies = {
         "square": of("y = Pow(x, two)", STORED),
         "mean": of("total = ReduceSum(x) y = Div(total, n)", "float n = {24}"),
@@ -457,7 +457,7 @@ def test_what_avoids_a_fault_is_a_rewrite() -> None:
     formats = (each.number_format("npu", {}) for each in PROVIDERS.values())
     named = {fault.rewrite for each in formats if each for fault in each.faults}
     assert "square" in named
-    assert named <= {"", *ALWAYS, *REMEDIES}
+    assert named <= {None, *ALWAYS, *REMEDIES}
 
 
 def test_an_old_opset_has_no_such_forms() -> None:
@@ -499,7 +499,7 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_what_an_npu_computes_wrong_is_right_then(
-    name: str, model: onnx.ModelProto, given: Floats
+    name: RewriteName, model: onnx.ModelProto, given: Floats
 ) -> None:
     feeds = {"x": given.astype(np.float16).astype(np.float32)}
     (wanted,) = ort.InferenceSession(model.SerializeToString()).run(None, feeds)

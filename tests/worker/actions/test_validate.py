@@ -123,6 +123,8 @@ def test_outputs_that_differ_from_the_sources_are_an_error(tmp_path: Path) -> No
         "tool.epcontext.models[0].validate.tolerance = { outputs = { y = {"
     )
     needed = setting.value["outputs"]["y"]
+    # Those of other samples differ a little.
+    needed = {"snr": needed["snr"] - 1}
     tolerance = dataclasses.replace(HALF, outputs={"y": needed})
     handle(dataclasses.replace(request, tolerance=tolerance))
 

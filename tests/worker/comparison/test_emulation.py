@@ -23,7 +23,7 @@ from tests.worker.actions.test_compile import MODEL
 
 QNN = Tolerance(20, 0.99, unit=0.1)
 POWER = Fault("Pow", "is -4 for -0.0", low=-3e-8, high=3e-8, gives=-4.0, exponent=2.0)
-TABLE = Fault("Sigmoid", "is coarse behind Gemm", behind=frozenset({"Gemm"}))
+TABLE = Fault("Sigmoid", "is coarse behind Gemm", low=-1e5, high=1e5, behind=frozenset({"Gemm"}))
 
 
 def emulator(

@@ -1,0 +1,105 @@
+"""What the providers say of operators that an EP computes wrong, and what the sweep found."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from benchmarks import sweep
+from benchmarks.sweep import Case, Result
+from hatch_epcontext.graph.number_format import Fault
+from hatch_epcontext.providers import PROVIDERS
+from tests.conftest import needs_qnn
+
+FORMAT = PROVIDERS["qnn"].number_format("npu", {})
+assert FORMAT is not None
+FAULTS = FORMAT.faults
+RESULTS = sweep.read(sweep.table("qnn"))
+WRONG = [case for case in sweep.cases() if RESULTS[case.name].status == "wrong"]
+
+
+def explains(fault: Fault, case: Case, result: Result) -> bool:
+    graph = onnx.load_model_from_string(case.model()).graph
+    constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    operators = [node.op_type for node in graph.node]
+    for number, node in enumerate(graph.node):
+        texts = {each.name: each.s.decode() for each in node.attribute if each.s}
+        if not fault.concerns(node.op_type, len(node.input), texts):
+            continue
+        if fault.behind and not fault.behind.intersection(operators[:number]):
+            continue
+        if fault.exponent is not None:
+            exponent = constants.get(node.input[1])
+            if exponent is None or not np.allclose(exponent, fault.exponent, rtol=1e-3, atol=0):
+                continue
+        operand = node.input[fault.operand]
+        low, high = result.low, result.high
+        if operand in constants:
+            low = high = float(constants[operand])
+        if operand not in ("x", *constants) or low is None or high is None:
+            return True
+        if low <= fault.high and fault.low <= high:
+            return True
+    return False
+
+
+def test_each_case_of_the_sweep_has_a_result() -> None:
+    assert {case.name for case in sweep.cases()} == RESULTS.keys()
+    assert not [name for name, each in RESULTS.items() if each.status == "crashed"]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.name)
+def test_what_the_sweep_found_wrong_is_known(case: Case) -> None:
+    assert [fault for fault in FAULTS if explains(fault, case, RESULTS[case.name])]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.operator} {fault.text}")
+def test_the_sweep_found_each_fault(fault: Fault) -> None:
+    assert [case for case in WRONG if explains(fault, case, RESULTS[case.name])]
+
+
+def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> None:
+    named = {(fault.rewrite, fault.operator) for fault in FAULTS if fault.rewrite}
+    assert named == {
+        ("square", "Pow"),
+        ("exp", "Exp"),
+        ("clip-inputs", "Clip"),
+        ("barrier", "Sigmoid"),
+        ("barrier", "Tanh"),
+        ("softplus", "Softplus"),
+        ("hypot", "ReduceL2"),
+        ("log-softmax", "LogSoftmax"),
+    }
+
+
+def test_ranges_are_from_low_to_high() -> None:
+    assert all(fault.low <= fault.high for fault in FAULTS)
+
+
+def test_a_fault_of_an_attribute_is_none_of_nodes_with_other_values() -> None:
+    resize, *_ = [fault for fault in FAULTS if fault.operator == "Resize"]
+    assert resize.concerns("Resize", 3, {"mode": "nearest", "nearest_mode": "floor"})
+    assert not resize.concerns("Resize", 3, {"mode": "linear", "nearest_mode": "floor"})
+    assert not resize.concerns("Resize", 3, {})
+    assert not resize.concerns("Upsample", 3, {"nearest_mode": "floor"})
+    (clip,) = [fault for fault in FAULTS if fault.operator == "Clip"]
+    assert clip.concerns("Clip", 1, {})
+    assert not clip.concerns("Clip", 3, {})
+
+
+@needs_qnn
+def test_the_simulator_squares_negative_zero_wrong_by_a_power_only() -> None:
+    power, product = (
+        Case("y = Pow(x, 2)", sweep.ALL),
+        Case("y = Mul(x, x)", sweep.ALL),
+    )
+    results = {case.name: result for case, result in sweep.sweep("qnn", [power, product])}
+    assert results[product.name].status == "right"
+    assert results[product.name].values == 63488
+    found = results[power.name]
+    assert (found.status, found.wrong) == ("wrong", 1)
+    ((x, exact, got),) = found.examples
+    assert (x, exact, got) == (0, 0, -4)
+    assert str(x) == "-0.0"
