@@ -33,7 +33,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
-from benchmarks.plain import OPTIONS, PACKAGES, MakeOptions, start
+from benchmarks.plain import OPTIONS, PACKAGES, MakeOptions, available, start
 
 Floats = NDArray[np.float32]
 
@@ -220,7 +220,7 @@ def _work(provider: str, pipe: Connection) -> None:
 
 
 def sweep(provider: str, cases: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
-    """Each case with its result. Raises ConnectionError where the EP cannot even be started."""
+    """Each case with its result, as soon as it is there."""
     worker = None
     try:
         for case in cases:
@@ -616,6 +616,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.write and arguments.only:
         parser.error("--write needs all cases")
+    if not available(arguments.provider):
+        raise SystemExit(
+            f"{arguments.provider} is not installed, or has no device on this machine."
+        )
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     words, path = arguments.only or [""], table(arguments.provider)
     chosen = [case for case in cases() if any(word in case.name for word in words)]

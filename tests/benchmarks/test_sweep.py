@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import sweep
+from benchmarks.plain import PACKAGES
 from benchmarks.sweep import LARGEST, Case, Result, changes, judge
 
 X = np.array([[-1, 0, 2, LARGEST]], np.float32)
@@ -87,6 +88,13 @@ def test_a_written_table_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(sweep.text("cpu", results), encoding="utf-8")
     assert sweep.read(tmp_path / "table.json") == results
     assert "onnxruntime " in json.loads(sweep.text("cpu", results))["seen"]
+
+
+def test_an_ep_without_a_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "none", "no_such_package")
+    monkeypatch.setattr("sys.argv", ["sweep", "--provider", "none"])
+    with pytest.raises(SystemExit, match="no device"):
+        sweep.main()
 
 
 def test_a_part_of_the_cases_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
