@@ -116,10 +116,7 @@ def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
         return None
     ratios = rows.min(axis=0)
     index = int(ratios.argmin())
-    axis = shape.index(rows.shape[1])
-    return (
-        Slice(axis, index, len(shape), float(ratios[index])) if np.isfinite(ratios[index]) else None
-    )
+    return Slice(shape.index(rows.shape[1]), index, len(shape), float(ratios[index]))
 
 
 def _judge(
