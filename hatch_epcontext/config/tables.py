@@ -308,7 +308,7 @@ class LimitsTable:
 
     snr: float | None = _key(
         "The smallest ratio of signal to noise, in decibels: 20 is an error of a tenth. Slices of the output "
-        "may be 7 dB worse.",
+        "may be 7 to 10 dB worse.",
         when_missing="the provider's",
         check=_DECIBELS,
     )

@@ -30,8 +30,11 @@ Nature = Literal["any", "unit", "probabilities", "indices"]
 """What the values of an output are: any, between -1 and 1 (behind a Sigmoid), shares that add up to 1
 (behind a Softmax), or indices (of ArgMax), which are equal or not."""
 
+_COLUMN = 10.0
+"""Decibels by which the ratio of a column of a table may be worse than that of the whole output."""
+
 _SLICE = 7.0
-"""Decibels by which the ratio of a slice may be worse than that of the whole output."""
+"""The same for any other slice, which has a larger part of the output's signal."""
 
 _MANY = 100
 """Of so many slices of an axis one may be anything. The energy of a slice counts as no less than this part of
@@ -116,10 +119,7 @@ def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
         return None
     ratios = rows.min(axis=0)
     index = int(ratios.argmin())
-    axis = shape.index(rows.shape[1])
-    return (
-        Slice(axis, index, len(shape), float(ratios[index])) if np.isfinite(ratios[index]) else None
-    )
+    return Slice(shape.index(rows.shape[1]), index, len(shape), float(ratios[index]))
 
 
 def _judge(
@@ -133,7 +133,10 @@ def _judge(
     if agreement.snr is not None and agreement.snr < limits.snr:
         excesses.append(f"{agreement.snr:.1f} dB of signal to noise (at least {limits.snr:g})")
         needed["snr"] = agreement.snr
-    for worst, least in ((agreement.worst, limits.snr - _SLICE), (row, limits.snr)):
+    for worst, least in (
+        (agreement.worst, limits.snr - _less(ref.shape, agreement.worst)),
+        (row, limits.snr),
+    ):
         if worst is None:
             continue
         margins.append(worst.snr - least)
@@ -154,6 +157,17 @@ def _judge(
     margin = min(margins)
     known = margin if math.isfinite(margin) else None
     return Comparison(replace(agreement, margin=known), tuple(excesses), needed, margin)
+
+
+def _is_column(slices: int, places: int) -> bool:
+    """Whether one of so many ``slices`` of an axis, with so many ``places`` each, is a column of a table."""
+    return slices <= min(_MANY, places)
+
+
+def _less(shape: tuple[int, ...], of: Slice | None) -> float:
+    """The decibels by which the ratio of a slice may be worse than that of the whole output."""
+    size = shape[of.axis] if of else 1
+    return _COLUMN if _is_column(size, math.prod(shape) // max(size, 1)) else _SLICE
 
 
 def _measure(
@@ -182,7 +196,7 @@ def _measure(
         index = int(np.argsort(ratios)[size // _MANY])
         if np.isfinite(ratios[index]):
             slices.append(Slice(axis, index, ref.ndim, float(ratios[index])))
-    worst = min(slices, key=lambda each: each.snr, default=None)
+    worst = min(slices, key=lambda each: each.snr + _less(ref.shape, each), default=None)
     return Agreement(
         name, largest_error, _cosine(out, ref, measure), float(measure.decibels(None)), worst
     )
@@ -211,7 +225,7 @@ class _Measure:
         own = np.asarray((self.ref**2).mean(axis=axes))
         places = self.ref.size // own.size
         floor = self.largest**2 * self._part(places)
-        if own.size > min(_MANY, places):
+        if not _is_column(own.size, places):
             floor = max(floor, float(self.signal(None)) * own.size / _MANY)
         elsewhere = [_OTHER_SAMPLES**2 * (each**2).mean(axis=axes) for each in self.others]
         return np.asarray(np.maximum.reduce([own, np.full_like(own, floor), *elsewhere]))

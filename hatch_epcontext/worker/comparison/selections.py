@@ -6,6 +6,7 @@ compared with the candidate that it is, among all from which the TopK of the sou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -215,79 +216,118 @@ def select(
 def _select(
     selection: Selection, outputs: Arrays, result: Selected, candidates: Arrays, unit: float
 ) -> None:
-    scores = candidates[selection.candidates]
-    tables = [_table(candidates[each.values], each.axis) for each in selection.rows]
-    if tables:
-        batch, count = tables[0].shape[:2]
-        all_scores = _by_row(scores, batch, count)
-    else:
-        # The number of a value is its class: all are candidates of one row.
-        batch, count = int(np.prod(scores.shape[:-1])), 1
-        all_scores = np.asarray(scores, np.float64).reshape(batch, 1, -1)
-    kept = selection.score.of(outputs[selection.score.output], batch, 1).size // batch
-    own = selection.score.of(outputs[selection.score.output], batch, kept)[..., 0]
-    by_place = selection.score.of(result.wanted[selection.score.output], batch, kept)[..., 0]
+    scores = _numbers(candidates[selection.candidates])
+    tables = [_table(_numbers(candidates[each.values]), each.axis) for each in selection.rows]
+    # Without other columns the number of a value is its class: all are candidates of one row.
+    batch, count = tables[0].shape[:2] if tables else (math.prod(scores.shape[:-1]), 1)
+    columns = (selection.score, *selection.rows)
+    size = _size(selection.score, outputs[selection.score.output])
+    widths = [1, *(table.shape[2] for table in tables)]
+    fits = (
+        batch * count * size > 0
+        and all(table.shape[:2] == (batch, count) for table in tables)
+        and scores.size % (batch * count) == size % batch == 0
+        and all(
+            _size(each, outputs[each.output]) == size * width
+            for each, width in zip(columns, widths, strict=True)
+        )
+    )
+    if not fits:
+        return
+    kept = size // batch
+    tables.insert(0, _by_row(scores, batch, count))
+    own = [each.of(outputs[each.output], batch, kept) for each in columns]
+    by_place = [each.of(result.wanted[each.output], batch, kept) for each in columns]
     numbers = None
     if selection.classes is not None:
         classes = selection.classes.of(outputs[selection.classes.output], batch, kept)[..., 0]
-        numbers = np.clip(np.rint(classes), 0, all_scores.shape[2] - 1).astype(int)
+        most = tables[0].shape[2] if tables[0].shape[2] > 1 else count
+        numbers = np.clip(np.rint(np.nan_to_num(classes)), 0, most - 1).astype(int)
         selection.classes.put(result.wanted[selection.classes.output], numbers)
-    pieces = [each.of(outputs[each.output], batch, kept) for each in selection.rows]
     # Between 0 and 1 they are behind a Sigmoid or a Softmax.
-    largest = float(np.abs(all_scores).max(initial=0))
-    floor = unit if largest <= 1 and all_scores.min(initial=0) >= 0 else LARGEST * largest
-    signals = [max(float(np.mean(by_place**2)), floor**2, _TINY)]
-    signals += [
-        max(float(np.mean(each.of(result.wanted[each.output], batch, kept) ** 2)), _TINY)
-        for each in selection.rows
-    ]
-    each_row = np.arange(count)
-    chosen = np.zeros((batch, kept), int)
-    noise = np.zeros((1 + len(pieces), batch, kept))
-    score = np.zeros((batch, kept))
+    finite = tables[0][np.isfinite(tables[0])]
+    largest = float(np.abs(finite).max(initial=0))
+    floor = unit if largest <= 1 and finite.min(initial=0) >= 0 else LARGEST * largest
+    signals = np.array([max(float(np.mean(each**2)), _TINY) for each in by_place])
+    signals[0] = max(signals[0], floor**2)
+    noise = np.empty((len(columns), batch, kept))
     for index in range(batch):
-        taken = np.zeros(all_scores.shape[1:], bool)
-        for place in range(kept):
-            if numbers is None:
-                free = np.where(taken, np.inf, all_scores[index])
-                column = np.abs(free - own[index, place]).argmin(axis=1)
-            else:
-                column = np.full(count, numbers[index, place])
-            its = np.where(taken[each_row, column], np.inf, all_scores[index, each_row, column])
-            parts = [(its - own[index, place]) ** 2]
-            parts += [
-                ((table[index] - piece[index, place]) ** 2).mean(axis=1)
-                for table, piece in zip(tables, pieces, strict=True)
-            ]
-            ratios = np.stack([part / signal for part, signal in zip(parts, signals, strict=True)])
-            row = int(ratios.sum(axis=0).argmin())
-            chosen[index, place] = row
-            taken[row, column[row]] = True
-            score[index, place] = its[row]
-            noise[:, index, place] = ratios[:, row]
-    # A score must be that of its row, and in its place.
-    farther = np.where(np.abs(by_place - own) > np.abs(score - own), by_place, score)
-    noise[0] = np.maximum(noise[0], (farther - own) ** 2 / signals[0])
-    selection.score.put(result.wanted[selection.score.output], farther)
-    for columns, table in zip(selection.rows, tables, strict=True):
-        rows = np.take_along_axis(table, chosen[..., None], axis=1)
-        columns.put(result.wanted[columns.output], rows)
-    with np.errstate(divide="ignore"):
-        decibels = -10 * np.log10(noise)
-    for columns, ratio in zip((selection.score, *selection.rows), decibels, strict=True):
-        known = result.rows.get(columns.output, ratio)
-        result.rows[columns.output] = np.minimum(known, ratio)
+        own_here, tables_here = [each[index] for each in own], [each[index] for each in tables]
+        found = _match(
+            own_here, tables_here, numbers if numbers is None else numbers[index], signals
+        )
+        chosen, score, noise[:, index] = found
+        # A score must be that of its row, and in its place: the one that is farther counts.
+        place = by_place[0][index]
+        is_farther = np.abs(score - own_here[0][:, 0]) > np.abs(place - own_here[0])[:, 0]
+        place[is_farther, 0] = score[is_farther]
+        for each, table in zip(by_place[1:], tables_here[1:], strict=True):
+            each[index] = table[chosen]
+    noise[0] = np.maximum(noise[0], (by_place[0] - own[0])[..., 0] ** 2 / signals[0])
+    decibels = -10 * np.log10(np.clip(noise, _TINY, 1 / _TINY))
+    for column, values, ratios in zip(columns, by_place, decibels, strict=True):
+        column.put(result.wanted[column.output], values)
+        known = result.rows.get(column.output, ratios)
+        result.rows[column.output] = np.minimum(known, ratios)
 
 
-def _table(array: Array, axis: int) -> Numbers:
+def _match(
+    own: Sequence[Numbers], tables: Sequence[Numbers], numbers: Array | None, signals: Numbers
+) -> tuple[Array, Numbers, Numbers]:
+    """For each row of ``own`` the nearest candidate that no other row is: its row, its score, and its noise
+    in each of ``own``, relative to ``signals``.
+
+    ``own`` are the scores and the other columns, rows x columns; ``tables`` those of the candidates, in which
+    scores are candidates x classes. ``numbers``: the classes of the rows, or without classes the candidates.
+    """
+    scores, *others = tables
+    each = np.arange(len(scores))
+    free = np.ones(scores.shape, bool)
+    found = np.zeros(len(own[0]), int)
+    score = np.zeros(len(found))
+    noise = np.zeros((len(own), len(found)))
+    for place in range(len(found)):
+        wanted = own[0][place, 0]
+        usable = free
+        if numbers is not None and scores.shape[1] > 1:
+            column = np.full(len(scores), numbers[place])
+        else:
+            if numbers is not None:
+                usable = free & (each == numbers[place])[:, None]
+            column = np.abs(np.where(usable, scores, np.inf) - wanted).argmin(axis=1)
+        its = np.where(usable[each, column], scores[each, column], np.inf)
+        parts = [(its - wanted) ** 2]
+        parts += [
+            ((table - row[place]) ** 2).mean(axis=1)
+            for table, row in zip(others, own[1:], strict=True)
+        ]
+        ratios = np.stack(parts) / signals[:, None]
+        row = int(ratios.sum(axis=0).argmin())
+        free[row, column[row]] = False
+        found[place], score[place], noise[:, place] = row, its[row], ratios[:, row]
+    return found, score, noise
+
+
+def _numbers(array: Array) -> Numbers:
+    """``array`` as numbers; what is not finite is no candidate."""
+    numbers = np.asarray(array, np.float64)
+    return np.where(np.isfinite(numbers), numbers, np.inf)
+
+
+def _size(columns: Columns, array: Array) -> int:
+    return array.size if columns.stop is None else array[..., columns.start : columns.stop].size
+
+
+def _table(array: Numbers, axis: int) -> Numbers:
     """``array`` as batch x rows x values, with its rows along ``axis``."""
-    before = int(np.prod(array.shape[:axis]))
-    return np.asarray(array, np.float64).reshape(before, array.shape[axis], -1)
+    own = axis % array.ndim
+    before, behind = array.shape[:own], array.shape[own + 1 :]
+    return array.reshape(math.prod(before), array.shape[own], math.prod(behind))
 
 
-def _by_row(scores: Array, batch: int, count: int) -> Numbers:
+def _by_row(scores: Numbers, batch: int, count: int) -> Numbers:
     """``scores`` as batch x rows x classes; the classes may come first."""
-    table = np.asarray(scores, np.float64).reshape(batch, count, -1)
+    table = scores.reshape(batch, count, -1)
     if scores.shape[-1] == count and table.shape[2] > 1:
         table = table.reshape(batch, -1, count).swapaxes(1, 2)
     return table

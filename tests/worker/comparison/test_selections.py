@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +13,18 @@ from onnx import TensorProto, helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Key
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs
 from hatch_epcontext.worker.comparison.measures import Numbers
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
-from hatch_epcontext.worker.comparison.selections import selections
+from hatch_epcontext.worker.comparison.selections import (
+    Columns,
+    Selection,
+    select,
+    selections,
+)
 from tests.models import model, value
 
 HALF = Tolerance(20, 0.99, unit=0.1)
@@ -272,6 +279,51 @@ def test_the_values_and_numbers_of_a_topk_are_a_selection() -> None:
     assert selection.candidates == "x"
     assert selection.classes is not None
     assert selection.rows == ()
+
+
+def topk(batch: int) -> tuple[Selection, dict[str, Array], dict[str, Array]]:
+    """The selection of five of 50 values, its outputs, and its candidates."""
+    x = np.random.default_rng(3).standard_normal((batch, 50)).astype(np.float32)
+    numbers = np.argsort(-x, axis=1)[:, :5]
+    values: Array = np.take_along_axis(x, numbers, 1)
+    outputs: dict[str, Array] = {"values": values, "numbers": numbers}
+    return Selection(Columns("values"), "x", Columns("numbers")), outputs, {"x": x}
+
+
+def test_wrong_numbers_of_a_topk_are_rows_with_much_noise() -> None:
+    selection, outputs, candidates = topk(2)
+    same = select([selection], outputs, outputs, candidates, 0.1)
+    assert same.rows["values"].min() > 200
+    assert same.rows["values"].shape == (2, 5)
+    wrong = {**outputs, "numbers": (outputs["numbers"] + 1) % 50}
+    assert select([selection], wrong, outputs, candidates, 0.1).rows["values"].min() < 20
+
+
+def test_the_number_of_a_row_is_that_of_its_candidate() -> None:
+    selection, outputs, candidates = topk(1)
+    boxes = np.random.default_rng(4).uniform(0, 640, (1, 50, 4))
+    outputs["boxes"] = boxes[:, outputs["numbers"][0]]
+    candidates["all"] = boxes
+    both = replace(selection, rows=(Columns("boxes", values="all", axis=1),))
+    assert select([both], outputs, outputs, candidates, 0.1).rows["boxes"].min() > 200
+    wrong = {**outputs, "numbers": outputs["numbers"][:, ::-1]}
+    assert select([both], wrong, outputs, candidates, 0.1).rows["boxes"].min() < 20
+
+
+def test_candidates_that_are_masked_are_none() -> None:
+    selection, outputs, candidates = topk(1)
+    unused = np.setdiff1d(np.arange(50), outputs["numbers"])
+    candidates["x"][0, unused[:3]] = [-np.inf, np.nan, -np.inf]
+    assert select([selection], outputs, outputs, candidates, 0.1).rows["values"].min() > 200
+
+
+@pytest.mark.parametrize("shape", [(1, 49, 4), (3, 50, 4), (1, 0, 4)])
+def test_candidates_of_other_shapes_are_not_compared_with(shape: tuple[int, ...]) -> None:
+    selection, outputs, candidates = topk(2)
+    outputs["boxes"] = np.zeros((2, 5, 4))
+    candidates["all"] = np.zeros(shape)
+    both = replace(selection, rows=(Columns("boxes", values="all", axis=-2),))
+    assert not select([both], outputs, outputs, candidates, 0.1).rows
 
 
 def test_other_uses_of_a_topk_are_no_selections() -> None:
