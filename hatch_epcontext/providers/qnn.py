@@ -333,7 +333,7 @@ _FLOAT16 = dataclasses.replace(
         Fault("Clip", "does not clamp: its bounds are attributes", "clip-inputs", 0, *_WIDE, inputs=1),
         Fault(
             "Cast", "keeps the fraction that a Cast to integers before it drops, and is 1 for larger uint8",
-            "", 0, *_WIDE, behind=frozenset({"Cast"}),
+            None, 0, *_WIDE, behind=frozenset({"Cast"}),
         ),
         Fault(
             "Pad", "writes other values beside the last axis, but behind Conv, Relu and some others", None,

@@ -62,7 +62,10 @@ def decibels(wanted: Floats, found: Floats) -> float:
 
 
 def mended(
-    model: onnx.ModelProto, name: RewriteName, least: float = 100, before: Sequence[str] = ()
+    model: onnx.ModelProto,
+    name: RewriteName,
+    least: float = 100,
+    before: Sequence[RewriteName] = (),
 ) -> list[str]:
     """The operators after the rewrite ``name``, which has done something and loses nothing.
 
