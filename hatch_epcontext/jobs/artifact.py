@@ -186,7 +186,7 @@ class Validation:
     compared, and ``synthetic`` whether they were generated. ``warnings``: disagreements for inputs that the
     app may never have. ``emulation``: what the number format of the EP makes of the model.
     ``float_form_db``: the decibels by which the integers of the source on the CPU differ from its float
-    form, if that was compared with in their place.
+    form, if that was compared with in their place. ``simulated``: whether a simulator of the device ran it.
     """
 
     status: ValidationStatus
@@ -197,6 +197,7 @@ class Validation:
     warnings: tuple[str, ...] = ()
     emulation: Emulation | None = None
     float_form_db: float | None = None
+    simulated: bool = False
 
     @property
     def label(self) -> str:
@@ -204,7 +205,9 @@ class Validation:
         if self.status is ValidationStatus.RAN:
             if self.sensitive:
                 return "ran, sensitive"
-            return "ran and agrees" if self.compared else "ran, not compared"
+            if not self.compared:
+                return "ran, not compared"
+            return f"ran and agrees{' on synthetic inputs' if self.synthetic else ''}"
         return self.status.label
 
     @property
@@ -247,10 +250,13 @@ class Validation:
 
 @dataclass(frozen=True)
 class ValidationRun:
-    """A validation, and the seconds in which it opened a session on the context; None if it did not."""
+    """A validation, the seconds in which it opened a session on the context, None if it did not, and the day
+    on which it ran, such as ``"2026-11-23"``, empty if it did not.
+    """
 
     validation: Validation
     load: float | None = None
+    day: str = ""
 
 
 @dataclass(frozen=True)
@@ -294,7 +300,8 @@ class Built:
     """A finished job: its artifact, and the validation of each of its models by name.
 
     ``saved``: bytes by which the artifact is smaller than its models compiled alone for each chip.
-    ``loads``: the seconds in which validation opened a session, for each model that it opened.
+    ``loads``: the seconds in which validation opened a session, for each model that it opened; ``days``: when
+    it ran them.
     """
 
     job: Job
@@ -303,6 +310,7 @@ class Built:
     cached: bool
     saved: int = 0
     loads: Mapping[str, float] = field(default_factory=dict)
+    days: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

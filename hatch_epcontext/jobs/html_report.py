@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -13,7 +13,7 @@ from hatch_epcontext.jobs.coverage import describe_coverage
 from hatch_epcontext.jobs.report import FailureReport, JobReport, ModelReport, Report
 from hatch_epcontext.jobs.validation import describe_emulation, validation_warnings
 from hatch_epcontext.system import check_file, writing
-from hatch_epcontext.text import count, printable, show_size
+from hatch_epcontext.text import count, pairs, printable, show_size
 from hatch_epcontext.worker.facts import CoverageStatus
 
 _STYLE = Path(__file__).with_name("html_report.css")
@@ -208,17 +208,36 @@ def _job(job: JobReport) -> ET.Element:
         "article",
         _e("h3", _job_name(job)),
         _facts(facts),
-        *(part for model in job.models for part in _model(model, alone=len(job.models) == 1)),
+        *(
+            part
+            for model in job.models
+            for part in _model(model, job.versions, alone=len(job.models) == 1)
+        ),
         _e("details", _e("summary", count(len(rows), "file")), files),
         id=_anchor(job),
     )
 
 
-def _model(model: ModelReport, *, alone: bool) -> Iterator[ET.Element]:
+def _circumstances(model: ModelReport, versions: Mapping[str, str]) -> Iterator[str]:
+    """Where and when a model was run, without which its validation says little."""
+    if not model.day:
+        return
+    if model.validation.simulated:
+        yield "simulator"
+    if model.chip:
+        yield pairs(model.chip)
+    yield model.day
+    yield from (f"{name} {version}" for name, version in versions.items())
+
+
+def _model(model: ModelReport, versions: Mapping[str, str], *, alone: bool) -> Iterator[ET.Element]:
     validation, preparation = model.validation, model.preparation
     if not alone:
         yield _e("h4", model.model)
-    yield _e("p", _validation_badge(validation), f" {validation.reason or ''}")
+    badge = _validation_badge(
+        validation, " · ".join([validation.label, *_circumstances(model, versions)])
+    )
+    yield _e("p", badge, f" {validation.reason or ''}")
     if model.coverage is not None:
         yield _e(
             "div",
@@ -316,11 +335,12 @@ def _badge(kind: str, text: str) -> ET.Element:
     return _e("span", text, class_=f"badge {kind}")
 
 
-def _validation_badge(validation: Validation) -> ET.Element:
+def _validation_badge(validation: Validation, text: str = "") -> ET.Element:
     rating = _RATINGS[validation.status]
-    if validation.status is ValidationStatus.RAN and not validation.agreements:
+    proves = validation.compared and not validation.sensitive and not validation.synthetic
+    if validation.status is ValidationStatus.RAN and not proves:
         rating = "fair"
-    return _badge(rating, validation.label)
+    return _badge(rating, text or validation.label)
 
 
 def _job_name(job: JobReport | FailureReport) -> str:

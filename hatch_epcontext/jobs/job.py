@@ -129,7 +129,8 @@ class JobRunner:
         saved = sum(built.artifact.size for built in alone) - artifact.size if alone else 0
         validations = {name: run.validation for name, run in runs.items()}
         loads = {name: run.load for name, run in runs.items() if run.load is not None}
-        return Built(job, artifact, validations, cached, saved, loads)
+        days = {name: run.day for name, run in runs.items() if run.day}
+        return Built(job, artifact, validations, cached, saved, loads, days)
 
     def _chosen(self, job: Job) -> tuple[str, Artifact, bool, Runs]:
         """The key of the job's artifact, the artifact, whether the cache had it, and its validations.

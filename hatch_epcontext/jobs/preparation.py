@@ -143,7 +143,11 @@ class Preparations:
         caller = self._workers if self._is_shared(job, model) else worker
         if recipe.remedies:
             before = self._get(job, index, replace(recipe, remedies=()), worker)
-            return change(job, index, before, recipe, scratch, caller)
+            made = change(job, index, before, recipe, scratch, caller)
+            # Those for all models may find nothing in this one.
+            last = recipe.remedy
+            changed = before.changed if last is None else last in made.preparation.remedies
+            return replace(made, changed=changed, dropped=(*before.dropped, *made.dropped))
         if recipe.changes:
             before = self._get(job, index, replace(recipe, changes=recipe.changes[:-1]), worker)
             return change(job, index, before, recipe, scratch, caller)

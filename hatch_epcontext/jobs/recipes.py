@@ -13,7 +13,7 @@ the job: a broken model, a killed worker, a full disk.
 3. Rewrites of what the EP leaves or refuses, and then of what it leaves of those.
 4. Loops and recurrent layers unrolled, and rewrites of these.
 5. Where the best attempt covers enough, and disagrees with the CPU or may do so: rewrites for the number
-   format of the EP, one more at a time; each is kept if it brings the outputs nearer.
+   format of the EP, one more at a time; each is kept if it brings the outputs nearer. At last all together.
 6. Where it still disagrees: less invasive and unrolled forms of it.
 
 `try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough, or
@@ -324,14 +324,21 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
     found = best(attempts)
     if not _is_enough(job, found):
         return
+    plain, applied = found.recipe, list[RewriteName]()
     for name in _wanted(job, REMEDIES):
         verdict = judge(found)
         if verdict.agrees:
             return
         yield replace(found.recipe, remedies=(*found.recipe.remedies, name))
         last = attempts[-1]
+        if last.stopped_in != "change":
+            applied.append(name)
         if _is_enough(job, last) and judge(last).margin >= verdict.margin + GAIN:
             found = last
+    # Two may help only together: one for the small values of a spectrum, and one for the large ones.
+    together = replace(plain, remedies=(*plain.remedies, *applied))
+    if not judge(found).agrees and all(each.recipe != together for each in attempts):
+        yield together
 
 
 def _other_forms(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:

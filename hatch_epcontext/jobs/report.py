@@ -31,7 +31,8 @@ _MAX_CHARACTERS = 90
 @dataclass(frozen=True)
 class ModelReport:
     """One model of a job. ``source_size``: bytes of the source and its external data; ``load``: seconds in
-    which validation opened a session on the compiled model, None where it did not.
+    which validation opened a session on the compiled model, None where it did not; ``day``: when it ran it,
+    empty likewise; ``chip``: what it was compiled for, by name.
     """
 
     model: str
@@ -41,6 +42,8 @@ class ModelReport:
     coverage: Coverage | None
     validation: Validation
     load: float | None
+    day: str
+    chip: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
                 context.coverage,
                 built.validations[model.name],
                 built.loads.get(model.name),
+                built.days.get(model.name, ""),
+                built.job.target.provider.compiled_for(context.compatibility),
             )
             for model, preparation, context in models
         ),

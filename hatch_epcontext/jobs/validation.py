@@ -37,7 +37,7 @@ def describe_validation(validation: Validation) -> str:
     if validation.status is ValidationStatus.STRUCTURE:
         return f"structure checked, NOT run{reason}"
     ran = {
-        ValidationStatus.RAN: "ran",
+        ValidationStatus.RAN: "ran on the simulator" if validation.simulated else "ran",
         ValidationStatus.RAN_ON_CPU: f"ran on the CPU only{reason}",
         ValidationStatus.RAN_ALONE: f"structure checked{reason}; compiled separately, it ran",
     }[validation.status]
@@ -57,14 +57,13 @@ def describe_validation(validation: Validation) -> str:
     reference, noise = "the CPU", ""
     if validation.float_form_db is not None:
         reference, noise = "its float form", f"; {_own_noise(validation.float_form_db)}"
-    verdict, emulated = f"agrees with {reference}", ""
+    emulated = ""
     if validation.emulation is not None:
-        emulated = f"; {describe_emulation(validation.emulation)}"
-        if validation.sensitive:
-            verdict = f"{verdict} there, but is SENSITIVE to {validation.emulation.format}"
+        but = ", but is SENSITIVE" if validation.sensitive else ""
+        emulated = f"{but}; {describe_emulation(validation.emulation)}"
     return (
-        f"{ran} and {verdict}{on} ({snr}{cosine}largest difference {largest:.2g}){emulated}{others}"
-        f"{noise}"
+        f"{ran} and agrees with {reference}{on} ({snr}{cosine}largest difference {largest:.2g})"
+        f"{emulated}{others}{noise}"
     )
 
 
@@ -93,11 +92,10 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
     emulation = validation.emulation
-    reasons = [
-        each.reason for each in validation.agreements if each.reason and each in validation.compared
-    ]
-    if emulation is not None and emulation.reason:
-        reasons.append(emulation.reason)
+    reasons = [each.reason for each in validation.compared if each.reason]
+    if emulation is not None and emulation.reason and not reasons:
+        # Of a format that was not measured: it only warns.
+        reasons = [emulation.reason]
     for reason in dict.fromkeys(reasons):
         yield (
             f"{name}: other inputs may give wrong answers: {reason}; compare with real ones "

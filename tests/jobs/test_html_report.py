@@ -17,7 +17,7 @@ from hatch_epcontext.jobs import html_report
 from hatch_epcontext.jobs.artifact import Artifact, Validation, ValidationStatus
 from hatch_epcontext.jobs.report import FailureReport, Report, make_report
 from hatch_epcontext.text import printable
-from hatch_epcontext.worker.facts import Agreement, Coverage, NodeFacts
+from hatch_epcontext.worker.facts import Agreement, AgreementStatus, Coverage, NodeFacts
 from tests.results import configured, resulting
 
 
@@ -55,7 +55,7 @@ def test_it_shows_finished_and_failed_jobs(made: Report) -> None:
     html = html_report.render(made, "my-app 1.0")
     text = text_of(html)
     assert "my-app 1.0 Models compiled by hatch-epcontext" in text
-    assert "ran and agrees 2/3 nodes in 1 context" in text
+    assert "ran and agrees on synthetic inputs 2/3 nodes in 1 context" in text
     assert "NonZero where its shape depends on the data" in text
     assert "0.00125 0.999500" in text
     assert "compile 0.500 s open 0.200 s" in text
@@ -82,6 +82,36 @@ def test_each_link_leads_somewhere(made: Report) -> None:
 
 def test_a_build_of_nothing_has_a_page_too() -> None:
     assert "0 built" in text_of(html_report.render(Report("hatch-epcontext", ()), "a"))
+
+
+def badges(report: Report) -> set[str]:
+    return set(re.findall(r'class="badge (\w+)"', html_report.render(report, "a")))
+
+
+def test_green_is_for_real_inputs_that_are_not_sensitive(made: Report) -> None:
+    (job,) = made.jobs
+    agreement = Agreement("y", 0.001, 0.9995)
+    sensitive = dataclasses.replace(agreement, status=AgreementStatus.SENSITIVE)
+
+    def rated(found: Agreement, *, synthetic: bool) -> set[str]:
+        validation = Validation(ValidationStatus.RAN, (found,), synthetic=synthetic)
+        models = (dataclasses.replace(job.models[0], validation=validation),)
+        return badges(Report("g", (dataclasses.replace(job, models=models),)))
+
+    assert rated(agreement, synthetic=False) == {"good"}
+    assert rated(agreement, synthetic=True) == {"fair"}
+    assert rated(sensitive, synthetic=False) == {"fair"}
+
+
+def test_the_badge_says_where_and_when(made: Report) -> None:
+    (job,) = made.jobs
+    validation = Validation(ValidationStatus.RAN, simulated=True)
+    model = dataclasses.replace(
+        job.models[0], validation=validation, day="2026-11-23", chip={"soc_model": "60"}
+    )
+    job = dataclasses.replace(job, models=(model,), versions={"onnxruntime-qnn": "2.7.0"})
+    text = text_of(html_report.render(Report("g", (job,)), "a"))
+    assert "simulator · soc_model 60 · 2026-11-23 · onnxruntime-qnn 2.7.0" in text
 
 
 @pytest.mark.parametrize("status", ValidationStatus)

@@ -382,9 +382,20 @@ def test_a_rewrite_that_hardly_helps_is_not_kept(builder: Builder) -> None:
     )
     built = builder.build(compiler)
     assert compiler.tried == ["plain", "hypot", "log-power", "log-power scaled-square"]
+    # All together are refused here.
     assert name_of(built.artifact.record.recipe) == "log-power"
     (agreement,) = built.validations["a"].agreements
     assert agreement.status is AgreementStatus.SENSITIVE
+
+
+def test_rewrites_that_help_only_together_are_found(builder: Builder) -> None:
+    compiler = Compiler(
+        {"plain": [], "hypot": [], "log-power": [], "hypot log-power": []},
+        wrong=["plain", "hypot", "log-power"],
+    )
+    built = builder.build(compiler)
+    assert compiler.tried == ["plain", "hypot", "log-power", "hypot log-power"]
+    assert name_of(built.artifact.record.recipe) == "hypot log-power"
 
 
 def test_what_may_differ_is_taken_before_what_differs(builder: Builder) -> None:

@@ -31,7 +31,9 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
         "compiled in 0.5 s"
     )
     validation = Validation(
-        ValidationStatus.RAN, (Agreement("y", 0.0125, 0.99876), Agreement("z", 0.001, None))
+        ValidationStatus.RAN,
+        (Agreement("y", 0.0125, 0.99876), Agreement("z", 0.001, None)),
+        samples=("random",),
     )
     (context,) = artifact.record.contexts
     context = dataclasses.replace(context, coverage=Coverage(12, 10, 2))
@@ -42,7 +44,7 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
     )
     assert summarize(cached) == (
         "a -> cpu (cpu): 10/12 nodes in 2 contexts, "
-        "ran and agrees with the CPU on synthetic inputs (cosine 0.99876, largest difference 0.013), "
+        "ran and agrees with the CPU on 1 synthetic input (cosine 0.99876, largest difference 0.013), "
         "407 bytes, opens in 0.200 s, from the cache"
     )
 

@@ -21,10 +21,11 @@ from hatch_epcontext.jobs.validation import (
     validation_from_reply,
     validation_key,
     validation_of_alone,
+    validation_warnings,
     validation_without_run,
 )
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.facts import Agreement, AgreementStatus
+from hatch_epcontext.worker.facts import Agreement, AgreementStatus, Emulation
 from hatch_epcontext.worker.requests import ValidateReply
 from tests.results import configured
 
@@ -33,7 +34,7 @@ AGREEMENTS = (Agreement("y", 0.0125, 0.9987, 31.4), Agreement("z", 0.5, None))
 
 NOTHING = Agreement("n", 0.0, None, status=AgreementStatus.INCONCLUSIVE, reason="it is NaN")
 CHANCE = Agreement("c", 0.0, None, status=AgreementStatus.RANDOM)
-AGREES = "agrees with the CPU on synthetic inputs (31 dB, cosine 0.99870, largest difference 0.5)"
+AGREES = "agrees with the CPU on 2 synthetic inputs (31 dB, cosine 0.99870, largest difference 0.5)"
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def with_validate(job: Job, **changes: Any) -> Job:
         ),
         (
             Validation(ValidationStatus.RAN, AGREEMENTS[1:]),
-            "ran and agrees with the CPU on synthetic inputs (largest difference 0.5)",
+            "ran and agrees with the CPU on 2 synthetic inputs (largest difference 0.5)",
         ),
         (
             Validation(ValidationStatus.RAN, AGREEMENTS, synthetic=False),
@@ -68,7 +69,7 @@ def with_validate(job: Job, **changes: Any) -> Job:
         ),
         (
             Validation(ValidationStatus.RAN, (NOTHING,)),
-            "ran on synthetic inputs, NOT compared; 'n' is inconclusive",
+            "ran on 2 synthetic inputs, NOT compared; 'n' is inconclusive",
         ),
         (Validation(ValidationStatus.RAN), "ran, outputs finite, not compared"),
         (
@@ -87,7 +88,29 @@ def with_validate(job: Job, **changes: Any) -> Job:
     ],
 )
 def test_each_status_has_its_text(validation: Validation, text: str) -> None:
+    validation = dataclasses.replace(validation, samples=("random", "tone at 0.1"))
     assert describe_validation(validation) == text
+
+
+def test_a_simulator_and_an_emulation_are_named() -> None:
+    emulation = Emulation("float16", "a simulator", 72, "tone at 0.1", 23.4, 3.4, "Sqrt root is 0")
+    sensitive = dataclasses.replace(
+        AGREEMENTS[0], status=AgreementStatus.SENSITIVE, reason=emulation.reason
+    )
+    validation = Validation(
+        ValidationStatus.RAN,
+        (sensitive,),
+        samples=("random",),
+        emulation=emulation,
+        simulated=True,
+    )
+    text = describe_validation(validation)
+    assert text.startswith("ran on the simulator and agrees with the CPU on 1 synthetic input (")
+    assert text.endswith(", but is SENSITIVE; float16 emulated on 72 inputs, at least 23 dB")
+    (warning,) = validation_warnings("a", validation)
+    assert "Sqrt root is 0" in warning
+    assert validation.label == "ran, sensitive"
+    assert validation.margin == 3.4
 
 
 @pytest.mark.parametrize(

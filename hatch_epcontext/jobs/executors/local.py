@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from hatch_epcontext.jobs.artifact import (
     Refused,
     Times,
     ValidationRun,
+    ValidationStatus,
 )
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
@@ -133,12 +135,7 @@ class LocalExecutor:
         if isinstance(prepared, Refused):
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
-        changed = any(each.changed for each in prepared)
-        if recipe.remedies:
-            # Those for all models may find nothing in this one.
-            done = {name for each in prepared for name in each.preparation.remedies}
-            changed = recipe.remedy is None or recipe.remedy in done
-        if not changed:
+        if not any(each.changed for each in prepared):
             return Refused("change", _problems(dropped))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)
@@ -240,9 +237,10 @@ class LocalExecutor:
         with self._device(job.target), self._cores(job.target, artifact):
             reply = self.workers.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
-        return ValidationRun(
-            validation_from_reply(artifact, reply, model.validate.inputs), reply.load
-        )
+        found = validation_from_reply(artifact, reply, model.validate.inputs)
+        simulated = job.target.provider.simulates and found.status is ValidationStatus.RAN
+        day = datetime.now(timezone.utc).date().isoformat()
+        return ValidationRun(replace(found, simulated=simulated), reply.load, day)
 
     def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
         """The file that was compiled, for EPs of which the number format is known.
