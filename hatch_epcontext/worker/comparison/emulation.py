@@ -22,6 +22,7 @@ from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.text import to_toml
 from hatch_epcontext.worker.comparison.measures import compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
@@ -49,6 +50,9 @@ _WRONG = 0.1
 _JUMPS = (10.0, 3.0)
 """How much larger the error of a value is than those of the values that it is computed from, where a node is
 to blame."""
+
+_MAX_CUT = 4
+"""Tensors at which a cut is proposed: an app has to compute them."""
 
 _FEW_VALUES = 1e-3
 """A range of values that a model seldom has."""
@@ -192,12 +196,46 @@ class Emulator:
         """Why the target may differ for ``run``: a sentence about the first diverging node."""
         level = self.level(run)
         if level.margin < SENSITIVE and (found := self.first_diverging(run)):
-            return f"The first diverging node: {found}."
+            return f"The first diverging node: {found}.{self._cut(run)}"
         text = f"{self._describe(level)}, so the EP computes an operator wrong"
         return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
 
     def first_diverging(self, run: Run) -> str | None:
         """The node that is to blame for the error of ``run``, and why, in words; None if none is."""
+        node, inner = self._diverging(run), self._inner(run)
+        return None if node is None or inner is None else self._words(node, inner)
+
+    def _cut(self, run: Run) -> str:
+        """The cut behind the first diverging node, if the rest of the model is right then: a sentence."""
+        node = self._diverging(run)
+        if node is None:
+            return ""
+        before = set(self.scope.above(node.output))
+        exact = [self.scope.nodes[index] for index in before]
+        behind = [each for i, each in enumerate(self.scope.nodes) if i not in before]
+        read = {name for each in behind for name in graph.read_by(each)}
+        made = {name for each in exact for name in each.output}
+        given = {each.name for each in graph.inputs(self._prepared.graph)}
+        source = onnx.load(self._model.path, load_external_data=False).graph
+        known = {name for each in source.node for name in each.output} | given
+        inputs = sorted(read & (made | given))
+        outputs = {each.name for each in source.output}
+        has_names = all(each.name for each in exact) and known.issuperset(inputs)
+        if not has_names or not read & made or len(inputs) > _MAX_CUT or outputs & made:
+            return ""
+        emulated = self._copy()
+        skipped = {*self._skipped, *(each.name for each in exact)}
+        emulate(emulated, self._types, self._format, skipped)
+        level = self._level(_open(emulated), run)
+        if level.margin < SENSITIVE:
+            return ""
+        return (
+            f" If the app computes what is before {' and '.join(map(repr, inputs))} itself (cut = "
+            f"{to_toml({'inputs': inputs})}), {self._format.name} leaves {level.snr:.0f} dB."
+        )
+
+    def _diverging(self, run: Run) -> onnx.NodeProto | None:
+        """The node that is to blame for the error of ``run``."""
         if not (inner := self._inner(run)):
             return None
         final = max((inner.errors.get(name, 0.0) for name in run.outputs[0]), default=0.0)
@@ -211,11 +249,11 @@ class Emulator:
             to_blame = {node.output[0] for node, behind, before in grown if behind > jump * before}
             for node in self.scope.nodes:
                 if node.output[0] in to_blame or self._misses(node, inner):
-                    return self._words(node, inner)
+                    return node
         if not grown:
             return None
         node, *_ = max(grown, key=lambda each: each[1] / max(each[2], 1e-9))
-        return self._words(node, inner)
+        return node
 
     def _hurt(self, runs: Sequence[Run]) -> Iterator[str]:
         """Nodes whose values are cut off, or that use a number which the format does not have."""
@@ -259,7 +297,7 @@ class Emulator:
                 if low <= fault.high and high >= fault.low:
                     return f"{name} {fault.text}"
         low, _ = inner.smallest(node)
-        if format_.name == "float16" and low < 2.0**-14:
+        if format_.name == "float16" and 0 < low < 2.0**-14:
             return f"{name} has values of {low:.1g}; {format_.name} has few digits below {2.0**-14:.1g}"
         behind, before = (
             f"{100 * each:.2g} %" for each in (inner.behind(node), inner.before(node))

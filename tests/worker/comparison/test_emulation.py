@@ -203,3 +203,22 @@ def test_integers_are_left_alone(tmp_path: Path) -> None:
     found = emulator(made, tmp_path)
     assert found.result().reason is None
     assert found.levels[0].margin > 20
+
+
+def test_a_cut_behind_the_first_diverging_node_is_proposed(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Mul", ["x", "x"], ["power"], name="square"),
+            helper.make_node("Add", ["power", "floor"], ["positive"], name="floor"),
+            helper.make_node("Log", ["positive"], ["level"], name="log"),
+            helper.make_node("MatMul", ["level", "w"], ["y"], name="layer"),
+        ],
+        [value("x", [1, 64])],
+        [value("y", [1, 8])],
+        [numpy_helper.from_array(np.float32(1e-10), "floor"), weights("w", 64, 8)],
+    )
+    found = emulator(made, tmp_path)
+    run = min((each for each in found.levels if each.run.usual), key=lambda each: each.margin).run
+    text = found.explanation(run)
+    assert "Add floor uses 1e-10" in text
+    assert '(cut = { inputs = ["positive"] })' in text
