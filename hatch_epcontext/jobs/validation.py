@@ -69,6 +69,8 @@ def describe_validation(validation: Validation) -> str:
 
 def describe_emulation(emulation: Emulation) -> str:
     """What the number format of the EP makes of the model, for a summary."""
+    if not emulation.samples:
+        return f"{emulation.format} NOT emulated"
     snr = "equal" if emulation.snr is None else f"at least {emulation.snr:.0f} dB"
     return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {snr}"
 

@@ -206,7 +206,8 @@ def _least(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Emulation:
-    """What the number ``format`` of an EP makes of a model, computed on the CPU for ``samples`` inputs.
+    """What the number ``format`` of an EP makes of a model, computed on the CPU for ``samples`` inputs, which
+    are 0 where that was not possible.
 
     ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the sample that
     suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal, or no number.
@@ -216,8 +217,8 @@ class Emulation:
 
     format: str
     seen: str
-    samples: int
-    worst: str
-    snr: float | None
-    margin: float | None
-    reason: str | None
+    samples: int = 0
+    worst: str = ""
+    snr: float | None = None
+    margin: float | None = None
+    reason: str | None = None

@@ -12,6 +12,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
+from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
 from hatch_epcontext.worker.comparison.emulation import SENSITIVE, Emulator
@@ -95,6 +96,8 @@ def handle(request: ValidateRequest) -> ValidateReply:
     if emulator is not None:
         emulation = emulator.result()
         agreements = tuple(_judged(each, emulation, emulator) for each in agreements)
+    elif (format_ := _format(request)) is not None:
+        emulation = Emulation(format_.name, format_.seen)
     return ValidateReply(
         agreements,
         unavailable,
@@ -120,16 +123,23 @@ def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator) -> A
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
 
 
+def _format(request: ValidateRequest) -> NumberFormat | None:
+    """The number format of the artifact; None where it computes as the CPU does, or with integers."""
+    settings, provider = request.target.settings, request.target.provider
+    if request.product != "context" or settings.changes_precision:
+        return None
+    return provider.number_format(settings.device, settings.provider_options)
+
+
 def _emulator(
     request: ValidateRequest, expected: Reference, tolerance: Tolerance
 ) -> Emulator | None:
     """What the number format of the request's target makes of the model; None where that cannot be told."""
-    settings, provider = request.target.settings, request.target.provider
-    format_ = provider.number_format(settings.device, settings.provider_options)
-    if format_ is None or request.prepared is None or settings.changes_precision:
+    format_ = _format(request)
+    if format_ is None or request.prepared is None:
         return None
     path, coverage = Path(request.prepared), request.context.coverage
-    if request.product != "context" or not Emulator.is_possible(path):
+    if not Emulator.is_possible(path):
         return None
     skipped = frozenset(each.name for each in coverage.uncovered) if coverage else frozenset()
     try:
