@@ -207,7 +207,7 @@ class Validation:
                 return "ran, sensitive"
             if not self.compared:
                 return "ran, not compared"
-            return f"ran and agrees{' on synthetic inputs' if self.synthetic else ''}"
+            return f"ran and agrees{' (synthetic)' if self.synthetic else ''}"
         return self.status.label
 
     @property

@@ -72,6 +72,9 @@ _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
 end the job.
 """
 
+_HARDLY = -0.1
+"""Decibels."""
+
 
 Runs = dict[str, ValidationRun]
 """The validation of each model of a job, by its name."""
@@ -464,9 +467,9 @@ class _Search:
 
     def _verdict(self, found: Runs | BuildError) -> Verdict:
         if isinstance(found, BuildError):
-            return Verdict(
-                False, min((each.margin or -1.0 for each in found.problems), default=-1.0)
-            )
+            # What is beyond a limit that is not one of decibels is hardly beyond it.
+            margins = (min(each.margin or 0.0, _HARDLY) for each in found.problems)
+            return Verdict(agrees=False, margin=min(margins))
         validations = [each.validation for each in found.values()]
         return Verdict(
             not any(each.sensitive for each in validations),

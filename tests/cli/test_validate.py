@@ -50,7 +50,7 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
     printed = cli("validate", context, "--source", source).stdout
     assert printed.startswith(
         f"{context}: 1 context of QNNExecutionProvider, for soc_model 60, htp_arch 73, nothing left to "
-        "the CPU, ran and agrees with the CPU on synthetic inputs ("
+        "the CPU, ran and agrees with the CPU on 4 synthetic inputs ("
     )
     assert {path: path.read_bytes() for path in context.parent.iterdir()} == before
 

@@ -74,7 +74,7 @@ def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Pat
     first, second = cli("validate", package).stdout.splitlines()
     assert first.startswith(
         "net -> qnn: 1 context of QNNExecutionProvider, for soc_model 60, nothing left to the CPU, "
-        "ran and agrees with the CPU on synthetic inputs ("
+        "ran and agrees with the CPU on 4 synthetic inputs ("
     )
     assert second == (
         "net -> source: ONNX graph for CPUExecutionProvider, ran, outputs finite, not compared"

@@ -80,7 +80,8 @@ def test_the_page_has_no_errors_at_any_width(browser: Browser, file: Path, width
         "Jobs",
     ]
     assert shown.locator("article.failed").count() == 2
-    assert shown.locator("td .badge.good").count() == 2
+    # Synthetic inputs prove less.
+    assert shown.locator("td .badge.fair").count() == 2
     # Only parts that scroll by themselves are wider than the screen.
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     for bar in shown.locator("figure .track i").all():

@@ -55,7 +55,7 @@ def test_it_shows_finished_and_failed_jobs(made: Report) -> None:
     html = html_report.render(made, "my-app 1.0")
     text = text_of(html)
     assert "my-app 1.0 Models compiled by hatch-epcontext" in text
-    assert "ran and agrees on synthetic inputs 2/3 nodes in 1 context" in text
+    assert "ran and agrees (synthetic) 2/3 nodes in 1 context" in text
     assert "NonZero where its shape depends on the data" in text
     assert "0.00125 0.999500" in text
     assert "compile 0.500 s open 0.200 s" in text
