@@ -15,7 +15,7 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.emulation import SENSITIVE, Emulator
+from hatch_epcontext.worker.comparison.emulation import NOTHING, SENSITIVE, Emulator
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.comparison.selections import select
@@ -28,9 +28,6 @@ SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 
 _WRONG = 6.0
 """Decibels of signal to noise below which no limit is suggested: the error is half of the signal."""
-
-_NOTHING = -1000.0
-"""Decibels for outputs of which nothing is right: JSON has no infinity."""
 
 _WRONG_SLICE = 3.0
 """The same for a slice, such as all scores of one class."""
@@ -173,7 +170,7 @@ def check_outputs(
         agreements.append(agreement)
         if compared.excesses:
             problem = _differs(compared, model, reference_name, place, facts, only_target, what)
-            problems.append(replace(problem, margin=max(compared.margin, _NOTHING)))
+            problems.append(replace(problem, margin=max(compared.margin, NOTHING)))
     if problems:
         raise BuildError(*problems)
     return agreements

@@ -35,7 +35,7 @@ SENSITIVE = 10.0
 """Decibels above the limit below which the emulation of a sample says that a model is sensitive: from one
 input to another float16 costs as much."""
 
-_NOTHING = -1000.0
+NOTHING = -1000.0
 """Decibels for outputs of which nothing is right: JSON has no infinity."""
 
 _WORTH_RUNNING = 45.0
@@ -164,7 +164,7 @@ class Emulator:
         """What is to be said of it."""
         worst = self.worst
         usual = min((each for each in self.levels if each.run.usual), key=lambda each: each.margin)
-        margin = max(usual.margin, _NOTHING)
+        margin = max(usual.margin, NOTHING)
         reason = None
         if usual.margin < SENSITIVE or worst.margin < 0:
             chosen = usual if usual.margin < SENSITIVE else worst
