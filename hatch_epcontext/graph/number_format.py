@@ -39,6 +39,9 @@ REMEDIES: tuple[RewriteName, ...] = (
 )
 """Those that add nodes, in the order in which they are tried where outputs differ, or may differ."""
 
+FOR_KERNELS: frozenset[RewriteName] = frozenset({"barrier", "softplus", "log-softmax", "sigmoid"})
+"""Those that avoid inexact kernels of an EP, which an emulation of its number format does not show."""
+
 _FOR_SMALL_RANGES: frozenset[RewriteName] = frozenset(
     {"mean", "hypot", "log-power", "scaled-square"}
 )

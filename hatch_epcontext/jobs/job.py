@@ -65,7 +65,7 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
 )
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import Context
+from hatch_epcontext.worker.facts import GAIN, Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
 """The problems of outputs that differ from the CPU's: in another form of the model they may not. All others
@@ -474,6 +474,8 @@ class _Search:
         return Verdict(
             not any(each.sensitive for each in validations),
             max(0.0, min((each.margin for each in validations), default=math.inf)),
+            any(each.emulation and each.emulation.reason for each in validations),
+            any(each.emulation and each.emulation.gap >= GAIN for each in validations),
         )
 
     def _store(self, attempt: Attempt) -> None:

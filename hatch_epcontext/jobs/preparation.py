@@ -146,7 +146,11 @@ class Preparations:
             made = change(job, index, before, recipe, scratch, caller)
             # Those for all models may find nothing in this one.
             last = recipe.remedy
-            changed = before.changed if last is None else last in made.preparation.remedies
+            changed = (
+                before.changed
+                if last is None
+                else made.changed and last in made.preparation.remedies
+            )
             return replace(made, changed=changed, dropped=(*before.dropped, *made.dropped))
         if recipe.changes:
             before = self._get(job, index, replace(recipe, changes=recipe.changes[:-1]), worker)
@@ -242,6 +246,7 @@ def change(
         precision=_precision(job, model) if before.preparation.precision else None,
         unroll_limit=job.target.settings.unroll_limit if last and last.kind == "unroll" else None,
         remedies=recipe.remedies,
+        target=job.target if recipe.remedies else None,
     )
     reply = worker.call(request, scratch / "call", location=job.location, step="preparation")
     return _changed(before, reply)
@@ -249,7 +254,8 @@ def change(
 
 def _changed(before: Prepared, reply: RewriteReply) -> Prepared:
     if reply.path is None:
-        return replace(before, changed=False, dropped=reply.dropped)
+        preparation = replace(before.preparation, remedies=reply.remedies)
+        return replace(before, preparation=preparation, changed=False, dropped=reply.dropped)
     preparation = replace(
         before.preparation,
         nodes=reply.nodes,

@@ -28,19 +28,15 @@ from dataclasses import replace
 
 from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import ALWAYS, REMEDIES, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS, FOR_KERNELS, REMEDIES, RewriteName
 from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.facts import SIMPLIFIERS, Coverage, Simplifier
+from hatch_epcontext.worker.facts import GAIN, SIMPLIFIERS, Coverage, Simplifier
 
 _MAX_ROUNDS = 3
 """How often a model is changed in step 3, and in step 4: an EP can refuse what a rewrite leaves, too."""
-
-
-GAIN = 6.0
-"""Decibels by which a more invasive attempt has to be nearer to the CPU: half of the error."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +45,14 @@ class Verdict:
     beyond them.
 
     ``agrees``: also true where it cannot be run or compared on this machine; false where it differs, or
-    may differ for other inputs.
+    may differ for other inputs. ``in_format`` and ``in_kernels``: where it may, whether an emulation of the
+    number format says so, and whether the run does.
     """
 
     agrees: bool
     margin: float
+    in_format: bool = True
+    in_kernels: bool = True
 
     @property
     def differs(self) -> bool:
@@ -86,6 +85,11 @@ class Attempt:
         change; in ``"compile"`` the EP has refused everything.
         """
         return self.result.step if isinstance(self.result, Refused) else None
+
+    @property
+    def refused_rewrites(self) -> tuple[str, ...]:
+        """What was rewritten where something has refused it."""
+        return self.result.rewrites if isinstance(self.result, Refused) else ()
 
     @property
     def has_crashed(self) -> bool:
@@ -329,15 +333,17 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
         verdict = judge(found)
         if verdict.agrees:
             return
+        if not (verdict.in_kernels if name in FOR_KERNELS else verdict.in_format):
+            continue
         yield replace(found.recipe, remedies=(*found.recipe.remedies, name))
         last = attempts[-1]
-        if last.stopped_in != "change":
+        if last.stopped_in != "change" or name in last.refused_rewrites:
             applied.append(name)
         if _is_enough(job, last) and judge(last).margin >= verdict.margin + GAIN:
             found = last
     # Two may help only together: one for the small values of a spectrum, and one for the large ones.
     together = replace(plain, remedies=(*plain.remedies, *applied))
-    if not judge(found).agrees and all(each.recipe != together for each in attempts):
+    if len(applied) > 1 and not judge(found).agrees and together != found.recipe:
         yield together
 
 

@@ -144,6 +144,14 @@ class Slice:
         return f"[{', '.join(axes)}]"
 
 
+SENSITIVE = 10.0
+"""Decibels above a limit below which a run, or the emulation of one, says that other inputs may be beyond it:
+from one input to another float16 costs as much."""
+
+GAIN = 6.0
+"""Decibels by which something has to be nearer to the CPU to be worth what it costs: half of the error."""
+
+
 class AgreementStatus(Enum):
     """What a comparison of one output with the CPU EP's says."""
 
@@ -213,6 +221,7 @@ class Emulation:
     suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal, or no number.
     ``margin``: the decibels by which the worst of the samples that an app can have is above the limits, None
     if all are equal. ``reason``: why the model is sensitive to the format, and the node; None if it is not.
+    ``gap``: the decibels by which the target was worse than the emulation of the same sample.
     """
 
     format: str
@@ -222,3 +231,4 @@ class Emulation:
     snr: float | None = None
     margin: float | None = None
     reason: str | None = None
+    gap: float = 0.0

@@ -35,6 +35,7 @@ from hatch_epcontext.worker.facts import (
     AgreementStatus,
     Context,
     Coverage,
+    Emulation,
     ModelFacts,
     NodeFacts,
 )
@@ -131,7 +132,8 @@ class Compiler:
             found = Agreement(
                 "y", 0.1, 1.0, status=AgreementStatus.SENSITIVE, margin=self.sensitive[name]
             )
-            return ValidationRun(Validation(ValidationStatus.RAN, (found,)))
+            emulation = Emulation("float16", "here", 9, reason="it is small")
+            return ValidationRun(Validation(ValidationStatus.RAN, (found,), emulation=emulation))
         return ValidationRun(Validation(ValidationStatus.RAN))
 
     def finished(self, job: Job) -> None: ...

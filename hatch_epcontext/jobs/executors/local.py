@@ -136,7 +136,8 @@ class LocalExecutor:
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
         if not any(each.changed for each in prepared):
-            return Refused("change", _problems(dropped))
+            done = dict.fromkeys(name for each in prepared for name in each.preparation.remedies)
+            return Refused("change", _problems(dropped), rewrites=tuple(done))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)
         preparations = tuple(

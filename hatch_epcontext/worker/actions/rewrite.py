@@ -15,6 +15,7 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.external import external_data
+from hatch_epcontext.graph.number_format import ALWAYS, FOR_KERNELS
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
 from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
@@ -22,6 +23,7 @@ from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
+from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -29,6 +31,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
+from hatch_epcontext.worker.facts import GAIN
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
@@ -57,11 +60,14 @@ def handle(request: RewriteRequest) -> RewriteReply:
     if not wanted:
         return RewriteReply(None)
     try:
-        return work.write(wanted)
+        reply = work.write(wanted)
     except Exception as error:
         if len(wanted) == 1:
             return RewriteReply(None, dropped=(_dropped(wanted[0].name, error),))
-    return _without_faults(work, wanted)
+        reply = _without_faults(work, wanted)
+    if (useless := work.useless(reply)) is not None:
+        return RewriteReply(None, dropped=(useless,), remedies=reply.remedies)
+    return reply
 
 
 def _without_faults(work: _RewriteSession, wanted: tuple[Rewrite, ...]) -> RewriteReply:
@@ -183,6 +189,46 @@ class _RewriteSession:
         if self.expected is not None and (conditions := removed(self.read(), model)):
             self._compare_branches(model, conditions, self.expected, folder)
         return _reply(result, names)
+
+    def useless(self, reply: RewriteReply) -> str | None:
+        """Why the last of the remedies in ``reply`` is not worth compiling; None if it may be.
+
+        That what avoids inexact kernels helps only a run shows.
+        """
+        last = next((each for each in reversed(self.request.remedies) if each not in ALWAYS), None)
+        target, tolerance = self.request.target, self.request.precision
+        if last is None or last in FOR_KERNELS or last not in reply.remedies or target is None:
+            return None
+        settings = target.settings
+        format_ = target.provider.number_format(settings.device, settings.provider_options)
+        limits = self.request.model.tolerance_for(target)
+        if (
+            format_ is None
+            or self.expected is None
+            or limits is None
+            or tolerance
+            or not reply.path
+        ):
+            return None
+        folder = Path(tempfile.mkdtemp(prefix="before-", dir=self.request.folder))
+        before = self.read()
+        remedy(before, self.types, [each for each in self.request.remedies if each in ALWAYS])
+        source = Path(self.request.prepared).parent
+        paths = self._save(before, folder / "before.onnx", source), Path(reply.path)
+        try:
+            one, other = (
+                Emulator(
+                    self.request.model, path, format_, frozenset(), self.expected, limits
+                ).margin
+                for path in paths
+            )
+        except Exception:
+            # What cannot be emulated is tried on the target.
+            return None
+        if other >= one + GAIN:
+            return None
+        name = PRECISE[last].name
+        return f"{name}: {format_.name}, emulated on the CPU, has {other - one:.1f} dB more with it"
 
     def write_model(
         self, model: onnx.ModelProto, source: Path, folder: Path

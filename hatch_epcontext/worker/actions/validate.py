@@ -15,7 +15,7 @@ from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
-from hatch_epcontext.worker.comparison.emulation import SENSITIVE, Emulator
+from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -25,7 +25,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
-from hatch_epcontext.worker.facts import Agreement, AgreementStatus, Emulation
+from hatch_epcontext.worker.facts import SENSITIVE, Agreement, AgreementStatus, Emulation
 from hatch_epcontext.worker.libraries import UnavailableError
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import ValidateReply, ValidateRequest
@@ -94,7 +94,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
     )
     agreements, emulation = checked.agreements, None
     if emulator is not None:
-        emulation = emulator.result()
+        emulation = replace(emulator.result(), gap=checked.gap)
         agreements = tuple(_judged(each, emulation, emulator) for each in agreements)
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)

@@ -15,11 +15,11 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.emulation import NOTHING, SENSITIVE, Emulator
+from hatch_epcontext.worker.comparison.emulation import NOTHING, Emulator
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.comparison.selections import select
-from hatch_epcontext.worker.facts import Agreement, AgreementStatus, worst_agreements
+from hatch_epcontext.worker.facts import SENSITIVE, Agreement, AgreementStatus, worst_agreements
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import refuse_not_finite
 
@@ -56,6 +56,7 @@ def check_runs(
     found: list[Agreement] = []
     warnings: list[str] = []
     ran: list[str] = []
+    gap = 0.0
     if runs is None:
         runs = [each for each in expected.runs if each.on_target]
     for each in runs:
@@ -64,6 +65,7 @@ def check_runs(
             outputs: Iterable[Arrays] = (first,)
         else:
             outputs = run_steps(session, each.feeds, expected.facts.states, model, what)
+        before = len(found)
         try:
             for number, (own, (wanted, candidates)) in enumerate(
                 zip(outputs, each.steps, strict=True)
@@ -92,18 +94,23 @@ def check_runs(
             if each.usual or (emulator is not None and emulator.level(each).margin >= SENSITIVE):
                 raise error from None
             warnings.append(_warning(error))
-    return ComparisonResult(worst_agreements(found), tuple(warnings), tuple(ran))
+            continue
+        margin = min((a.margin for a in found[before:] if a.margin is not None), default=math.inf)
+        if emulator is not None and margin < SENSITIVE:
+            gap = max(gap, min(emulator.level(each).margin, -NOTHING) - margin)
+    return ComparisonResult(worst_agreements(found), tuple(warnings), tuple(ran), gap)
 
 
 @dataclass(frozen=True)
 class ComparisonResult:
     """The worst agreement of each output, disagreements on inputs that nothing says are ever so large, and
-    the names of the samples.
+    the names of the samples. ``gap``: the decibels by which a sample was worse than its emulation.
     """
 
     agreements: tuple[Agreement, ...]
     warnings: tuple[str, ...]
     samples: tuple[str, ...]
+    gap: float
 
 
 def _explained(error: BuildError, text: str) -> BuildError:

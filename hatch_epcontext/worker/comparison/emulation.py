@@ -26,14 +26,10 @@ from hatch_epcontext.text import to_toml
 from hatch_epcontext.worker.comparison.measures import compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
-from hatch_epcontext.worker.facts import Emulation
+from hatch_epcontext.worker.facts import SENSITIVE, Emulation
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
-
-SENSITIVE = 10.0
-"""Decibels above the limit below which the emulation of a sample says that a model is sensitive: from one
-input to another float16 costs as much."""
 
 NOTHING = -1000.0
 """Decibels for outputs of which nothing is right: JSON has no infinity."""
@@ -138,6 +134,16 @@ class Emulator:
         """That of the sample that is nearest to the limits."""
         return min(self.levels, key=lambda each: (each.margin, not each.run.usual))
 
+    @property
+    def _usual(self) -> Level:
+        """That of the sample that is nearest to the limits of those that an app can have."""
+        return min((each for each in self.levels if each.run.usual), key=lambda each: each.margin)
+
+    @property
+    def margin(self) -> float:
+        """The decibels by which all samples that an app can have are above the limits."""
+        return max(self._usual.margin, NOTHING)
+
     def to_run(self) -> list[Run]:
         """The first sample, and those that the target has to run because they may differ."""
         first, *others = self.levels
@@ -162,9 +168,7 @@ class Emulator:
 
     def result(self) -> Emulation:
         """What is to be said of it."""
-        worst = self.worst
-        usual = min((each for each in self.levels if each.run.usual), key=lambda each: each.margin)
-        margin = max(usual.margin, NOTHING)
+        worst, usual, margin = self.worst, self._usual, self.margin
         reason = None
         if usual.margin < SENSITIVE or worst.margin < 0:
             chosen = usual if usual.margin < SENSITIVE else worst
