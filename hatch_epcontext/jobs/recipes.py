@@ -14,7 +14,7 @@ the job: a broken model, a killed worker, a full disk.
 4. Loops and recurrent layers unrolled, and rewrites of these.
 5. Where the best attempt covers enough, and disagrees with the CPU or may do so: rewrites for the number
    format of the EP, one more at a time; each is kept if it brings the outputs nearer. At last all together.
-6. Where it still disagrees: less invasive and unrolled forms of it.
+6. Where it still disagrees, or is less exact than its number format: less invasive and unrolled forms of it.
 
 `try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough, or
 may disagree for other inputs, is chosen when all were tried.
@@ -354,7 +354,8 @@ def _other_forms(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterato
     loops and recurrent layers wrong. They start from the simplified model: rewrites may be to blame too.
     """
     enough = acceptable(job, attempts)
-    if not enough or any(not judge(each).differs for each in enough):
+    verdicts = [judge(each) for each in enough]
+    if not enough or any(each.agrees or not each.in_kernels for each in verdicts):
         return
     plain = replace(enough[0].recipe, changes=(), fuse=True, remedies=_wanted(job, ALWAYS))
     if job.target.settings.optimization == "basic":

@@ -68,12 +68,13 @@ class Compiler:
     """Gives each recipe its outcome, by its name, and nothing to change for others.
 
     ``wrong``: the recipes whose results differ from the CPU's; ``sensitive``: those whose results may differ
-    for other inputs, each with its margin.
+    for other inputs, each with its margin; ``gap``: see `Emulation`.
     """
 
     outcomes: Mapping[str, Outcome]
     wrong: Sequence[str] = ()
     sensitive: Mapping[str, float] = field(default_factory=dict)
+    gap: float = 0.0
     contexts: Mapping[str, int] = field(default_factory=dict)
     recipes: list[Recipe] = field(default_factory=list)
     validated: list[str] = field(default_factory=list)
@@ -132,7 +133,7 @@ class Compiler:
             found = Agreement(
                 "y", 0.1, 1.0, status=AgreementStatus.SENSITIVE, margin=self.sensitive[name]
             )
-            emulation = Emulation("float16", "here", 9, reason="it is small")
+            emulation = Emulation("float16", "here", 9, reason="it is small", gap=self.gap)
             return ValidationRun(Validation(ValidationStatus.RAN, (found,), emulation=emulation))
         return ValidationRun(Validation(ValidationStatus.RAN))
 
@@ -390,6 +391,13 @@ def test_a_rewrite_that_hardly_helps_is_not_kept(builder: Builder) -> None:
     assert agreement.status is AgreementStatus.SENSITIVE
 
 
+def test_what_is_less_exact_than_its_format_is_compiled_in_other_forms(builder: Builder) -> None:
+    compiler = Compiler({"plain": [], "unfused": []}, sensitive={"plain": 4}, gap=12)
+    built = builder.build(compiler)
+    assert compiler.tried == ["plain", "unfused"]
+    assert name_of(built.artifact.record.recipe) == "unfused"
+
+
 def test_rewrites_that_help_only_together_are_found(builder: Builder) -> None:
     compiler = Compiler(
         {"plain": [], "hypot": [], "log-power": [], "hypot log-power": []},
@@ -404,7 +412,7 @@ def test_what_may_differ_is_taken_before_what_differs(builder: Builder) -> None:
     compiler = Compiler({"plain": [], "hypot": []}, wrong=["plain"], sensitive={"hypot": 4})
     built = builder.build(compiler)
     assert name_of(built.artifact.record.recipe) == "hypot"
-    # Other forms are for what differs.
+    # Other forms are for what differs, or is less exact than the number format.
     assert compiler.tried == ["plain", "hypot"]
 
 

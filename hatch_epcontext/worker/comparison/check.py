@@ -32,6 +32,9 @@ _WRONG = 6.0
 _WRONG_SLICE = 3.0
 """The same for a slice, such as all scores of one class."""
 
+_CONFIRMED = 3.0
+"""Decibels by which a run may be worse than its emulation where that is right."""
+
 
 def check_runs(
     session: ort.InferenceSession,
@@ -98,6 +101,10 @@ def check_runs(
         margin = min((a.margin for a in found[before:] if a.margin is not None), default=math.inf)
         if emulator is not None and margin < SENSITIVE:
             gap = max(gap, min(emulator.level(each).margin, -NOTHING) - margin)
+        is_worst = each is not expected.runs[0] and model.validate.inputs in SYNTHETIC
+        if emulator is not None and is_worst and margin >= emulator.level(each).margin - _CONFIRMED:
+            # The emulation is right where it is worst, and the others are nearer: simulators are slow.
+            break
     return ComparisonResult(worst_agreements(found), tuple(warnings), tuple(ran), gap)
 
 
