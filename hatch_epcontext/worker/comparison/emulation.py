@@ -155,7 +155,8 @@ class Emulator:
         # What is unusual comes last: it only warns.
         for each in sorted(others, key=lambda each: (not each.run.usual, each.margin)):
             worth = each.snr < _WORTH_RUNNING or self.optimistic
-            if len(chosen) > _WORST:
+            # Each step of a recurrent model is a run.
+            if len(chosen) > (_WORST if len(each.run.feeds) == 1 else 1):
                 break
             if worth and each.run.nature not in natures:
                 natures.add(each.run.nature)
