@@ -177,7 +177,8 @@ class LocalExecutor:
         try:
             return self.preparations.get(job, recipe, worker)
         except BuildError as error:
-            if _has_accident(error):
+            # The rewrites for all models are no other form of the model, in which it may be taken.
+            if _has_accident(error) or (recipe.is_plain and not error.is_only(CRASHES)):
                 raise
             return Refused("change", error.problems)
 
