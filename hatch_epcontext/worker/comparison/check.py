@@ -174,7 +174,7 @@ def check_outputs(
             output,
             selected.wanted[name],
             tolerance.of(name),
-            samples=expected.others(name) if expected else (),
+            elsewhere=expected.elsewhere(name) if expected else None,
             nature=facts.natures.get(name, "any"),
             rows=selected.rows.get(name),
         )

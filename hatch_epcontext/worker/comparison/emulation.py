@@ -382,13 +382,12 @@ class Emulator:
                     return Level(run, name, -math.inf, -math.inf)
                 limits = self._tolerance.of(name)
                 nature = facts.natures.get(name, "any")
-                others = self._expected.others(name)
                 found = compare(
                     name,
                     output,
                     selected.wanted[name],
                     limits,
-                    samples=others,
+                    elsewhere=self._expected.elsewhere(name),
                     nature=nature,
                     rows=selected.rows.get(name),
                 )

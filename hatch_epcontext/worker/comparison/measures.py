@@ -55,6 +55,35 @@ _SHARES = 64
 
 Numbers = NDArray[np.float64]
 
+_Axes = tuple[int, ...] | None
+
+
+class Elsewhere:
+    """An output of the reference in other ``samples``: what is needed of it is computed once."""
+
+    def __init__(self, samples: Sequence[Array] = ()) -> None:
+        self._samples = samples
+        self._numbers: dict[tuple[int, ...], list[Numbers]] = {}
+        self._signals: dict[tuple[tuple[int, ...], _Axes], Numbers] = {}
+
+    def largest(self, shape: tuple[int, ...]) -> float:
+        """The largest magnitude in samples of this ``shape``."""
+        return math.sqrt(float(self.signal(shape, ()).max(initial=0.0)))
+
+    def signal(self, shape: tuple[int, ...], axes: _Axes) -> Numbers:
+        """The largest of the mean squares over ``axes`` in samples of this ``shape``; empty without any."""
+        key = shape, axes
+        if key not in self._signals:
+            means = [(each**2).mean(axis=axes) for each in self._of(shape)]
+            self._signals[key] = np.asarray(np.maximum.reduce(means) if means else np.zeros(0))
+        return self._signals[key]
+
+    def _of(self, shape: tuple[int, ...]) -> list[Numbers]:
+        if shape not in self._numbers:
+            found = [_numbers(each) for each in self._samples if each.shape == shape]
+            self._numbers[shape] = found
+        return self._numbers[shape]
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -76,14 +105,14 @@ def compare(
     reference: Array,
     limits: Tolerance,
     *,
-    samples: Sequence[Array] = (),
+    elsewhere: Elsewhere | None = None,
     nature: Nature = "any",
     rows: Numbers | None = None,
 ) -> Comparison:
     """Compare ``output`` with ``reference``; places where either is not finite are left out.
 
-    ``samples``: the same output of the reference for other inputs. ``rows``: for rows that were selected, of
-    which each counts, the ratio of signal to noise of each, in decibels. Strings, booleans and indices are
+    ``elsewhere``: the same output of the reference for other inputs. ``rows``: for rows that were selected,
+    of which each counts, the ratio of signal to noise of each, in decibels. Strings, booleans and indices are
     equal or not. Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
@@ -101,11 +130,10 @@ def compare(
         limits = replace(limits, snr=limits.snr / 2, cosine=0.0)
         ref: Numbers = np.ones(reference.shape)
         out: Numbers = (output == reference).astype(np.float64)
-        others: list[Numbers] = []
+        nature, elsewhere = "any", None
     else:
         out, ref = _finite(output, reference)
-        others = [_numbers(each) for each in samples if each.shape == reference.shape]
-    agreement = _measure(name, out, ref, others, "any" if exact else nature, limits.unit)
+    agreement = _measure(name, out, ref, elsewhere or Elsewhere(), nature, limits.unit)
     if exact:
         # Each place is right or wrong: slices say no more.
         agreement = replace(agreement, worst=None)
@@ -174,7 +202,7 @@ def _measure(
     name: str,
     out: Numbers,
     ref: Numbers,
-    others: Sequence[Numbers],
+    elsewhere: Elsewhere,
     nature: Nature,
     unit: float,
 ) -> Agreement:
@@ -184,10 +212,10 @@ def _measure(
     largest_error = float(np.abs(error).max())
     if not largest_error:
         return Agreement(name, 0.0, 1.0)
-    largest = max(float(np.abs(each).max()) for each in (ref, *others))
+    largest = max(float(np.abs(ref).max()), elsewhere.largest(ref.shape))
     if nature in ("unit", "probabilities"):
         largest = max(largest, 1.0)
-    measure = _Measure(error, ref, others, largest, nature, unit)
+    measure = _Measure(error, ref, elsewhere, largest, nature, unit)
     slices = []
     for axis, size in enumerate(ref.shape):
         if size < 2:
@@ -216,21 +244,24 @@ class _Measure:
 
     error: Numbers
     ref: Numbers
-    others: Sequence[Numbers]
+    elsewhere: Elsewhere
     largest: float
     nature: Nature
     unit: float
 
-    def signal(self, axes: tuple[int, ...] | None) -> Numbers:
+    def signal(self, axes: _Axes) -> Numbers:
         own = np.asarray((self.ref**2).mean(axis=axes))
         places = self.ref.size // own.size
         floor = self.largest**2 * self._part(places)
         if not _is_column(own.size, places):
             floor = max(floor, float(self.signal(None)) * own.size / _MANY)
-        elsewhere = [_OTHER_SAMPLES**2 * (each**2).mean(axis=axes) for each in self.others]
-        return np.asarray(np.maximum.reduce([own, np.full_like(own, floor), *elsewhere]))
+        elsewhere = self.elsewhere.signal(self.ref.shape, axes)
+        found: Numbers = np.maximum(own, floor)
+        if elsewhere.size:
+            found = np.maximum(found, _OTHER_SAMPLES**2 * elsewhere)
+        return found
 
-    def decibels(self, axes: tuple[int, ...] | None) -> Numbers:
+    def decibels(self, axes: _Axes) -> Numbers:
         noise = np.asarray((self.error**2).mean(axis=axes))
         with np.errstate(divide="ignore"):
             return np.asarray(10 * np.log10(self.signal(axes) / noise))

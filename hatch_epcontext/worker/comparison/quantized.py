@@ -196,9 +196,9 @@ def _compare(
     facts = expected.facts
     for outputs, wanted in _steps(model, session, expected):
         for name in wanted.keys() - {*facts.random, *facts.inconclusive}:
-            nature, samples = facts.natures.get(name, "any"), expected.others(name)
+            nature, elsewhere = facts.natures.get(name, "any"), expected.elsewhere(name)
             yield compare(
-                name, outputs[name], wanted[name], _NO_LIMITS, samples=samples, nature=nature
+                name, outputs[name], wanted[name], _NO_LIMITS, elsewhere=elsewhere, nature=nature
             )
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +18,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.serialize import from_plain, to_plain
-from hatch_epcontext.worker.comparison.measures import Nature
+from hatch_epcontext.worker.comparison.measures import Elsewhere, Nature
 from hatch_epcontext.worker.comparison.selections import Selection
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
@@ -82,10 +83,16 @@ class Reference:
         """The first sample."""
         return self.runs[0].feeds[0]
 
-    def others(self, output: str) -> list[Array]:
+    def elsewhere(self, output: str) -> Elsewhere:
         """The values of ``output`` for the first samples that an app can have."""
-        usual = (each for each in self.runs if each.usual)
-        return values_of(output, itertools.islice(usual, _OTHERS))
+        if output not in self._elsewhere:
+            usual = itertools.islice((each for each in self.runs if each.usual), _OTHERS)
+            self._elsewhere[output] = Elsewhere(values_of(output, usual))
+        return self._elsewhere[output]
+
+    @cached_property
+    def _elsewhere(self) -> dict[str, Elsewhere]:
+        return {}
 
 
 def values_of(output: str, runs: Iterable[Run]) -> list[Array]:

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.measures import Comparison, Nature, compare
+from hatch_epcontext.worker.comparison.measures import Comparison, Elsewhere, Nature, compare
 
 HALF = Tolerance(20, 0.99, unit=0.1)
 RNG = np.random.default_rng(1)
@@ -128,7 +128,7 @@ def test_what_is_near_zero_is_compared_with_other_samples() -> None:
     usual = np.sign(RNG.standard_normal((1, 50)))
     near_zero = usual * 0.001
     output = near_zero + 0.002 * np.ones((1, 50))
-    found = compare("y", output, near_zero, HALF, samples=[usual])
+    found = compare("y", output, near_zero, HALF, elsewhere=Elsewhere([usual]))
     assert not found.excesses
     assert found.agreement.cosine is None
     assert compare("y", output, near_zero, HALF).excesses
