@@ -27,20 +27,18 @@ RewriteName = Literal[
 ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 """The rewrites that lose nothing, and are applied to all models where they avoid something."""
 
-REMEDIES: tuple[RewriteName, ...] = (
-    "barrier",
-    "exp",
-    "hypot",
-    "log-power",
-    "scaled-square",
-    "softplus",
-    "log-softmax",
-    "sigmoid",
-)
-"""Those that add nodes, in the order in which they are tried where outputs differ, or may differ."""
+FOR_RANGES: tuple[RewriteName, ...] = ("exp", "hypot", "log-power", "scaled-square")
+"""Those that avoid what an emulation of the number format shows."""
 
-FOR_KERNELS: frozenset[RewriteName] = frozenset({"barrier", "softplus", "log-softmax", "sigmoid"})
-"""Those that avoid inexact kernels of an EP, which an emulation of its number format does not show."""
+REMEDIES: tuple[tuple[RewriteName, ...], ...] = (
+    ("barrier",),
+    FOR_RANGES,
+    ("softplus", "log-softmax", "sigmoid"),
+)
+"""Those that add nodes, in the groups in which they are tried where outputs differ, or may differ.
+
+All but `FOR_RANGES` avoid inexact kernels of an EP, which only a run shows.
+"""
 
 _FOR_SMALL_RANGES: frozenset[RewriteName] = frozenset(
     {"mean", "hypot", "log-power", "scaled-square"}

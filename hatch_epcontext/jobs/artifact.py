@@ -14,7 +14,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
+from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
 from hatch_epcontext.worker.facts import (
@@ -91,12 +91,13 @@ class Recipe:
     @property
     def is_plain(self) -> bool:
         """Whether the models are compiled as they are prepared, with the target's options."""
-        return self.fuse and not self.changes and not self.options and self.remedy is None
+        return self.fuse and not self.changes and not self.options and not self.last_remedies
 
     @property
-    def remedy(self) -> RewriteName | None:
-        """The last rewrite that is not one of those for all models."""
-        return next((each for each in reversed(self.remedies) if each not in ALWAYS), None)
+    def last_remedies(self) -> frozenset[RewriteName]:
+        """Those of its remedies that are in the last group of `REMEDIES`; none if they are for all models."""
+        groups = (frozenset(self.remedies).intersection(each) for each in reversed(REMEDIES))
+        return next(filter(None, groups), frozenset())
 
     @property
     def unrolls(self) -> bool:

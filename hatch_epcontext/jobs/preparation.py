@@ -145,12 +145,9 @@ class Preparations:
             before = self._get(job, index, replace(recipe, remedies=()), worker)
             made = change(job, index, before, recipe, scratch, caller)
             # Those for all models may find nothing in this one.
-            last = recipe.remedy
-            changed = (
-                before.changed
-                if last is None
-                else made.changed and last in made.preparation.remedies
-            )
+            wanted = recipe.last_remedies
+            done = made.changed and not wanted.isdisjoint(made.preparation.remedies)
+            changed = done if wanted else before.changed
             return replace(made, changed=changed, dropped=(*before.dropped, *made.dropped))
         if recipe.changes:
             before = self._get(job, index, replace(recipe, changes=recipe.changes[:-1]), worker)

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from hatch_epcontext.errors import BuildError, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import ALWAYS, FOR_KERNELS, REMEDIES, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, REMEDIES, RewriteName
 from hatch_epcontext.jobs.artifact import CRASHES, Artifact, Operators, Recipe, Refused
 from hatch_epcontext.jobs.coverage import reaches_minimum
 from hatch_epcontext.jobs.plan import Job
@@ -85,11 +85,6 @@ class Attempt:
         change; in ``"compile"`` the EP has refused everything.
         """
         return self.result.step if isinstance(self.result, Refused) else None
-
-    @property
-    def refused_rewrites(self) -> tuple[str, ...]:
-        """What was rewritten where something has refused it."""
-        return self.result.rewrites if isinstance(self.result, Refused) else ()
 
     @property
     def has_crashed(self) -> bool:
@@ -329,21 +324,21 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
     if not _is_enough(job, found):
         return
     plain, applied = found.recipe, list[RewriteName]()
-    for name in _wanted(job, REMEDIES):
-        verdict = judge(found)
+    for group in REMEDIES:
+        verdict, names = judge(found), _wanted(job, group)
         if verdict.agrees:
             return
-        if not (verdict.in_kernels if name in FOR_KERNELS else verdict.in_format):
+        if not names or not (verdict.in_format if group is FOR_RANGES else verdict.in_kernels):
             continue
-        yield replace(found.recipe, remedies=(*found.recipe.remedies, name))
+        yield replace(found.recipe, remedies=(*found.recipe.remedies, *names))
         last = attempts[-1]
-        if last.stopped_in != "change" or name in last.refused_rewrites:
-            applied.append(name)
+        if last.stopped_in != "change":
+            applied += names
         if _is_enough(job, last) and judge(last).margin >= verdict.margin + GAIN:
             found = last
-    # Two may help only together: one for the small values of a spectrum, and one for the large ones.
+    # Two may help only together: one for the range of values, and one for a kernel.
     together = replace(plain, remedies=(*plain.remedies, *applied))
-    if len(applied) > 1 and not judge(found).agrees and together != found.recipe:
+    if not judge(found).agrees and all(each.recipe != together for each in attempts):
         yield together
 
 

@@ -163,8 +163,8 @@ class RewriteRequest(Request[RewriteReply], action="rewrite"):
     ``simplify``, and with ``compare`` compared with the source on the CPU, whose outputs are in the file
     ``reference`` if there is one. ``folder`` exists and is empty. ``precision``: how its numbers were changed
     before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to so many
-    nodes. With ``remedies``, the ids of rewrites for the number format of ``target``, only these are applied,
-    and the result is dropped if the last one does not help there.
+    nodes. With ``remedies``, the ids of rewrites for the number format of ``target``, only these are applied;
+    those for its range only if they help there.
     """
 
     model: Model

@@ -13,7 +13,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import record_file, record_files
-from hatch_epcontext.graph.number_format import ALWAYS
+from hatch_epcontext.graph.number_format import REMEDIES
 from hatch_epcontext.jobs.artifact import (
     Artifact,
     Built,
@@ -53,13 +53,16 @@ models = [{ path = "models/a.onnx", validate = { tolerance = { cosine = 0.9 } } 
 """
 
 
+GROUPS = dict(zip(("barrier", "ranges", "kernels"), REMEDIES, strict=True))
+
+
 def name_of(recipe: Recipe) -> str:
-    """A short name: the simplifier if it is not the first, the options, the changes and the remedies."""
+    """A short name: the simplifier if it is not the first, the options, changes and groups of remedies."""
     parts: list[str] = [] if recipe.simplifier == "onnxruntime" else [recipe.simplifier]
     parts += [] if recipe.fuse else ["unfused"]
     parts += [f"{name}={value}" for name, value in recipe.options]
     parts += [each.kind for each in recipe.changes]
-    parts += [each for each in recipe.remedies if each not in ALWAYS]
+    parts += [name for name, group in GROUPS.items() if not {*group}.isdisjoint(recipe.remedies)]
     return " ".join(parts) or "plain"
 
 
@@ -85,8 +88,8 @@ class Compiler:
     @property
     def tried(self) -> list[str]:
         """Without remedies that find nothing."""
-        names = [(name_of(each), each.remedy) for each in self.recipes]
-        return [name for name, remedy in names if remedy is None or name in self.outcomes]
+        names = [(name_of(each), each.last_remedies) for each in self.recipes]
+        return [name for name, remedies in names if not remedies or name in self.outcomes]
 
     def versions(self, job: Job) -> Mapping[str, str]:
         return {}
@@ -367,12 +370,13 @@ def test_what_differs_is_compiled_in_other_forms(
 
 def test_what_may_differ_is_rewritten_until_it_agrees(builder: Builder) -> None:
     compiler = Compiler(
-        {"plain": [], "hypot": [], "hypot log-power": [], "hypot scaled-square": []},
-        sensitive={"plain": 3, "hypot": 9},
+        {"plain": [], "barrier": [], "barrier ranges": [], "barrier kernels": []},
+        sensitive={"plain": 3, "barrier": 9},
+        gap=12,
     )
     built = builder.build(compiler)
-    assert compiler.tried == ["plain", "hypot", "hypot log-power"]
-    assert name_of(built.artifact.record.recipe) == "hypot log-power"
+    assert compiler.tried == ["plain", "barrier", "barrier ranges"]
+    assert name_of(built.artifact.record.recipe) == "barrier ranges"
     tried = built.artifact.record.preparations[0].tried
     assert any("3 dB above the limits" in each for each in tried)
     assert any("9 dB above the limits" in each for each in tried)
@@ -380,15 +384,22 @@ def test_what_may_differ_is_rewritten_until_it_agrees(builder: Builder) -> None:
 
 def test_a_rewrite_that_hardly_helps_is_not_kept(builder: Builder) -> None:
     compiler = Compiler(
-        {"plain": [], "hypot": [], "log-power": [], "log-power scaled-square": []},
-        sensitive={"plain": 2, "hypot": 7, "log-power": 8, "log-power scaled-square": 9},
+        {"plain": [], "barrier": [], "ranges": [], "ranges kernels": []},
+        sensitive={"plain": 2, "barrier": 7, "ranges": 8, "ranges kernels": 9},
+        gap=12,
     )
     built = builder.build(compiler)
-    assert compiler.tried == ["plain", "hypot", "log-power", "log-power scaled-square"]
+    assert compiler.tried[:4] == ["plain", "barrier", "ranges", "ranges kernels"]
     # All together are refused here.
-    assert name_of(built.artifact.record.recipe) == "log-power"
+    assert name_of(built.artifact.record.recipe) == "ranges"
     (agreement,) = built.validations["a"].agreements
     assert agreement.status is AgreementStatus.SENSITIVE
+
+
+def test_rewrites_for_kernels_are_for_what_is_less_exact_than_its_format(builder: Builder) -> None:
+    compiler = Compiler({"plain": [], "barrier": []}, sensitive={"plain": 3}, gap=1)
+    builder.build(compiler)
+    assert {name_of(each) for each in compiler.recipes if each.last_remedies} == {"ranges"}
 
 
 def test_what_is_less_exact_than_its_format_is_compiled_in_other_forms(builder: Builder) -> None:
@@ -400,27 +411,27 @@ def test_what_is_less_exact_than_its_format_is_compiled_in_other_forms(builder: 
 
 def test_rewrites_that_help_only_together_are_found(builder: Builder) -> None:
     compiler = Compiler(
-        {"plain": [], "hypot": [], "log-power": [], "hypot log-power": []},
-        wrong=["plain", "hypot", "log-power"],
+        {"plain": [], "barrier": [], "ranges": [], "barrier ranges": []},
+        wrong=["plain", "barrier", "ranges"],
     )
     built = builder.build(compiler)
-    assert compiler.tried == ["plain", "hypot", "log-power", "hypot log-power"]
-    assert name_of(built.artifact.record.recipe) == "hypot log-power"
+    assert compiler.tried == ["plain", "barrier", "ranges", "barrier ranges"]
+    assert name_of(built.artifact.record.recipe) == "barrier ranges"
 
 
 def test_what_may_differ_is_taken_before_what_differs(builder: Builder) -> None:
-    compiler = Compiler({"plain": [], "hypot": []}, wrong=["plain"], sensitive={"hypot": 4})
+    compiler = Compiler({"plain": [], "ranges": []}, wrong=["plain"], sensitive={"ranges": 4})
     built = builder.build(compiler)
-    assert name_of(built.artifact.record.recipe) == "hypot"
+    assert name_of(built.artifact.record.recipe) == "ranges"
     # Other forms are for what differs, or is less exact than the number format.
-    assert compiler.tried == ["plain", "hypot"]
+    assert compiler.tried == ["plain", "ranges"]
 
 
 def test_rewrites_can_be_left_out(builder: Builder) -> None:
-    compiler = Compiler({"plain": [], "hypot": []}, sensitive={"plain": 3})
+    compiler = Compiler({"plain": [], "ranges": []}, sensitive={"plain": 3})
     builder.build(compiler, 'without-rewrites = ["hypot", "square"]')
-    assert compiler.tried == ["plain"]
-    assert all("square" not in each.remedies for each in compiler.recipes)
+    assert compiler.tried == ["plain", "ranges"]
+    assert not any({"hypot", "square"} & {*each.remedies} for each in compiler.recipes)
     assert all("mean" in each.remedies for each in compiler.recipes)
 
 

@@ -136,8 +136,7 @@ class LocalExecutor:
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
         if not any(each.changed for each in prepared):
-            done = dict.fromkeys(name for each in prepared for name in each.preparation.remedies)
-            return Refused("change", _problems(dropped), rewrites=tuple(done))
+            return Refused("change", _problems(dropped))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)
         preparations = tuple(

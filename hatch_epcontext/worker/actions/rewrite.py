@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.graph.number_format import ALWAYS, FOR_KERNELS
+from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
 from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
@@ -27,6 +27,7 @@ from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
+    Run,
     for_other_numbers,
     read_reference,
     run_model,
@@ -56,18 +57,16 @@ def handle(request: RewriteRequest) -> RewriteReply:
         return _unroll(_RewriteSession.begin(request), request.unroll_limit)
     step("rewriting what the EP refuses, or computes wrong")
     work = _RewriteSession.begin(request)
-    wanted = work.wanted()
+    wanted, useless = work.wanted()
     if not wanted:
-        return RewriteReply(None)
+        return RewriteReply(None, dropped=useless)
     try:
         reply = work.write(wanted)
     except Exception as error:
         if len(wanted) == 1:
             return RewriteReply(None, dropped=(_dropped(wanted[0].name, error),))
         reply = _without_faults(work, wanted)
-    if (useless := work.useless(reply)) is not None:
-        return RewriteReply(None, dropped=(useless,), remedies=reply.remedies)
-    return reply
+    return replace(reply, dropped=(*useless, *reply.dropped))
 
 
 def _without_faults(work: _RewriteSession, wanted: tuple[Rewrite, ...]) -> RewriteReply:
@@ -168,15 +167,78 @@ class _RewriteSession:
     def read(self) -> onnx.ModelProto:
         return onnx.load(self.request.prepared, load_external_data=False)
 
-    def wanted(self) -> tuple[Rewrite, ...]:
-        """The rewrites that do something."""
+    def wanted(self) -> tuple[tuple[Rewrite, ...], tuple[str, ...]]:
+        """The rewrites that do something, and why some of these are not worth it."""
         if self.request.remedies:
             found = remedy(self.read(), self.types, self.request.remedies)
-            return tuple(PRECISE[each] for each in found)
+            kept, useless = self._worth(found)
+            if not set(self.request.remedies).issubset(ALWAYS) and set(kept).issubset(ALWAYS):
+                kept = ()
+            return tuple(PRECISE[each] for each in kept), useless
         # Only a comparison shows that both branches give what they should.
         all_ = REWRITES if self.request.compare else tuple(r for r in REWRITES if r is not BRANCHES)
         names = rewrite(self.read(), self.refused, self.types, all_)
-        return tuple(each for each in all_ if each.name in names)
+        return tuple(each for each in all_ if each.name in names), ()
+
+    def _worth(
+        self, found: tuple[RewriteName, ...]
+    ) -> tuple[tuple[RewriteName, ...], tuple[str, ...]]:
+        """Those of ``found`` without those that are for the range of numbers and do not help, and why not.
+
+        Whether the others help only a run shows.
+        """
+        ranges = [each for each in found if each in FOR_RANGES]
+        format_ = self._format()
+        if not ranges or format_ is None:
+            return found, ()
+        kept = tuple(each for each in found if each not in ranges)
+        notes = []
+        try:
+            before = self._emulated(kept, format_)
+            margin = before.margin
+            # The others have more to spare than what is to be gained.
+            near = [each.run for each in before.levels if each.margin < margin + GAIN]
+            # Two may help only together: one for the small values of a spectrum, and one for the large ones.
+            for names in (*((each,) for each in ranges), ranges):
+                tried = tuple(each for each in found if each in kept or each in names)
+                if tried == kept:
+                    continue
+                gained = self._emulated(tried, format_, near).margin - margin
+                if gained >= GAIN:
+                    kept, margin = tried, margin + gained
+                elif len(names) == 1:
+                    gain = f"{format_.name}, emulated on the CPU, has {gained:.1f} dB more with it"
+                    notes.append((names[0], f"{PRECISE[names[0]].name}: {gain}"))
+        except Exception:
+            # What cannot be emulated is tried on the target.
+            return found, ()
+        return kept, tuple(note for name, note in notes if name not in kept)
+
+    def _format(self) -> NumberFormat | None:
+        """That of the target, if what is computed in it can be compared."""
+        target = self.request.target
+        if target is None or self.expected is None or self.request.precision:
+            return None
+        settings = target.settings
+        return target.provider.number_format(settings.device, settings.provider_options)
+
+    def _emulated(
+        self,
+        names: tuple[RewriteName, ...],
+        format_: NumberFormat,
+        runs: Sequence[Run] | None = None,
+    ) -> Emulator:
+        """The model after the remedies ``names`` in ``format_``, for ``runs`` of the reference."""
+        request, expected = self.request, self.expected
+        assert expected is not None, "only what is compared is emulated"
+        assert request.target is not None, "it has the number format"
+        limits = request.model.tolerance_for(request.target)
+        assert limits is not None, "there is a reference to compare with"
+        model = self.read()
+        remedy(model, self.types, names)
+        folder = Path(tempfile.mkdtemp(prefix="emulated-", dir=request.folder))
+        path = self._save(model, folder / "emulated.onnx", Path(request.prepared).parent)
+        return Emulator(request.model, path, format_, frozenset(), expected, limits, runs)
 
     def write(self, rewrites: tuple[Rewrite, ...]) -> RewriteReply:
         """Write the model after ``rewrites``; raises an exception if it is not what it was."""
@@ -189,46 +251,6 @@ class _RewriteSession:
         if self.expected is not None and (conditions := removed(self.read(), model)):
             self._compare_branches(model, conditions, self.expected, folder)
         return _reply(result, names)
-
-    def useless(self, reply: RewriteReply) -> str | None:
-        """Why the last of the remedies in ``reply`` is not worth compiling; None if it may be.
-
-        That what avoids inexact kernels helps only a run shows.
-        """
-        last = next((each for each in reversed(self.request.remedies) if each not in ALWAYS), None)
-        target, tolerance = self.request.target, self.request.precision
-        if last is None or last in FOR_KERNELS or last not in reply.remedies or target is None:
-            return None
-        settings = target.settings
-        format_ = target.provider.number_format(settings.device, settings.provider_options)
-        limits = self.request.model.tolerance_for(target)
-        if (
-            format_ is None
-            or self.expected is None
-            or limits is None
-            or tolerance
-            or not reply.path
-        ):
-            return None
-        folder = Path(tempfile.mkdtemp(prefix="before-", dir=self.request.folder))
-        before = self.read()
-        remedy(before, self.types, [each for each in self.request.remedies if each in ALWAYS])
-        source = Path(self.request.prepared).parent
-        paths = self._save(before, folder / "before.onnx", source), Path(reply.path)
-        try:
-            one, other = (
-                Emulator(
-                    self.request.model, path, format_, frozenset(), self.expected, limits
-                ).margin
-                for path in paths
-            )
-        except Exception:
-            # What cannot be emulated is tried on the target.
-            return None
-        if other >= one + GAIN:
-            return None
-        name = PRECISE[last].name
-        return f"{name}: {format_.name}, emulated on the CPU, has {other - one:.1f} dB more with it"
 
     def write_model(
         self, model: onnx.ModelProto, source: Path, folder: Path

@@ -79,7 +79,7 @@ class Level:
 class Emulator:
     """The prepared model at ``path`` in ``format_``; ``skipped``: the names of nodes that are on the CPU.
 
-    ``expected``: the source model's results.
+    ``expected``: the source model's results; ``runs``: those of them that count, by default all.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Emulator:
         skipped: Set[str],
         expected: Reference,
         tolerance: Tolerance,
+        runs: Sequence[Run] | None = None,
     ) -> None:
         self._model, self._path, self._format, self._skipped = model, path, format_, skipped
         self._expected, self._tolerance = expected, tolerance
@@ -99,7 +100,7 @@ class Emulator:
         emulated = self._copy()
         emulate(emulated, self._types, format_, skipped)
         session = _open(emulated)
-        self.levels = [self._level(session, each) for each in expected.runs]
+        self.levels = [self._level(session, each) for each in runs or expected.runs]
 
     @staticmethod
     def is_possible(path: Path) -> bool:
