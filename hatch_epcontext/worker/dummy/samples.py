@@ -94,13 +94,18 @@ def samples(
         return tuple(found)
     of_inputs = {each.name: ranges.get(each.name) or assumed_range(each) for each in inputs}
     seen = {_digest(found[0].steps)}
+    natures: set[str] = set()
     names: dict[str, int] = {}
     for index, pattern in enumerate(patterns()):
         if len(found) >= number:
             break
         if pattern == RANDOM and not states:
             continue
-        steps = _steps(pattern, inputs, model, ranges, index, states or {})
+        nature = pattern.nature(of_inputs.values())
+        # How errors grow depends on the nature; each level takes a step only.
+        count = 1 if nature in natures else STEPS
+        natures.add(nature)
+        steps = _steps(pattern, inputs, model, ranges, index, states or {}, count)
         if (digest := _digest(steps)) in seen:
             continue
         seen.add(digest)
@@ -127,16 +132,17 @@ def _steps(
     ranges: Mapping[str, Range],
     index: int,
     states: Mapping[str, str],
+    count: int,
 ) -> tuple[Arrays, ...]:
     if not states:
         return (generated_inputs(pattern, inputs, model, ranges, number=index),)
-    whole = generated_inputs(pattern, inputs, model, ranges, number=index, steps=STEPS)
+    whole = generated_inputs(pattern, inputs, model, ranges, number=index, steps=count)
     rest = {name: array for name, array in whole.items() if name not in states}
     # As an app begins.
     first = {name: np.zeros_like(array[0]) for name, array in whole.items() if name in states}
     return tuple(
         {**(first if step == 0 else {}), **{name: array[step] for name, array in rest.items()}}
-        for step in range(STEPS)
+        for step in range(count)
     )
 
 

@@ -111,6 +111,7 @@ def patterns() -> Iterator[Pattern]:
         ("pink", 1.0, True),
         ("tone", 0.1, True),
         ("spike", 1.0, True),
+        ("low tone", 1.0, True),
         ("decay", 0.1, True),
         ("burst", 1.0, True),
         ("random", 1e-3, False),

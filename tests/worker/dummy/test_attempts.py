@@ -76,5 +76,5 @@ def test_extremes_that_fail_are_left_out() -> None:
         "random",
         "zeros at 1",
         "tone at 0.1",
-        "decay at 0.1",
+        "low tone at 1",
     ]
