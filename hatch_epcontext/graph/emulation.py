@@ -29,6 +29,9 @@ _SAME_VALUES = graph.RESHAPING | {
 _QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
 _DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 
+_BOUNDS_AS_INPUTS = 11
+"""The opset since which those of Clip are inputs."""
+
 _TYPES: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
@@ -112,8 +115,9 @@ class _Emulation:
         builder.append(onnx.helper.make_node("Add", [back, more], [name]))
 
     def _limited(self, value: str, largest: float) -> str:
-        # Not Clip, which older opsets have with attributes.
         low, high = self._constant(-largest), self._constant(largest)
+        if self._builder.opset >= _BOUNDS_AS_INPUTS:
+            return self._builder.add("Clip", value, low, high)
         return self._builder.add("Min", self._builder.add("Max", value, low), high)
 
     def _constant(self, value: float) -> str:

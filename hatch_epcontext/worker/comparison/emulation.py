@@ -468,6 +468,8 @@ def _open(model: onnx.ModelProto) -> ort.InferenceSession:
     """A session that rounds where the graph says so: optimizations remove casts and fuse nodes."""
     options = cpu_options()
     options.graph_optimization_level = LEVELS["none"]
+    # Its many small nodes take as long with more, and these are for other jobs.
+    options.intra_op_num_threads = 1
     return open_session(model.SerializeToString(), options)
 
 
