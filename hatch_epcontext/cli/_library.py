@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hatch_epcontext.cli._flag_errors import FlagNames
 from hatch_epcontext.cli._output import add_row, echo, show, table
-from hatch_epcontext.errors import Problem
+from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import listing, to_toml
 from hatch_epcontext.tools.library import LibraryDiagnosis, StepStatus, Trial, Verdict
@@ -96,18 +96,21 @@ def _numbered(op: str, taken: int, left: int) -> str:
 
 
 def _show_problems(found: LibraryDiagnosis) -> None:
-    graphs: dict[tuple[str, str], list[str]] = {}
+    graphs: dict[tuple[str, str, str], list[str]] = {}
     for each in found.trials:
         for problem in _failures(each):
-            graphs.setdefault((problem.message, _own_log(problem)), []).append(each.graph)
+            # Other advice is about the models of a project.
+            has_limit = problem.kind is Kind.WORKER_TIMEOUT
+            advice = problem.advice(FlagNames({})) if has_limit else ""
+            shown = (problem.message, advice, _own_log(problem))
+            graphs.setdefault(shown, []).append(each.graph)
     if not graphs and not found.problems:
         return
     echo("problems:")
     for problem in found.problems:
         _show_lines(problem.message, problem.advice(FlagNames({})), _own_log(problem))
-    for (message, log), names in graphs.items():
-        # Advice is about the models of a project.
-        _show_lines(f"{', '.join(names)}: {message}", "", log)
+    for (message, advice, log), names in graphs.items():
+        _show_lines(f"{', '.join(names)}: {message}", advice, log)
 
 
 def _failures(trial: Trial) -> Iterator[Problem]:

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.cli._library import show_library
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import Key, Kind, Problem, Setting
+from hatch_epcontext.tools.library import (
+    LibraryDiagnosis,
+    StepStatus,
+    Trial,
+    TrialStep,
+    Verdict,
+)
 from tests.altered_workers import write_start_code
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn, newer_runtime
@@ -161,8 +170,16 @@ def test_another_registration_is_not_advised_where_it_was_tried(cli: Cli) -> Non
 @needs_qnn
 def test_a_timeout_names_the_flag(cli: Cli) -> None:
     printed = cli("doctor", *QNN, "--set", "build.timeout=0.01", code=1)
-    # Whichever step is the first that takes longer.
     assert "Add --set build.timeout=0.02" in printed.output
+
+
+def test_a_timeout_in_a_step_names_the_flag_too(capsys: pytest.CaptureFixture[str]) -> None:
+    limit = Setting(Key() / "build" / "timeout", 9)
+    slow = Problem(Kind.WORKER_TIMEOUT, "", "the worker was stopped.", settings=(limit,))
+    failed = TrialStep(StepStatus.FAILED, "FAILED", (slow,))
+    trials = tuple(Trial(name, {}, {}, failed, failed, failed) for name in ("gemm", "conv"))
+    show_library(LibraryDiagnosis("some_ep", {}, {}, Verdict.FAULTY, ep="SomeEP", trials=trials))
+    assert capsys.readouterr().out.count("Add --set build.timeout=9") == 1
 
 
 def test_a_package_without_the_function_names_its_library(
