@@ -185,7 +185,8 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
     (job,) = report["jobs"]
     (facts,) = job["models"]
     coverage, validation = facts["coverage"] or {}, facts["validation"]
-    compared = [each for each in validation["agreements"] if each["status"] == "agrees"]
+    passed = ("agrees", "sensitive")
+    compared = [each for each in validation["agreements"] if each["status"] in passed]
     ratios = [each["snr"] for each in compared if each["snr"] is not None]
     others = [
         f"{each['output']} is {each['status']}: {each['reason']}"
