@@ -163,7 +163,8 @@ class Attempt:
             # Without the signal, which only alarms where another recipe succeeds.
             text = f"{simplifier} crashes on this model, in a process of its own"
             for problem in self.result.problems:
-                yield text if crashed else f"{simplifier} failed: {problem.message}"
+                message = " ".join(problem.message.splitlines())
+                yield text if crashed else f"{simplifier} failed: {message}"
         elif self.stopped_in == "change":
             yield from (problem.message for problem in self.result.problems)
         else:

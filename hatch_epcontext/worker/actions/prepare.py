@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,7 @@ from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
+from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.quantized import (
     float_form_reference,
     is_dynamic,
@@ -79,7 +81,8 @@ def handle(request: PrepareRequest) -> PrepareReply:
         done = precision = write_quantized(result, quantized, model, how)
         result, simplified = quantized, None
     if expected is not None and (simplified is not None or done is not None):
-        _compare(simplified, result, expected, request, done)
+        before = fixed if done is None else integers
+        _compare(simplified, before, result, expected, request, done)
     onnx_model = onnx.load(result, load_external_data=False)
     nodes = len(graph.compute_nodes(onnx_model.graph))
     return PrepareReply(
@@ -95,6 +98,7 @@ def handle(request: PrepareRequest) -> PrepareReply:
 
 def _compare(
     simplified: ort.InferenceSession | None,
+    before: Path,
     result: Path,
     expected: Reference,
     request: PrepareRequest,
@@ -102,7 +106,8 @@ def _compare(
 ) -> None:
     """Compare ``result``, which ``simplified`` has open if it is not None, with the source.
 
-    ``done``: how its numbers were changed since. Raises BuildError if they differ more than that explains.
+    ``before``: the file that it was made of; ``done``: how its numbers were changed since. Raises BuildError
+    if they differ more than that explains.
     """
     model, tolerance = request.model, within_noise(SIMPLIFIED, expected.facts)
     if done is not None and request.precision is not None:
@@ -112,7 +117,9 @@ def _compare(
     session = simplified or open_session(result, cpu_options())
     name = "the source model's" if expected.facts.float_form_db is None else "its float form's"
     name += f" before it was {done}" if done else ""
-    check_runs(session, expected, tolerance, model, "the prepared model on the CPU", name)
+    explain = partial(first_difference, before, result, model, expected.facts.states)
+    what = "the prepared model on the CPU"
+    check_runs(session, expected, tolerance, model, what, name, explain=explain)
 
 
 def _reference(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -23,6 +24,7 @@ from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_outputs, check_runs
+from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
@@ -99,7 +101,7 @@ def _unroll(work: _RewriteSession, limit: int) -> RewriteReply:
             path, session = work.write_model(model, path.parent, folder)
         if not done:
             return RewriteReply(None, dropped=_unknown_lengths(model, work.refused))
-        work.compare(session)
+        work.compare(session, path)
     except Exception as error:
         return RewriteReply(None, dropped=(_dropped("; ".join(done) or "Unrolling", error),))
     return _reply(path, done)
@@ -128,7 +130,7 @@ def _reply(path: Path, done: Iterable[str]) -> RewriteReply:
 def _dropped(name: str, error: Exception) -> str:
     """Why the change ``name`` was dropped; ONNX Runtime raises many things, for graphs it cannot open."""
     message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
-    return f"{name}: {message}"
+    return f"{name}: {' '.join(message.splitlines())}"
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ class _RewriteSession:
         model = self.read()
         names = rewrite(model, self.refused, self.types, rewrites)
         result, session = self.write_model(model, Path(request.prepared).parent, folder)
-        self.compare(session)
+        self.compare(session, result)
         if self.expected is not None and (conditions := removed(self.read(), model)):
             self._compare_branches(model, conditions, self.expected, folder)
         return _reply(result, names)
@@ -267,8 +269,10 @@ class _RewriteSession:
         result.parent.mkdir()
         return result, optimize(written, result, "basic")
 
-    def compare(self, session: ort.InferenceSession) -> None:
-        """Raise BuildError if ``session`` gives other results than the source, where that is compared."""
+    def compare(self, session: ort.InferenceSession, path: Path) -> None:
+        """Raise BuildError if ``session``, which has the file ``path`` open, gives other results than the
+        source, where that is compared.
+        """
         if self.expected is None:
             return
         model, what = self.request.model, "the rewritten model on the CPU"
@@ -278,7 +282,10 @@ class _RewriteSession:
             tolerance, expected = self.request.precision.tolerance, for_other_numbers(expected)
         elif self.request.remedies:
             tolerance, runs = within_noise(_REMEDIED, expected.facts), expected.runs
-        check_runs(session, expected, tolerance, model, what, "the source model's", runs=runs)
+        before = Path(self.request.prepared)
+        explain = partial(first_difference, before, path, model, expected.facts.states)
+        name = "the source model's"
+        check_runs(session, expected, tolerance, model, what, name, runs=runs, explain=explain)
 
     def _compare_branches(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
+from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
+    Run,
     for_other_numbers,
     read_reference,
     run_model,
@@ -91,6 +94,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         first=first,
         only_target=request.only_target,
         emulator=emulator,
+        explain=_explain(request, expected),
     )
     agreements, emulation = checked.agreements, None
     if emulator is not None:
@@ -121,6 +125,14 @@ def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator) -> A
     if reason is None:
         return agreement
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
+
+
+def _explain(request: ValidateRequest, expected: Reference) -> Callable[[Run], str] | None:
+    """What finds the first node that differs: of optimized graphs, which are ONNX."""
+    if request.prepared is None or request.product != "optimized":
+        return None
+    states = expected.facts.states
+    return partial(first_difference, Path(request.prepared), _file(request), request.model, states)
 
 
 def _format(request: ValidateRequest) -> NumberFormat | None:

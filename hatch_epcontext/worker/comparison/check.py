@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -48,13 +48,14 @@ def check_runs(
     first: Arrays | None = None,
     only_target: str | None = None,
     emulator: Emulator | None = None,
+    explain: Callable[[Run], str] | None = None,
 ) -> ComparisonResult:
     """Run ``session``, the model ``what``, on ``runs`` of the reference, by default on those for a target.
 
     ``first``: its outputs for the first sample, if it was run on it already. ``only_target``: the target that
-    is to allow more, if others are not. ``emulator``: that of its number format. Raises BuildError when an
-    output has NaN or Inf where the reference has none, or leaves the tolerance; ModelError when it takes too
-    long.
+    is to allow more, if others are not. ``emulator``: that of its number format. ``explain``: where there is
+    none, it says where the model begins to differ. Raises BuildError when an output has NaN or Inf where the
+    reference has none, or leaves the tolerance; ModelError when it takes too long.
     """
     found: list[Agreement] = []
     warnings: list[str] = []
@@ -90,8 +91,8 @@ def check_runs(
         except ModelError:
             raise
         except BuildError as error:
-            if emulator is not None:
-                error = _explained(error, emulator.explanation(each))
+            if text := (emulator.explanation if emulator else explain or _nothing)(each):
+                error = _explained(error, text)
             # Nothing says that the app ever has the others; but an EP that is wrong there for no reason of
             # its number format may be wrong elsewhere too.
             if each.usual or (emulator is not None and emulator.level(each).margin >= SENSITIVE):
@@ -118,6 +119,10 @@ class ComparisonResult:
     warnings: tuple[str, ...]
     samples: tuple[str, ...]
     gap: float
+
+
+def _nothing(run: Run) -> str:
+    return ""
 
 
 def _explained(error: BuildError, text: str) -> BuildError:

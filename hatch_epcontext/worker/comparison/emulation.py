@@ -7,22 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.graph.emulation import applies, emulate, expose, rounded
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import to_toml
+from hatch_epcontext.worker.comparison.diverging import (
+    WRONG,
+    Inner,
+    inner_steps,
+    named,
+    relative,
+)
 from hatch_epcontext.worker.comparison.measures import compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
@@ -40,9 +45,6 @@ _WORTH_RUNNING = 45.0
 _WORST = 3
 """Samples, of different natures, that the target runs because they are the worst."""
 
-_WRONG = 0.1
-"""The relative error of a value from which it is wrong."""
-
 _JUMPS = (10.0, 3.0)
 """How much larger the error of a value is than those of the values that it is computed from, where a node is
 to blame."""
@@ -55,10 +57,6 @@ _FEW_VALUES = 1e-3
 
 _LOST = 0.5
 """The relative error of a stored number which a format does not have."""
-
-_MATTERS = 0.01
-"""The relative error behind a value that is cut off, or without a number that the format lacks, from which
-that matters: not so in masks, which are to hide something."""
 
 _MAX_VALUES = 2**28
 """Values inside a model up to which all of them are compared: 2 GiB for both runs."""
@@ -123,11 +121,11 @@ class Emulator:
             if node.name in self._skipped:
                 continue
             if node.op_type in self._format.inexact:
-                return f"{_named(node)}, of which the kernel is less exact than {self._format.name}"
+                return f"{named(node)}, of which the kernel is less exact than {self._format.name}"
             for fault in self._format.faults:
                 is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES
                 if is_hidden and applies(fault, node, self.scope):
-                    return f"{_named(node)}, which {fault.text}"
+                    return f"{named(node)}, which {fault.text}"
         return None
 
     @property
@@ -245,7 +243,7 @@ class Emulator:
         if not (inner := self._inner(run)):
             return None
         final = max((inner.errors.get(name, 0.0) for name in run.outputs[0]), default=0.0)
-        wrong = min(_WRONG, final / 2)
+        wrong = min(WRONG, final / 2)
         grown = [
             (each, inner.behind(each), inner.before(each))
             for each in self.scope.nodes
@@ -273,7 +271,7 @@ class Emulator:
                 if (is_cut and inner.matters(node, self.scope)) or self._misses(node, inner):
                     yield self._words(node, inner)
 
-    def _misses(self, node: onnx.NodeProto, inner: _Inner) -> bool:
+    def _misses(self, node: onnx.NodeProto, inner: Inner) -> bool:
         """Whether ``node`` uses a number that the format does not have, where that counts."""
         return not self._lost.keys().isdisjoint(node.input) and inner.matters(node, self.scope)
 
@@ -284,13 +282,13 @@ class Emulator:
         for tensor in self._prepared.graph.initializer:
             if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) == 1:
                 value = onnx.numpy_helper.to_array(tensor).reshape(1)
-                if _relative(value, rounded(value, self._format)) > _LOST:
+                if relative(value, rounded(value, self._format)) > _LOST:
                     found[tensor.name] = float(value[0])
         return found
 
-    def _words(self, node: onnx.NodeProto, inner: _Inner) -> str:
+    def _words(self, node: onnx.NodeProto, inner: Inner) -> str:
         """``node``, and what is wrong with its result."""
-        name, format_ = _named(node), self._format
+        name, format_ = named(node), self._format
         if lost := [self._lost[each] for each in node.input if each in self._lost]:
             return f"{name} uses {lost[0]:g}, which {format_.name} does not have"
         largest = inner.largest(node)
@@ -305,12 +303,9 @@ class Emulator:
         low, _ = inner.smallest(node)
         if format_.name == "float16" and 0 < low < 2.0**-14:
             return f"{name} has values of {low:.1g}; {format_.name} has few digits below {2.0**-14:.1g}"
-        behind, before = (
-            f"{100 * each:.2g} %" for each in (inner.behind(node), inner.before(node))
-        )
-        return f"{name} has an error of {behind}, and what it is computed from {before}"
+        return inner.words(node)
 
-    def _inner(self, run: Run) -> _Inner | None:
+    def _inner(self, run: Run) -> Inner | None:
         """All values of the first step of ``run`` that is wrong, or of the last one, exact and emulated.
 
         None if they are too many, or if the model cannot be run with all of them as outputs.
@@ -320,7 +315,7 @@ class Emulator:
         return self._inners[run.name]
 
     @cached_property
-    def _inners(self) -> dict[str, _Inner | None]:
+    def _inners(self) -> dict[str, Inner | None]:
         return {}
 
     @cached_property
@@ -344,26 +339,20 @@ class Emulator:
             # Some models run only as they are; then no node is named.
             return None
 
-    def _compute_inner(self, run: Run) -> _Inner | None:
+    def _compute_inner(self, run: Run) -> Inner | None:
         if self._sessions is None:
             return None
-        exact, emulated = (self._steps(each, run) for each in self._sessions)
+        states = self._expected.facts.states
+        exact, emulated = (
+            inner_steps(each, run, states, self._model, "the emulated model")
+            for each in self._sessions
+        )
         for one, other in zip(exact, emulated, strict=True):
-            inner = _Inner(one, other)
-            if max(inner.errors.get(name, 0.0) for name in run.outputs[0]) > _WRONG:
+            inner = Inner(one, other)
+            if max(inner.errors.get(name, 0.0) for name in run.outputs[0]) > WRONG:
                 # What is wrong in later steps comes from here.
                 break
         return inner
-
-    def _steps(self, session: ort.InferenceSession, run: Run) -> Iterator[dict[str, Array]]:
-        """All values of ``session`` in each step of ``run``, with its inputs."""
-        states = self._expected.facts.states
-        fed: dict[str, Array] = {}
-        steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
-        for given, found in zip(run.feeds, steps, strict=True):
-            fed.update(given)
-            yield {**fed, **found}
-            fed.update({first: found[last] for first, last in states.items() if last in found})
 
     def _copy(self) -> onnx.ModelProto:
         copy = onnx.ModelProto()
@@ -397,73 +386,6 @@ class Emulator:
         return level
 
 
-@dataclass(frozen=True)
-class _Inner:
-    """All values of a run: ``exact``, and ``emulated``."""
-
-    exact: Arrays
-    emulated: Arrays
-
-    @cached_property
-    def errors(self) -> Mapping[str, float]:
-        """The relative error of each value."""
-        return {
-            name: _relative(exact, self.emulated[name])
-            for name, exact in self.exact.items()
-            if exact.dtype == np.float32 and name in self.emulated
-        }
-
-    def behind(self, node: onnx.NodeProto) -> float:
-        """The largest error of the results of ``node``."""
-        return max((self.errors.get(name, 0.0) for name in node.output), default=0.0)
-
-    def before(self, node: onnx.NodeProto) -> float:
-        """The largest error of its operands."""
-        return max((self.errors.get(name, 0.0) for name in node.input), default=0.0)
-
-    def largest(self, node: onnx.NodeProto) -> float:
-        """The largest magnitude of its results."""
-        return max((_largest(each) for each in self._results(node)), default=0.0)
-
-    def smallest(self, node: onnx.NodeProto) -> tuple[float, float]:
-        """The root mean square and the largest magnitude of its results."""
-        found = [each.astype(np.float64) for each in self._results(node) if each.size]
-        if not found:
-            return 0.0, 0.0
-        return float(np.sqrt(np.mean(found[0] ** 2))), _largest(found[0])
-
-    def range(self, name: str) -> tuple[float, float]:
-        """The smallest and the largest value of ``name``."""
-        array = self.exact.get(name)
-        if array is None or not array.size:
-            return math.inf, -math.inf
-        return float(np.min(array)), float(np.max(array))
-
-    def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
-        """Whether the error of some of the values of ``node`` is still one behind it."""
-        for name in node.output:
-            if name not in self.errors or not _differ(self.exact[name], self.emulated[name]):
-                continue
-            readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
-            if not readers or any(self.behind(each) > _MATTERS for each in readers):
-                return not all(self._hides(each, scope) for each in readers) or not readers
-        return False
-
-    def _hides(self, node: onnx.NodeProto, scope: Scope) -> bool:
-        """Whether what is wrong in the result of ``node`` is hidden behind it, as by a Softmax."""
-        readers = [
-            scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
-        ]
-        if self.behind(node) <= _MATTERS:
-            return True
-        return bool(readers) and all(self.behind(each) <= _MATTERS for each in readers)
-
-    def _results(self, node: onnx.NodeProto) -> Iterator[Array]:
-        for name in node.output:
-            if name in self.errors:
-                yield self.exact[name]
-
-
 def _open(model: onnx.ModelProto) -> ort.InferenceSession:
     """A session that rounds where the graph says so: optimizations remove casts and fuse nodes."""
     options = cpu_options()
@@ -473,16 +395,8 @@ def _open(model: onnx.ModelProto) -> ort.InferenceSession:
     return open_session(model.SerializeToString(), options)
 
 
-def _named(node: onnx.NodeProto) -> str:
-    return f"{node.op_type} {node.name or node.output[0]}"
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value < 1e7 else f"{value:.2g}"
-
-
-def _largest(array: NDArray[Any]) -> float:
-    return float(np.abs(array).max()) if array.size else 0.0
 
 
 def _has_gaps(output: Array, wanted: Array) -> bool:
@@ -490,19 +404,3 @@ def _has_gaps(output: Array, wanted: Array) -> bool:
     if output.dtype.kind != "f" or output.shape != wanted.shape:
         return False
     return bool((~np.isfinite(output) & np.isfinite(np.asarray(wanted, np.float64))).any())
-
-
-def _relative(exact: Array, other: Array) -> float:
-    """The error of ``other`` relative to ``exact``, as root mean squares."""
-    one = np.nan_to_num(np.asarray(exact, np.float64))
-    two = np.nan_to_num(np.asarray(other, np.float64))
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
-    # Masks have the largest float32.
-    return float(found) if np.isfinite(found) else 1.0
-
-
-def _differ(exact: Array, other: Array) -> bool:
-    """Whether some value differs by a tenth."""
-    one, two = np.asarray(exact, np.float64), np.asarray(other, np.float64)
-    return bool((np.abs(one - two) > _WRONG * np.abs(one)).any())

@@ -1,0 +1,176 @@
+"""Where another form of a model begins to differ: all values inside both are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.emulation import expose
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.worker.comparison.runs import Run, run_steps
+from hatch_epcontext.worker.progress import step
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
+from hatch_epcontext.worker.value_types import value_types
+
+WRONG = 0.1
+"""The relative error of a value from which it is wrong."""
+
+_MATTERS = 0.01
+"""The relative error behind a value that is cut off, or without a number that the format lacks, from which
+that matters: not so in masks, which are to hide something."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """All values of a step: ``exact``, and those of another form of the model, which are compared by name."""
+
+    exact: Arrays
+    other: Arrays
+
+    @cached_property
+    def errors(self) -> Mapping[str, float]:
+        """The relative error of each value."""
+        return {
+            name: relative(exact, self.other[name])
+            for name, exact in self.exact.items()
+            if exact.dtype == np.float32
+            and name in self.other
+            and exact.shape == self.other[name].shape
+        }
+
+    def behind(self, node: onnx.NodeProto) -> float:
+        """The largest error of the results of ``node``."""
+        return max((self.errors.get(name, 0.0) for name in node.output), default=0.0)
+
+    def before(self, node: onnx.NodeProto) -> float:
+        """The largest error of its operands."""
+        return max((self.errors.get(name, 0.0) for name in node.input), default=0.0)
+
+    def words(self, node: onnx.NodeProto) -> str:
+        """The errors of ``node``, in words."""
+        behind, before = (f"{100 * each:.2g} %" for each in (self.behind(node), self.before(node)))
+        return f"{named(node)} has an error of {behind}, and what it is computed from {before}"
+
+    def largest(self, node: onnx.NodeProto) -> float:
+        """The largest magnitude of its results."""
+        return max((_largest(each) for each in self._results(node)), default=0.0)
+
+    def smallest(self, node: onnx.NodeProto) -> tuple[float, float]:
+        """The root mean square and the largest magnitude of its results."""
+        found = [each.astype(np.float64) for each in self._results(node) if each.size]
+        if not found:
+            return 0.0, 0.0
+        return float(np.sqrt(np.mean(found[0] ** 2))), _largest(found[0])
+
+    def range(self, name: str) -> tuple[float, float]:
+        """The smallest and the largest value of ``name``."""
+        array = self.exact.get(name)
+        if array is None or not array.size:
+            return math.inf, -math.inf
+        return float(np.min(array)), float(np.max(array))
+
+    def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
+        """Whether the error of some of the values of ``node`` is still one behind it."""
+        for name in node.output:
+            if name not in self.errors or not _differ(self.exact[name], self.other[name]):
+                continue
+            readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
+            if not readers or any(self.behind(each) > _MATTERS for each in readers):
+                return not all(self._hides(each, scope) for each in readers) or not readers
+        return False
+
+    def _hides(self, node: onnx.NodeProto, scope: Scope) -> bool:
+        """Whether what is wrong in the result of ``node`` is hidden behind it, as by a Softmax."""
+        readers = [
+            scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
+        ]
+        if self.behind(node) <= _MATTERS:
+            return True
+        return bool(readers) and all(self.behind(each) <= _MATTERS for each in readers)
+
+    def _results(self, node: onnx.NodeProto) -> Iterator[Array]:
+        for name in node.output:
+            if name in self.errors:
+                yield self.exact[name]
+
+
+def first_difference(
+    exact: Path, other: Path, model: Model, states: Mapping[str, str], run: Run
+) -> str:
+    """The first node of the file ``other`` whose result is not that of the file ``exact``: a sentence.
+
+    Both are forms of ``model``, which the CPU runs. Empty where nothing shows which node it is.
+    """
+    step("looking for the first node that differs")
+    try:
+        nodes = onnx.load(other, load_external_data=False).graph.node
+        steps = (
+            inner_steps(_exposed(path), run, states, model, "the model with all its values")
+            for path in (exact, other)
+        )
+        for one, two in zip(*steps, strict=True):
+            inner = Inner(one, two)
+            final = max((inner.errors.get(name, 0.0) for name in run.outputs[0]), default=0.0)
+            for node in nodes:
+                if final and inner.behind(node) > min(WRONG, final / 2):
+                    return f"The first diverging node: {inner.words(node)}."
+    except Exception:
+        # ONNX Runtime raises many things, for models that run only as they are.
+        return ""
+    return ""
+
+
+def inner_steps(
+    session: ort.InferenceSession, run: Run, states: Mapping[str, str], model: Model, what: str
+) -> Iterator[dict[str, Array]]:
+    """All values of ``session`` in each step of ``run``, with its inputs."""
+    fed: dict[str, Array] = {}
+    steps = run_steps(session, run.feeds, states, model, what)
+    for given, found in zip(run.feeds, steps, strict=True):
+        fed.update(given)
+        yield {**fed, **found}
+        fed.update({first: found[last] for first, last in states.items() if last in found})
+
+
+def _exposed(path: Path) -> ort.InferenceSession:
+    model = onnx.load(path)
+    expose(model, value_types(model, path))
+    options = cpu_options()
+    options.graph_optimization_level = LEVELS["none"]
+    return open_session(model.SerializeToString(), options)
+
+
+def named(node: onnx.NodeProto) -> str:
+    """The operator and the name of ``node``, for messages."""
+    return f"{node.op_type} {node.name or node.output[0]}"
+
+
+def _largest(array: NDArray[Any]) -> float:
+    return float(np.abs(array).max()) if array.size else 0.0
+
+
+def relative(exact: Array, other: Array) -> float:
+    """The error of ``other`` relative to ``exact``, as root mean squares."""
+    one = np.nan_to_num(np.asarray(exact, np.float64))
+    two = np.nan_to_num(np.asarray(other, np.float64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
+    # Masks have the largest float32.
+    return float(found) if np.isfinite(found) else 1.0
+
+
+def _differ(exact: Array, other: Array) -> bool:
+    """Whether some value differs by a tenth."""
+    one, two = np.asarray(exact, np.float64), np.asarray(other, np.float64)
+    return bool((np.abs(one - two) > WRONG * np.abs(one)).any())

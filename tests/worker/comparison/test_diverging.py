@@ -1,0 +1,62 @@
+"""The first node that differs is found, in whatever form of the model it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from hatch_epcontext.config.settings import Model
+from hatch_epcontext.errors import Key
+from hatch_epcontext.worker.comparison.diverging import first_difference
+from hatch_epcontext.worker.comparison.runs import Run
+from tests.models import model, value
+
+NODES = ("scaled", "moved", "y")
+
+
+def save(path: Path, *, scale: float = 2.0, names: tuple[str, ...] = NODES) -> Path:
+    """A model that multiplies, adds and limits, with these names of its values."""
+    scaled, moved, limited = names
+    nodes = [
+        helper.make_node("Mul", ["x", "scale"], [scaled], name="multiply"),
+        helper.make_node("Add", [scaled, "bias"], [moved], name="add"),
+        helper.make_node("Tanh", [moved], [limited], name="limit"),
+    ]
+    numbers = {"scale": scale, "bias": 0.5}
+    stored = [numpy_helper.from_array(np.float32(each), name) for name, each in numbers.items()]
+    made = model(nodes, [value("x", [1, 8])], [value("y", [1, 8])], stored)
+    onnx.save(made, path)
+    return path
+
+
+def difference(tmp_path: Path, other: Path) -> str:
+    """What is found between a model and ``other``."""
+    source = save(tmp_path / "source.onnx")
+    feeds = {"x": np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)}
+    wanted = {"y": np.tanh(2 * feeds["x"] + 0.5)}
+    run = Run("random", (feeds,), (wanted,), "random", usual=True, on_target=True)
+    return first_difference(source, other, Model("a", source, Key()), {}, run)
+
+
+def test_the_first_of_several_wrong_nodes_is_named(tmp_path: Path) -> None:
+    found = difference(tmp_path, save(tmp_path / "other.onnx", scale=3))
+    assert "Mul multiply has an error of 50 %" in found
+
+
+def test_nodes_whose_values_have_other_names_are_passed_over(tmp_path: Path) -> None:
+    names = ("folded", "moved", "y")
+    found = difference(tmp_path, save(tmp_path / "other.onnx", scale=3, names=names))
+    assert "Add add" in found
+
+
+def test_equal_models_have_no_such_node(tmp_path: Path) -> None:
+    assert not difference(tmp_path, save(tmp_path / "other.onnx"))
+
+
+def test_a_model_that_cannot_be_opened_is_no_error(tmp_path: Path) -> None:
+    other = tmp_path / "other.onnx"
+    other.write_bytes(b"no model")
+    assert not difference(tmp_path, other)
