@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.builder import Builder, by_node, copy_of
+from hatch_epcontext.graph.number_format import FOR_RANGES
 from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites import rewrite as rewritten_in_place
 from hatch_epcontext.graph.scope import Scope
@@ -43,6 +44,52 @@ def rewritten(
     return rewrite.handle(
         RewriteRequest(spec, reply.path, refused, str(folders[1]), True, compare, reply.reference)
     )
+
+
+def norms(scale: float) -> onnx.ModelProto:
+    """Two norms: of values times ``scale``, and of values near 2."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+    norms (float[1, 64] x) => (float[1, 1] small, float[1, 1] usual)
+    <float scale = {{{scale:.9f}}}, float two = {{2.0}}, int64[1] axes = {{1}}> {{
+        less = Mul(x, scale)
+        lesser = Mul(less, less)
+        sum = ReduceSum(lesser, axes)
+        small = Sqrt(sum)
+        part = Tanh(x)
+        near = Add(part, two)
+        squares = Mul(near, near)
+        mean = ReduceMean<axes = [1]>(squares)
+        usual = Sqrt(mean)
+    }}"""
+    return onnx.parser.parse_model(text)
+
+
+@needs_qnn
+@pytest.mark.parametrize(("scale", "kept"), [(1e-4, ("hypot",)), (1.0, ())])
+def test_rewrites_for_the_range_of_float16_are_kept_where_an_emulation_gains(
+    tmp_path: Path, scale: float, kept: tuple[str, ...]
+) -> None:
+    spec = Model("a", save(norms(scale), tmp_path / "a.onnx"), Key(("models", 0)))
+    folders = [tmp_path / name for name in ("prepared", "rewritten")]
+    for folder in folders:
+        folder.mkdir()
+    prepared = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), True))
+    reply = rewrite.handle(
+        RewriteRequest(
+            spec,
+            prepared.path,
+            None,
+            str(folders[1]),
+            simplify=True,
+            compare=True,
+            reference=prepared.reference,
+            remedies=FOR_RANGES,
+            target=target("qnn", X_ELITE),
+        )
+    )
+    assert reply.remedies == kept
+    assert (reply.path is None) == (not kept)
+    assert any("dB more with it" in each for each in reply.dropped)
 
 
 def einsum_and_clip() -> onnx.ModelProto:
