@@ -194,16 +194,20 @@ def reason_not_to_run_here(provider: Provider, settings: CompileSettings) -> str
     return f"{provider.ep} cannot run its contexts on this machine {machine}"
 
 
-def validation_from_reply(artifact: Artifact, reply: ValidateReply, inputs: str) -> Validation:
+def validation_from_reply(
+    artifact: Artifact, reply: ValidateReply, inputs: str, provider: Provider
+) -> Validation:
     """The validation of ``artifact`` by a worker; ``inputs`` are those of `ValidateTable`."""
     status = ValidationStatus.RAN
     if reply.unavailable is not None:
         optimized = artifact.record.product == "optimized"
         status = ValidationStatus.RAN_ON_CPU if optimized else ValidationStatus.STRUCTURE
-    return validation_of(status, reply, inputs)
+    return validation_of(status, reply, inputs, provider)
 
 
-def validation_of(status: ValidationStatus, reply: ValidateReply, inputs: str) -> Validation:
+def validation_of(
+    status: ValidationStatus, reply: ValidateReply, inputs: str, provider: Provider
+) -> Validation:
     """The validation with the results in a worker's ``reply``."""
     return Validation(
         status,
@@ -214,6 +218,7 @@ def validation_of(status: ValidationStatus, reply: ValidateReply, inputs: str) -
         reply.warnings,
         reply.emulation,
         reply.float_form_db,
+        provider.simulates and status is ValidationStatus.RAN,
     )
 
 

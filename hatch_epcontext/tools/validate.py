@@ -285,7 +285,8 @@ def _run(
                 "Validate it on a machine that has its EP.",
             )
         )
-    return validation_of(ValidationStatus.RAN, reply, job.models[0].validate.inputs)
+    inputs, provider = job.models[0].validate.inputs, job.target.provider
+    return validation_of(ValidationStatus.RAN, reply, inputs, provider)
 
 
 def copy_named_files(path: Path, model: InspectReply, folder: Path) -> None:

@@ -402,9 +402,9 @@ class _Validator:
                 has_source=reference is not None,
             )
             reply = self.workers.call(request, staging / "validate", location=location)
-        if reply.unavailable is None:
-            return validation_of(ValidationStatus.RAN, reply, model.validate.inputs)
-        return validation_of(ValidationStatus.RAN_ON_CPU, reply, model.validate.inputs)
+        ran = reply.unavailable is None
+        status = ValidationStatus.RAN if ran else ValidationStatus.RAN_ON_CPU
+        return validation_of(status, reply, model.validate.inputs, form.target.provider)
 
     def _to_run(
         self, component: str, form: _Opening, model: Model, reference: _Reference | None

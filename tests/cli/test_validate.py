@@ -50,7 +50,7 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
     printed = cli("validate", context, "--source", source).stdout
     assert printed.startswith(
         f"{context}: 1 context of QNNExecutionProvider, for soc_model 60, htp_arch 73, nothing left to "
-        "the CPU, ran and agrees with the CPU on 4 synthetic inputs ("
+        "the CPU, ran on the simulator and agrees with the CPU on 4 synthetic inputs ("
     )
     assert {path: path.read_bytes() for path in context.parent.iterdir()} == before
 
@@ -74,7 +74,9 @@ def test_an_artifact_has_one_shape(cli: Cli, context: Path, source: Path) -> Non
 
 @needs_qnn
 def test_without_a_source_nothing_is_compared(cli: Cli, context: Path) -> None:
-    assert cli("validate", context).stdout.endswith("ran, outputs finite, not compared\n")
+    assert cli("validate", context).stdout.endswith(
+        "ran on the simulator, outputs finite, not compared\n"
+    )
 
 
 @needs_qnn

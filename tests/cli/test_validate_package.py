@@ -74,7 +74,7 @@ def test_each_variant_is_run_and_compared_with_the_source(cli: Cli, package: Pat
     first, second = cli("validate", package).stdout.splitlines()
     assert first.startswith(
         "net -> qnn: 1 context of QNNExecutionProvider, for soc_model 60, nothing left to the CPU, "
-        "ran and agrees with the CPU on 4 synthetic inputs ("
+        "ran on the simulator and agrees with the CPU on 4 synthetic inputs ("
     )
     assert second == (
         "net -> source: ONNX graph for CPUExecutionProvider, ran, outputs finite, not compared"
@@ -171,7 +171,7 @@ def test_a_package_of_olives_form_is_validated(cli: Cli, built: Path, tmp_path: 
     (package / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     first, second = cli("validate", package).stdout.splitlines()
     assert first.startswith("decoder -> npu: 1 context of QNNExecutionProvider, for soc_model 60")
-    assert "ran and agrees with the CPU" in first
+    assert "ran on the simulator and agrees with the CPU" in first
     assert second.startswith("decoder -> cpu: ONNX graph for CPUExecutionProvider, ran")
     assert "npu" in cli("inspect", package, "--verify").stdout
 

@@ -173,13 +173,14 @@ def test_the_hint_keeps_the_other_settings_of_validate(
 
 
 def test_the_status_follows_the_reply_and_the_product(artifact: Artifact) -> None:
-    ran = validation_from_reply(artifact, ValidateReply(AGREEMENTS), "random")
+    ran = validation_from_reply(artifact, ValidateReply(AGREEMENTS), "random", PROVIDERS["cpu"])
     assert ran == Validation(ValidationStatus.RAN, AGREEMENTS)
     reply = ValidateReply(AGREEMENTS, "no GPU")
-    assert validation_from_reply(artifact, reply, "random").status is ValidationStatus.STRUCTURE
+    found = validation_from_reply(artifact, reply, "random", PROVIDERS["cpu"])
+    assert found.status is ValidationStatus.STRUCTURE
     record = dataclasses.replace(artifact.record, product="optimized")
     optimized = dataclasses.replace(artifact, record=record)
-    assert validation_from_reply(optimized, reply, "random") == Validation(
+    assert validation_from_reply(optimized, reply, "random", PROVIDERS["cpu"]) == Validation(
         ValidationStatus.RAN_ON_CPU, AGREEMENTS, "no GPU"
     )
 

@@ -26,7 +26,6 @@ from hatch_epcontext.jobs.artifact import (
     Refused,
     Times,
     ValidationRun,
-    ValidationStatus,
 )
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.preparation import Preparations, Prepared
@@ -238,10 +237,10 @@ class LocalExecutor:
         with self._device(job.target), self._cores(job.target, artifact):
             reply = self.workers.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
-        found = validation_from_reply(artifact, reply, model.validate.inputs)
-        simulated = job.target.provider.simulates and found.status is ValidationStatus.RAN
+        inputs, provider = model.validate.inputs, job.target.provider
+        found = validation_from_reply(artifact, reply, inputs, provider)
         day = datetime.now(timezone.utc).date().isoformat()
-        return ValidationRun(replace(found, simulated=simulated), reply.load, day)
+        return ValidationRun(found, reply.load, day)
 
     def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
         """The file that was compiled, for EPs of which the number format is known.
