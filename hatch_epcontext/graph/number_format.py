@@ -13,11 +13,11 @@ RewriteName = Literal[
     "square",
     "mean",
     "clip-inputs",
-    "barrier",
     "exp",
     "hypot",
     "log-power",
     "scaled-square",
+    "barrier",
     "softplus",
     "log-softmax",
     "sigmoid",
@@ -31,8 +31,8 @@ FOR_RANGES: tuple[RewriteName, ...] = ("exp", "hypot", "log-power", "scaled-squa
 """Those that avoid what an emulation of the number format shows."""
 
 REMEDIES: tuple[tuple[RewriteName, ...], ...] = (
-    ("barrier",),
     FOR_RANGES,
+    ("barrier",),
     ("softplus", "log-softmax", "sigmoid"),
 )
 """Those that add nodes, in the groups in which they are tried where outputs differ, or may differ.

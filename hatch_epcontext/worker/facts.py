@@ -219,8 +219,9 @@ class Emulation:
 
     ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the sample that
     suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal, or no number.
-    ``margin``: the decibels by which the worst of the samples that an app can have is above the limits, None
-    if all are equal. ``reason``: why the model is sensitive to the format, and the node; None if it is not.
+    ``margin``: the decibels that the worst sample has above the limits, and `SENSITIVE` more if an app may
+    never have it; None if all are equal. ``reason``: why the model is sensitive to the format, and the node;
+    None if it is not.
     ``gap``: the decibels by which the target was worse than the emulation of the same sample.
     """
 

@@ -366,18 +366,6 @@ def test_only_one_step_at_once_uses_a_device_for_one_user(
     assert overlaps(log, "prepare")
 
 
-@pytest.mark.usefixtures("second_model")
-def test_only_one_run_at_once_has_all_cores(
-    run: Run, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    provider = dataclasses.replace(PROVIDERS["cpu"], simulates=True)
-    monkeypatch.setitem(PROVIDERS, "cpu", provider)
-    monkeypatch.setattr(local, "_SMALL", 1)
-    run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
-    assert not overlaps(log, "validate")
-    assert overlaps(log, "compile")
-
-
 FAILING = """
 models = ["models/bad.onnx", "models/a.onnx"]
 provider = "cpu"

@@ -364,13 +364,13 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
     "square": by_node("Pow as Mul or Sqrt", {"Pow": _power}),
     "mean": by_node("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
     "clip-inputs": by_node("Clip with attributes as Max and Min", {"Clip": _clip}),
-    "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "exp": by_node("Exp of large negative numbers as 0", {"Exp": _exp}),
     "hypot": by_node(
         "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
     ),
     "log-power": by_node("logarithms of roots", {"Log": _log}),
     "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
+    "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "softplus": by_node("Softplus as Exp and a series", {"Softplus": _softplus}),
     "log-softmax": by_node("LogSoftmax as Exp and Log", {"LogSoftmax": _log_softmax}),
     "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),

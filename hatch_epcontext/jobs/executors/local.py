@@ -68,9 +68,6 @@ _ACCIDENTS = frozenset(
 )
 """What says nothing about a recipe: a weaker result would stay in the cache."""
 
-_SMALL = 1 << 20
-"""Bytes of an artifact below which a run on a simulator is so short that no other one waits for it."""
-
 
 @dataclass(frozen=True)
 class LocalExecutor:
@@ -234,7 +231,7 @@ class LocalExecutor:
             prepared=self._prepared_path(job, model, artifact),
             only_target=job.target.name if model.has_other_limits(job.target) else None,
         )
-        with self._device(job.target), self._cores(job.target, artifact):
+        with self._device(job.target):
             reply = self.workers.call(request, scratch, location=job.location, step="validation")
         shutil.rmtree(moved)
         inputs, provider = model.validate.inputs, job.target.provider
@@ -272,12 +269,6 @@ class LocalExecutor:
         if not target.provider.exclusive_device:
             return contextlib.nullcontext()
         return self._locks.setdefault(f"{target.provider.ep}: device", threading.Lock())
-
-    def _cores(self, target: Target, artifact: Artifact) -> AbstractContextManager[object]:
-        """What a step holds that runs ``artifact``, if that uses all cores by itself."""
-        if not target.provider.simulates or artifact.size < _SMALL:
-            return contextlib.nullcontext()
-        return self._locks.setdefault(f"{target.provider.ep}: cores", threading.Lock())
 
 
 def _problems(messages: Iterable[str]) -> tuple[Problem, ...]:

@@ -199,9 +199,10 @@ class _RewriteSession:
             before = self._emulated(kept, format_)
             margin = before.margin
             # The others have more to spare than what is to be gained.
-            near = [each.run for each in before.levels if each.margin < margin + GAIN]
+            near = [each.run for each in before.levels if each.spare < margin + GAIN]
             # Two may help only together: one for the small values of a spectrum, and one for the large ones.
-            for names in (*((each,) for each in ranges), ranges):
+            singly = [(each,) for each in ranges]
+            for names in singly if len(singly) == 1 else [*singly, tuple(ranges)]:
                 tried = tuple(each for each in found if each in kept or each in names)
                 if tried == kept:
                     continue

@@ -73,6 +73,11 @@ class Level:
     margin: float
     snr: float
 
+    @property
+    def spare(self) -> float:
+        """``margin``, with so much more for what an app may never have that only a difference counts."""
+        return self.margin if self.run.usual else self.margin + SENSITIVE
+
 
 class Emulator:
     """The prepared model at ``path`` in ``format_``; ``skipped``: the names of nodes that are on the CPU.
@@ -134,14 +139,9 @@ class Emulator:
         return min(self.levels, key=lambda each: (each.margin, not each.run.usual))
 
     @property
-    def _usual(self) -> Level:
-        """That of the sample that is nearest to the limits of those that an app can have."""
-        return min((each for each in self.levels if each.run.usual), key=lambda each: each.margin)
-
-    @property
     def margin(self) -> float:
-        """The decibels by which all samples that an app can have are above the limits."""
-        return max(self._usual.margin, NOTHING)
+        """The least that a sample has to spare, in decibels."""
+        return max(min(each.spare for each in self.levels), NOTHING)
 
     def to_run(self) -> list[Run]:
         """The first sample, and those that the target has to run because they may differ."""
@@ -168,11 +168,13 @@ class Emulator:
 
     def result(self) -> Emulation:
         """What is to be said of it."""
-        worst, usual, margin = self.worst, self._usual, self.margin
-        reason = None
-        if usual.margin < SENSITIVE or worst.margin < 0:
-            chosen = usual if usual.margin < SENSITIVE else worst
-            reason = f"{self._describe(chosen)}{self._at(chosen.run)}"
+        worst, margin, reason = self.worst, self.margin, None
+        if margin < SENSITIVE:
+            first = min(
+                self.levels,
+                key=lambda each: (each.spare >= SENSITIVE, not each.run.usual, each.spare),
+            )
+            reason = f"{self._describe(first)}{self._at(first.run)}"
         elif hurt := next(self._hurt([self.levels[0].run, worst.run]), None):
             reason = hurt
         return Emulation(
