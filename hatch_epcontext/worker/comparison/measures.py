@@ -36,7 +36,7 @@ _COLUMN = 10.0
 _SLICE = 7.0
 """The same for any other slice, which has a larger part of the output's signal."""
 
-_MANY = 100
+MANY = 100
 """Of so many slices of an axis one may be anything. The energy of a slice counts as no less than this part of
 the whole output's, unless it is a column of a table: of at most so many, which have at least as many values.
 """
@@ -111,9 +111,9 @@ def compare(
 ) -> Comparison:
     """Compare ``output`` with ``reference``; places where either is not finite are left out.
 
-    ``elsewhere``: the same output of the reference for other inputs. ``rows``: for rows that were selected,
-    of which each counts, the ratio of signal to noise of each, in decibels. Strings, booleans and indices are
-    equal or not. Raises BuildError when the shapes differ.
+    ``elsewhere``: the same output of the reference for other inputs. ``rows``: for what was selected,
+    of which each counts, the ratio of signal to noise of each, in decibels. Strings, booleans and other
+    indices are equal or not. Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
@@ -127,7 +127,7 @@ def compare(
     exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"
     if exact:
         # One of ten may be another: near ties, an index changes with the rounding.
-        limits = replace(limits, snr=limits.snr / 2, cosine=0.0)
+        limits = replace(limits, snr=limits.snr / (2 if rows is None else 1), cosine=0.0)
         ref: Numbers = np.ones(reference.shape)
         out: Numbers = (output == reference).astype(np.float64)
         nature, elsewhere = "any", None
@@ -135,19 +135,21 @@ def compare(
         out, ref = _finite(output, reference)
     agreement = _measure(name, out, ref, elsewhere or Elsewhere(), nature, limits.unit)
     if exact:
-        # Each place is right or wrong: slices say no more.
-        agreement = replace(agreement, worst=None)
+        # Each place is right or wrong: slices say no more, and of what was selected only its own ratios do.
+        snr = agreement.snr if rows is None else None
+        agreement = replace(agreement, worst=None, snr=snr)
     row = None if rows is None else _worst_row(rows, ref.shape)
     return _judge(agreement, out, ref, limits, row)
 
 
 def _worst_row(rows: Numbers, shape: tuple[int, ...]) -> Slice | None:
     """The worst of ``rows``, batch x rows, of an output with ``shape``."""
-    if rows.shape[1] not in shape:
+    if shape and rows.shape[1] not in shape:
         return None
     ratios = rows.min(axis=0)
     index = int(ratios.argmin())
-    return Slice(shape.index(rows.shape[1]), index, len(shape), float(ratios[index]))
+    axis = shape.index(rows.shape[1]) if shape else 0
+    return Slice(axis, index, len(shape), float(ratios[index]))
 
 
 def _judge(
@@ -189,7 +191,7 @@ def _judge(
 
 def _is_column(slices: int, places: int) -> bool:
     """Whether one of so many ``slices`` of an axis, with so many ``places`` each, is a column of a table."""
-    return slices <= min(_MANY, places)
+    return slices <= min(MANY, places)
 
 
 def _less(shape: tuple[int, ...], of: Slice | None) -> float:
@@ -221,7 +223,7 @@ def _measure(
         if size < 2:
             continue
         ratios = measure.decibels(tuple(each for each in range(ref.ndim) if each != axis))
-        index = int(np.argsort(ratios)[size // _MANY])
+        index = int(np.argsort(ratios)[size // MANY])
         if np.isfinite(ratios[index]):
             slices.append(Slice(axis, index, ref.ndim, float(ratios[index])))
     worst = min(slices, key=lambda each: each.snr + _less(ref.shape, each), default=None)
@@ -254,7 +256,7 @@ class _Measure:
         places = self.ref.size // own.size
         floor = self.largest**2 * self._part(places)
         if not _is_column(own.size, places):
-            floor = max(floor, float(self.signal(None)) * own.size / _MANY)
+            floor = max(floor, float(self.signal(None)) * own.size / MANY)
         elsewhere = self.elsewhere.signal(self.ref.shape, axes)
         found: Numbers = np.maximum(own, floor)
         if elsewhere.size:

@@ -70,7 +70,7 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
     start = time.monotonic()
     try:
         chosen = selections(fixed)
-        inner = frozenset[str]().union(*(each.values for each in chosen))
+        inner = chosen.values
         session = _open(source, path, inner)
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
         outputs = [value.name for value in source.graph.output]

@@ -19,7 +19,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem, Setting
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.worker.comparison.measures import Elsewhere, Nature
-from hatch_epcontext.worker.comparison.selections import Selection
+from hatch_epcontext.worker.comparison.selections import Selections
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import TooSlowError, run
 
@@ -55,7 +55,7 @@ class Run:
 class Facts:
     """What is known of the source model: its ``states``, the ``natures`` of its outputs, those that depend on
     chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), the
-    integer inputs that nothing bounds (``guessed``), and the rows that a TopK selects (``selections``).
+    integer inputs that nothing bounds (``guessed``), and what a TopK or an ArgMax selects (``selections``).
 
     Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
     float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
@@ -66,7 +66,7 @@ class Facts:
     random: tuple[str, ...] = ()
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
-    selections: tuple[Selection, ...] = ()
+    selections: Selections = Selections()
     float_form_db: float | None = None
     noise: Mapping[str, float] = field(default_factory=dict)
 

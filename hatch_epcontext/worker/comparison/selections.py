@@ -1,7 +1,8 @@
-"""Rows that a TopK selected, such as the boxes of an end-to-end detector: no row has a place of its own.
+"""What a model selects: rows by a TopK, such as the boxes of a detector, and classes by an ArgMax.
 
 Rows with nearly the same scores change places with the rounding, and the last ones are others. So each row is
-compared with the candidate that it is, among all from which the TopK of the source model selects.
+compared with the candidate that it is, among all from which the TopK of the source model selects. The class
+with the largest score is compared by its score in the source model: one with nearly the same is as right.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.measures import LARGEST, Numbers
+from hatch_epcontext.worker.comparison.measures import LARGEST, MANY, Numbers
 
 _PASSING = graph.RESHAPING | {"Cast"}
 """Operators that pass on values in the same order."""
@@ -25,6 +26,8 @@ _GATHERS = frozenset({"Gather", "GatherElements", "GatherND"})
 
 _REMAINDERS = frozenset({"Mod", "Sub"})
 """Operators that make the class of a row from its number among all classes of all rows."""
+
+_CHOOSING = ("ArgMax", "ArgMin")
 
 _TINY = 1e-30
 """Instead of a signal of nothing."""
@@ -73,21 +76,49 @@ class Selection:
         return frozenset([self.candidates, *(each.values for each in self.rows)])
 
 
+@dataclass(frozen=True)
+class Choice:
+    """An ``output`` of the numbers of the largest of the ``candidates``, a value inside the model, along
+    ``axis``; with ``least`` of the smallest.
+    """
+
+    output: str
+    candidates: str
+    axis: int = 0
+    least: bool = False
+
+
+@dataclass(frozen=True)
+class Selections:
+    """The rows and the numbers that a model selects."""
+
+    rows: tuple[Selection, ...] = ()
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def values(self) -> frozenset[str]:
+        """The values inside the model that are compared with."""
+        return frozenset(each.candidates for each in self.choices).union(
+            *(each.values for each in self.rows)
+        )
+
+
 @dataclass
 class Selected:
-    """What is to be compared where rows were selected: ``wanted``, with the rows of the candidates, and for
-    outputs the ratio of signal to noise of each row in decibels: batch x rows.
+    """What is to be compared where something was selected: ``wanted``, with the rows of the candidates, and
+    for outputs the ratio of signal to noise of each row in decibels: batch x rows.
     """
 
     wanted: dict[str, Array]
     rows: dict[str, Numbers] = field(default_factory=dict)
 
 
-def selections(model: onnx.ModelProto) -> tuple[Selection, ...]:
-    """The selections of ``model``, without those that it makes in other ways than detectors do."""
-    if all(node.op_type != "TopK" for node in model.graph.node):
-        return ()
-    return tuple(_Finder(model).find())
+def selections(model: onnx.ModelProto) -> Selections:
+    """The selections of ``model``, without rows that it selects in other ways than detectors do."""
+    if not any(node.op_type in ("TopK", *_CHOOSING) for node in model.graph.node):
+        return Selections()
+    finder = _Finder(model)
+    return Selections(tuple(finder.rows()), tuple(finder.choices()))
 
 
 @dataclass(frozen=True)
@@ -105,7 +136,14 @@ class _Finder:
         self._nodes = [node for node in model.graph.node if node.op_type == "TopK"]
         self._indices = {node.output[1] for node in self._nodes if len(node.output) > 1}
 
-    def find(self) -> Iterator[Selection]:
+    def choices(self) -> Iterator[Choice]:
+        for output in self._outputs:
+            node = self._scope.maker(self._origin(output))
+            if node is not None and node.op_type in _CHOOSING and self._scope.maker(node.input[0]):
+                axis = graph.number(node, "axis", 0)
+                yield Choice(output, node.input[0], axis, node.op_type == "ArgMin")
+
+    def rows(self) -> Iterator[Selection]:
         pieces = {output: list(self._pieces(output)) for output in self._outputs}
         for node in self._nodes:
             found = [self._selection(node, each) for each in pieces.values()]
@@ -190,7 +228,7 @@ class _Finder:
 
 
 def select(
-    found: Sequence[Selection],
+    found: Selections,
     outputs: Arrays,
     wanted: Arrays,
     candidates: Arrays,
@@ -201,7 +239,10 @@ def select(
     ``unit``: that of the limits. The rows of what cannot be compared so stay where they are.
     """
     result = Selected(dict(wanted))
-    for each in found:
+    for choice in found.choices:
+        if choice.output in wanted and choice.output in outputs and choice.candidates in candidates:
+            _choose(choice, outputs[choice.output], result, candidates[choice.candidates])
+    for each in found.rows:
         names = {each.score.output, *(rows.output for rows in each.rows)}
         names |= {each.classes.output} if each.classes else set()
         if each.values <= candidates.keys() and all(
@@ -211,6 +252,22 @@ def select(
             result.wanted |= {name: wanted[name].copy() for name in names}
             _select(each, outputs, result, candidates, unit)
     return result
+
+
+def _choose(choice: Choice, own: Array, result: Selected, candidates: Array) -> None:
+    scores = np.nan_to_num(np.asarray(candidates, np.float64)) * (-1 if choice.least else 1)
+    table = np.moveaxis(scores, choice.axis, -1).reshape(-1, scores.shape[choice.axis])
+    numbers = own.ravel().astype(np.int64)
+    if not 0 < len(table) == own.size or own.shape != result.wanted[choice.output].shape:
+        return
+    its = table[np.arange(len(table)), np.clip(numbers, 0, table.shape[1] - 1)]
+    noise = (table.max(axis=1) - its) ** 2 / max(float(table.var(axis=1).mean()), _TINY)
+    noise[(numbers < 0) | (numbers >= table.shape[1])] = 1 / _TINY
+    # As of slices, one of so many may be anything.
+    noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
+    with np.errstate(divide="ignore"):
+        ratios = -10 * np.log10(np.minimum(noise, 1 / _TINY))
+    result.rows[choice.output] = ratios.reshape(-1, own.shape[-1] if own.shape else 1)
 
 
 def _select(

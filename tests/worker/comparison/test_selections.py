@@ -16,12 +16,14 @@ from hatch_epcontext.errors import BuildError, Key
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_outputs
-from hatch_epcontext.worker.comparison.measures import Numbers
+from hatch_epcontext.worker.comparison.measures import Numbers, compare
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
 from hatch_epcontext.worker.comparison.selections import (
+    Choice,
     Columns,
     Selection,
+    Selections,
     select,
     selections,
 )
@@ -265,7 +267,7 @@ def test_the_reference_of_a_file_has_the_selections(tmp_path: Path) -> None:
     assert written is not None
     read = read_reference(written)
     assert read.facts == expected.facts
-    (selection,) = read.facts.selections
+    (selection,) = read.facts.selections.rows
     assert selection.values == {"all", "boxes"}
     for name, array in expected.runs[0].candidates[0].items():
         np.testing.assert_array_equal(read.runs[0].candidates[0][name], array)
@@ -275,7 +277,7 @@ def test_the_values_and_numbers_of_a_topk_are_a_selection() -> None:
     nodes = [helper.make_node("TopK", ["x", "k"], ["values", "numbers"])]
     outputs = [value("values", [2, 5]), value("numbers", [2, 5], TensorProto.INT64)]
     made = model(nodes, [value("x", [2, 50])], outputs, [integers("k", 5)])
-    (selection,) = selections(made)
+    (selection,) = selections(made).rows
     assert selection.candidates == "x"
     assert selection.classes is not None
     assert selection.rows == ()
@@ -292,11 +294,13 @@ def topk(batch: int) -> tuple[Selection, dict[str, Array], dict[str, Array]]:
 
 def test_wrong_numbers_of_a_topk_are_rows_with_much_noise() -> None:
     selection, outputs, candidates = topk(2)
-    same = select([selection], outputs, outputs, candidates, 0.1)
+    same = select(Selections((selection,)), outputs, outputs, candidates, 0.1)
     assert same.rows["values"].min() > 200
     assert same.rows["values"].shape == (2, 5)
     wrong = {**outputs, "numbers": (outputs["numbers"] + 1) % 50}
-    assert select([selection], wrong, outputs, candidates, 0.1).rows["values"].min() < 20
+    assert (
+        select(Selections((selection,)), wrong, outputs, candidates, 0.1).rows["values"].min() < 20
+    )
 
 
 def test_the_number_of_a_row_is_that_of_its_candidate() -> None:
@@ -305,16 +309,19 @@ def test_the_number_of_a_row_is_that_of_its_candidate() -> None:
     outputs["boxes"] = boxes[:, outputs["numbers"][0]]
     candidates["all"] = boxes
     both = replace(selection, rows=(Columns("boxes", values="all", axis=1),))
-    assert select([both], outputs, outputs, candidates, 0.1).rows["boxes"].min() > 200
+    assert select(Selections((both,)), outputs, outputs, candidates, 0.1).rows["boxes"].min() > 200
     wrong = {**outputs, "numbers": outputs["numbers"][:, ::-1]}
-    assert select([both], wrong, outputs, candidates, 0.1).rows["boxes"].min() < 20
+    assert select(Selections((both,)), wrong, outputs, candidates, 0.1).rows["boxes"].min() < 20
 
 
 def test_candidates_that_are_masked_are_none() -> None:
     selection, outputs, candidates = topk(1)
     unused = np.setdiff1d(np.arange(50), outputs["numbers"])
     candidates["x"][0, unused[:3]] = [-np.inf, np.nan, -np.inf]
-    assert select([selection], outputs, outputs, candidates, 0.1).rows["values"].min() > 200
+    assert (
+        select(Selections((selection,)), outputs, outputs, candidates, 0.1).rows["values"].min()
+        > 200
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 49, 4), (3, 50, 4), (1, 0, 4)])
@@ -323,7 +330,7 @@ def test_candidates_of_other_shapes_are_not_compared_with(shape: tuple[int, ...]
     outputs["boxes"] = np.zeros((2, 5, 4))
     candidates["all"] = np.zeros(shape)
     both = replace(selection, rows=(Columns("boxes", values="all", axis=-2),))
-    assert not select([both], outputs, outputs, candidates, 0.1).rows
+    assert not select(Selections((both,)), outputs, outputs, candidates, 0.1).rows
 
 
 def test_other_uses_of_a_topk_are_no_selections() -> None:
@@ -332,4 +339,66 @@ def test_other_uses_of_a_topk_are_no_selections() -> None:
         helper.make_node("Relu", ["values"], ["y"]),
     ]
     made = model(nodes, [value("x", [2, 50])], [value("y", [2, 5])], [integers("k", 5)])
-    assert selections(made) == ()
+    assert selections(made) == Selections()
+
+
+@pytest.mark.parametrize("operator", ["ArgMax", "ArgMin"])
+def test_the_numbers_of_the_largest_are_a_choice(operator: str) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["scores"]),
+        helper.make_node(operator, ["scores"], ["numbers"], axis=1, keepdims=1),
+        helper.make_node("Flatten", ["numbers"], ["flat"]),
+        helper.make_node("Cast", ["flat"], ["y"], to=TensorProto.INT32),
+    ]
+    made = model(nodes, [value("x", [1, 5, 8, 8])], [value("y", [1, 64], TensorProto.INT32)])
+    found = selections(made)
+    assert found == Selections((), (Choice("y", "scores", 1, operator == "ArgMin"),))
+    assert found.values == {"scores"}
+
+
+def classes(shape: tuple[int, ...] = (1, 5, 16, 16)) -> tuple[Numbers, Array]:
+    """Scores of five classes, and the best ones."""
+    scores: Numbers = np.random.default_rng(5).standard_normal(shape)
+    return scores, np.asarray(scores.argmax(axis=1))
+
+
+def agrees(scores: Numbers, numbers: Array, wanted: Array, *, least: bool = False) -> bool:
+    found = Selections(choices=(Choice("y", "scores", 1, least),))
+    chosen = select(found, {"y": numbers}, {"y": wanted}, {"scores": scores}, 0.1)
+    rows = chosen.rows.get("y")
+    return not compare("y", numbers, chosen.wanted["y"], HALF, nature="indices", rows=rows).excesses
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 16, 16), (2, 5), (1, 5)])
+def test_a_class_with_nearly_the_same_score_may_be_chosen(shape: tuple[int, ...]) -> None:
+    scores, wanted = classes(shape)
+    second: Array = np.asarray(np.argsort(scores, axis=1).take(-2, axis=1))
+    assert not agrees(scores, second, wanted)
+    tied = np.sort(scores, axis=1).take([-1], axis=1) * 0.999
+    np.put_along_axis(scores, np.expand_dims(second, 1), tied, 1)
+    assert agrees(scores, second, wanted)
+    assert agrees(-scores, second, wanted, least=True)
+
+
+@pytest.mark.parametrize(("wrong", "agreeing"), [(2, True), (5, False)])
+def test_one_of_a_hundred_places_may_have_another_class(wrong: int, agreeing: bool) -> None:
+    scores, wanted = classes()
+    numbers = wanted.copy()
+    numbers[0, 3, :wrong] = scores.argmin(axis=1)[0, 3, :wrong]
+    assert agrees(scores, numbers, wanted) is agreeing
+
+
+@pytest.mark.parametrize("number", [-1, 5])
+def test_a_class_that_there_is_not_fails(number: int) -> None:
+    scores, wanted = classes((1, 5))
+    assert not agrees(scores, np.full_like(wanted, number), wanted)
+
+
+def test_a_single_number_has_no_axis() -> None:
+    scores, wanted = np.array([0.0, 3.0, 1.0], np.float32), np.array(1)
+    found = Selections(choices=(Choice("y", "scores"),))
+    for number, agreeing in ((1, True), (2, False)):
+        own = np.array(number)
+        chosen = select(found, {"y": own}, {"y": wanted}, {"scores": scores}, 0.1)
+        made = compare("y", own, chosen.wanted["y"], HALF, nature="indices", rows=chosen.rows["y"])
+        assert (not made.excesses) is agreeing
