@@ -65,7 +65,7 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
 )
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import GAIN, Context
+from hatch_epcontext.worker.facts import Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
 """The problems of outputs that differ from the CPU's: in another form of the model they may not. All others
@@ -471,11 +471,13 @@ class _Search:
             margins = (min(each.margin or 0.0, _HARDLY) for each in found.problems)
             return Verdict(agrees=False, margin=min(margins))
         validations = [each.validation for each in found.values()]
+        emulations = [each.emulation for each in validations if each.emulation is not None]
         return Verdict(
             not any(each.sensitive for each in validations),
             max(0.0, min((each.margin for each in validations), default=math.inf)),
-            any(each.emulation and each.emulation.reason for each in validations),
-            any(each.emulation and each.emulation.gap >= GAIN for each in validations),
+            any(each.reason for each in emulations),
+            max((each.gap for each in emulations), default=0.0),
+            any(each.inexact for each in emulations),
         )
 
     def _store(self, attempt: Attempt) -> None:

@@ -13,7 +13,8 @@ the job: a broken model, a killed worker, a full disk.
 3. Rewrites of what the EP leaves or refuses, and then of what it leaves of those.
 4. Loops and recurrent layers unrolled, and rewrites of these.
 5. Where the best attempt covers enough, and disagrees with the CPU or may do so: rewrites for the number
-   format of the EP, one more at a time; each is kept if it brings the outputs nearer. At last all together.
+   format of the EP, layers unrolled whose kernels are inexact, and rewrites around other kernels, one more at
+   a time; each is kept if it brings the outputs nearer. At last all rewrites together.
 6. Where it still disagrees, or is less exact than its number format: less invasive and unrolled forms of it.
 
 `try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough, or
@@ -45,14 +46,26 @@ class Verdict:
     beyond them.
 
     ``agrees``: also true where it cannot be run or compared on this machine; false where it differs, or
-    may differ for other inputs. ``in_format`` and ``in_kernels``: where it may, whether an emulation of the
-    number format says so, and whether the run does.
+    may differ for other inputs. Where it may: ``in_format``, whether an emulation of the number format says
+    so; ``gap``, the decibels by which a run is worse than its emulation; ``in_layers``, whether there are
+    layers in it whose kernels are inexact. Where it differs that is not known.
     """
 
     agrees: bool
     margin: float
     in_format: bool = True
-    in_kernels: bool = True
+    gap: float = math.inf
+    in_layers: bool = True
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether the kernels of the EP are less exact than its number format."""
+        return self.gap >= GAIN
+
+    def is_worth(self, before: Verdict) -> bool:
+        """Whether the outputs are so much nearer than ``before`` that it is worth what was changed."""
+        closer = self.margin >= before.margin and self.gap < before.gap - GAIN
+        return closer or self.margin >= before.margin + GAIN
 
     @property
     def differs(self) -> bool:
@@ -320,7 +333,7 @@ def _wanted(job: Job, names: Sequence[RewriteName]) -> tuple[RewriteName, ...]:
 
 
 def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
-    """Rewrites that compute more exactly in the number format of the EP, as far as each helps."""
+    """Forms that compute more exactly in the number format of the EP, or on it, as far as each helps."""
     found = best(attempts)
     if not _is_enough(job, found):
         return
@@ -329,18 +342,31 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
         verdict, names = judge(found), _wanted(job, group)
         if verdict.agrees:
             return
+        unrolled = found.recipe.with_change("unroll", None)
+        is_inexact = group is not FOR_RANGES and verdict.in_kernels and verdict.in_layers
+        if is_inexact and job.target.settings.unroll_limit and _is_new(unrolled, attempts):
+            yield unrolled
+            found = _nearer(job, found, attempts[-1], judge)
+            verdict = judge(found)
         if not names or not (verdict.in_format if group is FOR_RANGES else verdict.in_kernels):
             continue
         yield replace(found.recipe, remedies=(*found.recipe.remedies, *names))
-        last = attempts[-1]
-        if last.stopped_in != "change":
+        if attempts[-1].stopped_in != "change":
             applied += names
-        if _is_enough(job, last) and judge(last).margin >= verdict.margin + GAIN:
-            found = last
+        found = _nearer(job, found, attempts[-1], judge)
     # Two may help only together: one for the range of values, and one for a kernel.
     together = replace(plain, remedies=(*plain.remedies, *applied))
-    if not judge(found).agrees and all(each.recipe != together for each in attempts):
+    if not judge(found).agrees and _is_new(together, attempts):
         yield together
+
+
+def _is_new(recipe: Recipe, attempts: Sequence[Attempt]) -> bool:
+    return all(each.recipe != recipe for each in attempts)
+
+
+def _nearer(job: Job, found: Attempt, last: Attempt, judge: Judge) -> Attempt:
+    """``last`` if it is enough nearer to the CPU than ``found``, or else that."""
+    return last if _is_enough(job, last) and judge(last).is_worth(judge(found)) else found
 
 
 def _other_forms(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
@@ -360,7 +386,7 @@ def _other_forms(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterato
         if _is_enough(job, attempts[-1]) and judge(attempts[-1]).agrees:
             return
     unrolled = plain.with_change("unroll", None)
-    if job.target.settings.unroll_limit and all(each.recipe != unrolled for each in attempts):
+    if job.target.settings.unroll_limit and _is_new(unrolled, attempts):
         yield unrolled
 
 
@@ -380,9 +406,7 @@ def chosen(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Attempt | Non
         verdict = judge(each)
         if verdict.differs:
             continue
-        if found is None or (
-            not judge(found).agrees and verdict.margin >= judge(found).margin + GAIN
-        ):
+        if found is None or (not judge(found).agrees and verdict.is_worth(judge(found))):
             found = each
     return found
 

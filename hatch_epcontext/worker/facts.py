@@ -223,6 +223,7 @@ class Emulation:
     never have it; None if all are equal. ``reason``: why the model is sensitive to the format, and the node;
     None if it is not.
     ``gap``: the decibels by which the target was worse than the emulation of the same sample.
+    ``inexact``: the operators in it whose kernels are less exact than the format.
     """
 
     format: str
@@ -233,3 +234,4 @@ class Emulation:
     margin: float | None = None
     reason: str | None = None
     gap: float = 0.0
+    inexact: tuple[str, ...] = ()

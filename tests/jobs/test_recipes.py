@@ -87,9 +87,13 @@ class Compiler:
 
     @property
     def tried(self) -> list[str]:
-        """Without remedies that find nothing."""
-        names = [(name_of(each), each.last_remedies) for each in self.recipes]
-        return [name for name, remedies in names if not remedies or name in self.outcomes]
+        """Without remedies and layers that are not there."""
+        return [
+            name
+            for each in self.recipes
+            if (name := name_of(each)) in self.outcomes
+            or not (each.last_remedies or (each.changes and each.changes[-1].kind == "unroll"))
+        ]
 
     def versions(self, job: Job) -> Mapping[str, str]:
         return {}
@@ -352,7 +356,6 @@ def test_options_with_which_an_ep_takes_more_are_tried_first(
     ("wrong", "keys", "tried", "taken"),
     [
         (["plain"], "", ["plain", "unfused"], "unfused"),
-        (["plain", "unfused"], "", ["plain", "unfused", "unroll"], "unroll"),
         (["plain"], 'optimization = "none"', ["none", "none unroll"], "none unroll"),
         (["plain"], "unroll-limit = 0", ["plain", "unfused"], "unfused"),
     ],
@@ -360,12 +363,22 @@ def test_options_with_which_an_ep_takes_more_are_tried_first(
 def test_what_differs_is_compiled_in_other_forms(
     builder: Builder, wrong: list[str], keys: str, tried: list[str], taken: str
 ) -> None:
-    outcomes: dict[str, Outcome] = {"unfused": (), "unroll": (), "none unroll": ()}
+    outcomes: dict[str, Outcome] = {"unfused": (), "none unroll": ()}
     compiler = Compiler({**outcomes, "plain": (), "none": ()}, [*wrong, "none"])
     built = builder.build(compiler, keys)
     assert builder.name(built) == taken
     assert compiler.tried == tried
     assert "is wrong" in built.artifact.record.preparations[0].tried[0]
+
+
+def test_layers_with_inexact_kernels_are_unrolled_before_other_kernels_are_avoided(
+    builder: Builder,
+) -> None:
+    compiler = Compiler(
+        {"plain": [], "unroll": [], "barrier": [], "unfused": []}, wrong=["plain", "barrier"]
+    )
+    assert builder.name(builder.build(compiler)) == "unroll"
+    assert compiler.tried == ["plain", "unroll"]
 
 
 def test_what_may_differ_is_rewritten_until_it_agrees(builder: Builder) -> None:
@@ -441,9 +454,9 @@ def test_other_forms_keep_the_options_that_coverage_needs(builder: Builder) -> N
     options = " ".join(f"{name}={value}" for name, value in sorted(more.options.items()))
     outcomes: dict[str, Outcome] = {"plain": ("QuantizeLinear",), options: ()}
     outcomes |= {f"unfused {options}": (), f"{options} unroll": ()}
-    compiler = Compiler(outcomes, [options, f"unfused {options}"])
-    assert builder.name(builder.build(compiler)) == f"{options} unroll"
-    assert compiler.tried == ["plain", options, f"unfused {options}", f"{options} unroll"]
+    compiler = Compiler(outcomes, [options, f"{options} unroll"])
+    assert builder.name(builder.build(compiler)) == f"unfused {options}"
+    assert compiler.tried == ["plain", options, f"{options} unroll", f"unfused {options}"]
 
 
 def test_what_differs_in_every_form_is_an_error(builder: Builder) -> None:

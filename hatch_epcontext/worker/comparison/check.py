@@ -63,6 +63,7 @@ def check_runs(
     gap = 0.0
     if runs is None:
         runs = [each for each in expected.runs if each.on_target]
+    longest = max(runs, key=lambda each: len(each.feeds))
     for each in runs:
         ran.append(each.name)
         if first is not None and each is expected.runs[0]:
@@ -102,7 +103,10 @@ def check_runs(
         margin = min((a.margin for a in found[before:] if a.margin is not None), default=math.inf)
         if emulator is not None and margin < SENSITIVE:
             gap = max(gap, min(emulator.level(each).margin, -NOTHING) - margin)
-        is_worst = each is not expected.runs[0] and model.validate.inputs in SYNTHETIC
+        is_longest = each is longest and len(each.feeds) > 1
+        is_worst = (
+            not is_longest and each is not expected.runs[0] and model.validate.inputs in SYNTHETIC
+        )
         if emulator is not None and is_worst and margin >= emulator.level(each).margin - _CONFIRMED:
             # The emulation is right where it is worst, and the others are nearer: simulators are slow.
             break
@@ -182,6 +186,7 @@ def check_outputs(
             elsewhere=expected.elsewhere(name) if expected else None,
             nature=facts.natures.get(name, "any"),
             rows=selected.rows.get(name),
+            is_state=name in facts.states.values(),
         )
         agreement = compared.agreement
         if reason := facts.inconclusive.get(name):

@@ -122,9 +122,7 @@ class Emulator:
     @cached_property
     def optimistic(self) -> str | None:
         """A node that the EP computes less exactly than its format, which nothing here shows."""
-        for node in self.scope.nodes:
-            if node.name in self._skipped:
-                continue
+        for node in self._computed:
             if node.op_type in self._format.inexact:
                 return f"{named(node)}, of which the kernel is less exact than {self._format.name}"
             for fault in self._format.faults:
@@ -132,6 +130,11 @@ class Emulator:
                 if is_hidden and applies(fault, node, self.scope):
                     return f"{named(node)}, which {fault.text}"
         return None
+
+    @property
+    def _computed(self) -> Iterator[onnx.NodeProto]:
+        """The nodes that the EP computes."""
+        return (each for each in self.scope.nodes if each.name not in self._skipped)
 
     @property
     def worst(self) -> Level:
@@ -150,12 +153,18 @@ class Emulator:
             # What the app has says more than what may be worse.
             return [each for each in self._expected.runs if each.on_target]
         chosen = [first.run]
-        natures = {first.run.nature}
+        longest = max(
+            (each.run for each in others), key=lambda run: len(run.feeds), default=first.run
+        )
+        if len(longest.feeds) > 1:
+            # No emulation shows what kernels add to the states.
+            chosen.append(longest)
+        natures = {run.nature for run in chosen}
         # What is unusual comes last: it only warns.
         for each in sorted(others, key=lambda each: (not each.run.usual, each.margin)):
             worth = each.snr < _WORTH_RUNNING or self.optimistic
             # Each step of a recurrent model is a run.
-            if len(chosen) > (_WORST if len(each.run.feeds) == 1 else 1):
+            if len(chosen) > (_WORST if len(longest.feeds) == 1 else 2):
                 break
             if worth and each.run.nature not in natures:
                 natures.add(each.run.nature)
@@ -185,6 +194,7 @@ class Emulator:
             worst.snr if math.isfinite(worst.snr) else None,
             margin if math.isfinite(margin) else None,
             reason,
+            inexact=tuple(sorted({each.op_type for each in self._computed} & self._format.inexact)),
         )
 
     def _describe(self, level: Level) -> str:
@@ -382,6 +392,7 @@ class Emulator:
                     elsewhere=self._expected.elsewhere(name),
                     nature=nature,
                     rows=selected.rows.get(name),
+                    is_state=name in states.values(),
                 )
                 if found.margin < level.margin:
                     level = Level(run, name, found.margin, limits.snr + found.margin)

@@ -108,12 +108,14 @@ def compare(
     elsewhere: Elsewhere | None = None,
     nature: Nature = "any",
     rows: Numbers | None = None,
+    is_state: bool = False,
 ) -> Comparison:
     """Compare ``output`` with ``reference``; places where either is not finite are left out.
 
     ``elsewhere``: the same output of the reference for other inputs. ``rows``: for what was selected,
-    of which each counts, the ratio of signal to noise of each, in decibels. Strings, booleans and other
-    indices are equal or not. Raises BuildError when the shapes differ.
+    of which each counts, the ratio of signal to noise of each, in decibels. ``is_state``: whether only the
+    model itself reads it, so that single features of it say nothing. Strings, booleans and other indices are
+    equal or not. Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
@@ -133,7 +135,7 @@ def compare(
         nature, elsewhere = "any", None
     else:
         out, ref = _finite(output, reference)
-    agreement = _measure(name, out, ref, elsewhere or Elsewhere(), nature, limits.unit)
+    agreement = _measure(name, out, ref, elsewhere or Elsewhere(), nature, limits.unit, is_state)
     if exact:
         # Each place is right or wrong: slices say no more, and of what was selected only its own ratios do.
         snr = agreement.snr if rows is None else None
@@ -207,6 +209,7 @@ def _measure(
     elsewhere: Elsewhere,
     nature: Nature,
     unit: float,
+    is_state: bool,
 ) -> Agreement:
     if not ref.size:
         return Agreement(name, 0.0, 1.0)
@@ -220,7 +223,7 @@ def _measure(
     measure = _Measure(error, ref, elsewhere, largest, nature, unit)
     slices = []
     for axis, size in enumerate(ref.shape):
-        if size < 2:
+        if size < 2 or (is_state and not _is_column(size, ref.size // size)):
             continue
         ratios = measure.decibels(tuple(each for each in range(ref.ndim) if each != axis))
         index = int(np.argsort(ratios)[size // MANY])

@@ -39,7 +39,7 @@ from hatch_epcontext.worker.comparison.states import state_pairs
 from hatch_epcontext.worker.configured import ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
-from hatch_epcontext.worker.dummy.samples import STEPS, Sample, number_of_samples
+from hatch_epcontext.worker.dummy.samples import Sample
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 
@@ -65,7 +65,6 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
     }
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     states = state_pairs(fixed, model.validate.states, model.key / "validate" / "states")
-    cost = multiply_adds(graph.inferred(fixed)) * (STEPS if states else 1)
     step("opening the source model on the CPU")
     start = time.monotonic()
     try:
@@ -80,7 +79,7 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
             inputs,
             model,
             ranges_for(fixed, model),
-            number_of_samples(cost),
+            multiply_adds(graph.inferred(fixed)),
             states,
         )
         random: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -24,12 +25,37 @@ _LAYERS: Mapping[str, Mapping[int, int]] = {
 }
 """For each layer the inputs with its first states, and the outputs with its last ones."""
 
+_STATES = frozenset(
+    {*("state", "states", "hidden", "cell", "memory", "cache", "buffer", "h", "c", "hx", "cx")}
+)
+"""Words in the names of states."""
+
+_TIMES = frozenset(
+    {
+        *(
+            "in",
+            "out",
+            "input",
+            "output",
+            "prev",
+            "previous",
+            "last",
+            "next",
+            "new",
+            "init",
+            "initial",
+        )
+    }
+    | {*("first", "past", "present", "n", "t", "0")}
+)
+"""Words in names that say whether a state is that before a step or that behind it."""
+
 
 def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> dict[str, str]:
     """The states of ``model``: inputs, each with the output that is its next value.
 
     ``given`` are those of the configuration, at ``key``; without any, those that are states of LSTM, GRU and
-    RNN layers. Raises ModelError when a given pair is none.
+    RNN layers, or are called so: ``"state"`` and ``"stateN"``. Raises ModelError when a given pair is none.
     """
     inputs = {value.name: graph.facts(value) for value in graph.inputs(model.graph)}
     outputs = {value.name: graph.facts(value) for value in model.graph.output}
@@ -38,7 +64,7 @@ def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> d
     if given:
         return dict(given)
     found: dict[str, str] = {}
-    for first, last in _guesses(model.graph):
+    for first, last in itertools.chain(_guesses(model.graph), _called_states(inputs, outputs)):
         if first in inputs and last in outputs and _fit(inputs[first], outputs[last]):
             found.setdefault(first, last)
     # Two inputs with one output are not what an app feeds back.
@@ -98,6 +124,22 @@ def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
             if last == 1 and not ends.intersection(outputs):
                 ends |= _reached([node.output[0]], onward)
             yield from ((b, e) for b in inputs if b in begins for e in outputs if e in ends)
+
+
+def _called_states(inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Inputs and outputs that have the names of a state: of layers that are written as single operators."""
+    behind = {_stem(each): each for each in outputs}
+    for name in inputs:
+        stem = _stem(name)
+        if stem in behind and not _STATES.isdisjoint(stem):
+            yield name, behind[stem]
+
+
+def _stem(name: str) -> tuple[str, ...]:
+    """The words of ``name`` without those that say before or behind: of ``"hn"`` and ``"state_in"`` too."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
+    lower = (word.lower() for word in words)
+    return tuple({"hn": "h", "cn": "c"}.get(word, word) for word in lower if word not in _TIMES)
 
 
 def first_states(main: onnx.GraphProto) -> set[str]:

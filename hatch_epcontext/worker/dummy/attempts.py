@@ -25,19 +25,19 @@ def run_samples(
     inputs: Sequence[TensorFacts],
     model: Model,
     ranges: Ranges,
-    number: int = 1,
+    multiply_adds: int = 1,
     states: Mapping[str, str] | None = None,
 ) -> tuple[list[tuple[Sample, T]], Ranges]:
     """Return the samples of ``inputs``, each with what ``run`` returns for it, and the ranges that they have.
 
-    ``number`` and ``states``: see `samples`.
+    ``multiply_adds`` and ``states``: see `samples`.
 
     If ``run`` raises an error for the first one, gentler inputs are tried; further samples that are not given
     are left out if it does so for them. Raises ModelError at once, and the first error if all inputs fail.
     """
     failure: _Failure | None = None
     for each in _attempts(inputs, model, ranges):
-        first, *others = samples(inputs, model, each, number, states)
+        first, *others = samples(inputs, model, each, multiply_adds, states)
         result = _try(run, first)
         if isinstance(result, _Failure):
             failure = failure or result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_rang
 
 STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""
+
+_MANY_STEPS = 32
+"""The same for one of several natures, whose states last: what an EP adds to them in each step adds up."""
 
 _MAX_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""
@@ -57,22 +60,28 @@ class Sample:
 
 
 def number_of_samples(multiply_adds: int) -> int:
-    """How many samples a model gets of which a run takes that many multiplications with additions."""
+    """How many samples a model gets of which one takes that many multiplications with additions."""
     return int(min(_MANY, max(_FEW, _BUDGET / max(multiply_adds, 1))))
+
+
+def number_of_steps(multiply_adds: int) -> int:
+    """How many steps the longest sample has of a recurrent model that takes so many for one."""
+    return int(min(_MANY_STEPS, max(STEPS, _BUDGET / _FEW / max(multiply_adds, 1))))
 
 
 def samples(
     inputs: Sequence[TensorFacts],
     model: Model,
     ranges: Mapping[str, Range],
-    number: int = _FEW,
+    multiply_adds: int = 1,
     states: Mapping[str, str] | None = None,
 ) -> tuple[Sample, ...]:
-    """Return up to ``number`` different samples, the first of which is what `dummy_inputs` returns.
+    """Return different samples, the first of which is what `dummy_inputs` returns.
 
-    There is one alone where the inputs of ``model`` are zeros or ones, or where a sample is large; of those
-    that are given as files there are the first `MAX_GIVEN`. Each sequence of steps is one more if there are
-    ``states``. ``ranges``: those of the inputs that have numbers. Raises ModelError as `dummy_inputs` does.
+    Their number follows from the ``multiply_adds`` of one step. There is one alone where the inputs of
+    ``model`` are zeros or ones, or where a sample is large; of those that are given as files there are the
+    first `MAX_GIVEN`. Each sequence of steps is one more if there are ``states``. ``ranges``: those of the
+    inputs that have numbers. Raises ModelError as `dummy_inputs` does.
     """
     kind = model.validate.inputs
     if kind not in SYNTHETIC:
@@ -93,6 +102,7 @@ def samples(
     if sum(array.nbytes for array in first.values()) > _MAX_BYTES:
         return tuple(found)
     of_inputs = {each.name: ranges.get(each.name) or assumed_range(each) for each in inputs}
+    number = number_of_samples(multiply_adds * (STEPS if states else 1))
     seen = {_digest(found[0].steps)}
     natures: set[str] = set()
     names: dict[str, int] = {}
@@ -110,7 +120,18 @@ def samples(
             continue
         seen.add(digest)
         found.append(_named(pattern, steps, [*of_inputs.values()], names))
+    if states:
+        found[1:1] = _mixed(found, states, number_of_steps(multiply_adds))
     return tuple(found)
+
+
+def _mixed(found: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:
+    """One sample of ``number`` steps, of the natures that an app can have, one after the other."""
+    usual = [each for each in found if each.usual and len(each.steps) > 1]
+    steps = [step for each in usual for step in each.steps][:number]
+    if len(steps) > STEPS:
+        rest = [{n: a for n, a in each.items() if n not in states} for each in steps[1:]]
+        yield Sample(f"{len(steps)} steps", (steps[0], *rest), "mixed")
 
 
 def _named(

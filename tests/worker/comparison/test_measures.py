@@ -173,3 +173,14 @@ def test_another_shape_is_an_error() -> None:
     with pytest.raises(BuildError, match=r"has the shape \[2\], but \[1, 2\] on the CPU") as raised:
         compared(np.zeros(2), np.zeros((1, 2)))
     assert raised.value.problems[0].kind is Kind.OUTPUT_SHAPE
+
+
+def test_single_scalars_of_a_state_fail_nothing() -> None:
+    state = np.random.default_rng(1).standard_normal((2, 1, 128))
+    wrong = state.copy()
+    wrong[1, 0, :4] = 0
+    assert compare("h", wrong, state, HALF).excesses
+    assert not compare("h", wrong, state, HALF, is_state=True).excesses
+    # A whole layer does.
+    wrong[1] *= 0.5
+    assert compare("h", wrong, state, HALF, is_state=True).excesses

@@ -188,7 +188,7 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
     spec, expected = referred(
         counter(2.0), tmp_path, validate=ValidateTable(states={"state": "next"})
     )
-    with pytest.raises(BuildError, match=r"in step [2-8] of .*, with its own states"):
+    with pytest.raises(BuildError, match=r"in step \d+ of .*, with its own states"):
         check(counter(2.1), spec, expected, tmp_path)
     spec, alone = referred(counter(2.0), tmp_path)
     assert not any(len(run.feeds) > 1 for run in alone.runs)

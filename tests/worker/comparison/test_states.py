@@ -54,6 +54,34 @@ def test_the_states_of_a_layer_are_found() -> None:
     assert first_states(lstm(branch=True).graph).isdisjoint({"x", "h", "c"})
 
 
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ("state", "stateN"),
+        ("h", "hn"),
+        ("c0", "c_out"),
+        ("in_cache_2", "out_cache_2"),
+        ("LstmStateIn", "LstmStateOut"),
+    ],
+)
+def test_states_of_single_operators_are_found_by_their_names(first: str, last: str) -> None:
+    made = model(
+        [helper.make_node("Add", ["x", first], [last])],
+        [value("x", [1, 4]), value(first, [1, 4])],
+        [value(last, [1, 4])],
+    )
+    assert state_pairs(made, {}, KEY) == {first: last}
+    # A picture that goes in and comes out is none, nor is a state of another size.
+    for wrong, size in (("image", 4), (last, 5)):
+        names = ("image_in", "image_out") if wrong == "image" else (first, wrong)
+        made = model(
+            [helper.make_node("Identity", ["x"], [names[1]])],
+            [value("x", [1, size]), value(names[0], [1, 4])],
+            [value(names[1], [1, size])],
+        )
+        assert state_pairs(made, {}, KEY) == {}
+
+
 def test_only_layers_have_states_unless_they_are_given() -> None:
     made = model(
         [helper.make_node("Add", ["x", "state"], ["next"])],

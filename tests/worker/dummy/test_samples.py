@@ -15,6 +15,7 @@ from hatch_epcontext.worker.dummy.samples import (
     Sample,
     given_sequences,
     number_of_samples,
+    number_of_steps,
     samples,
 )
 
@@ -31,9 +32,9 @@ def spec(inputs: object = "random") -> Model:
 
 
 def fed(
-    inputs: Sequence[TensorFacts], ranges: dict[str, Range], number: int = 80
+    inputs: Sequence[TensorFacts], ranges: dict[str, Range], multiply_adds: int = 1
 ) -> tuple[Sample, ...]:
-    return samples(inputs, spec(), ranges, number)
+    return samples(inputs, spec(), ranges, multiply_adds)
 
 
 def test_samples_are_different_and_the_same_in_every_run() -> None:
@@ -55,8 +56,8 @@ def test_samples_are_different_and_the_same_in_every_run() -> None:
 
 def test_the_first_samples_have_different_natures() -> None:
     ranges = {"x": OPEN, "i": Range(0, 256, known=True, whole=True)}
-    assert len({each.nature for each in fed([X, I], ranges, 8)}) == 8
-    assert [each.name for each in fed([X, I], ranges, 8)] == [
+    assert len({each.nature for each in fed([X, I], ranges, 10**12)}) == 8
+    assert [each.name for each in fed([X, I], ranges, 10**12)] == [
         each.name for each in fed([X, I], ranges)[:8]
     ]
 
@@ -93,13 +94,20 @@ def test_ids_have_the_special_tokens() -> None:
 def test_states_are_zero_in_the_first_step_and_fed_back_then() -> None:
     ranges = {"x": OPEN, "h": OPEN}
     inputs = [X, TensorFacts("h", "float32", (1, 4))]
-    first, second, *_ = samples(inputs, spec(), ranges, 80, {"h": "h1"})
+    first, second, third, *_ = samples(inputs, spec(), ranges, 10**6, {"h": "h1"})
     assert len(first.steps) == 1
     assert [*second.steps[0]] == ["h", "x"] or [*second.steps[0]] == ["x", "h"]
     assert not second.steps[0]["h"].any()
     assert all([*each] == ["x"] for each in second.steps[1:])
-    assert len(second.steps) == 8
+    assert (len(second.steps), second.name, len(third.steps)) == (32, "32 steps", 8)
+    assert np.array_equal(second.steps[3]["x"], third.steps[3]["x"])
+    assert sum("h" in each for each in second.steps) == 1
     assert not np.array_equal(second.steps[0]["x"], second.steps[1]["x"])
+
+
+@pytest.mark.parametrize(("cost", "steps"), [(1, 32), (2 * 10**7, 25), (10**9, 8)])
+def test_costly_models_get_fewer_steps(cost: int, steps: int) -> None:
+    assert number_of_steps(cost) == steps
 
 
 @pytest.mark.parametrize(("cost", "number"), [(1, 80), (10**8, 40), (10**12, 8)])
