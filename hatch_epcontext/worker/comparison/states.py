@@ -25,6 +25,8 @@ _LAYERS: Mapping[str, Mapping[int, int]] = {
 }
 """For each layer the inputs with its first states, and the outputs with its last ones."""
 
+_GATES = frozenset({"Sigmoid", "HardSigmoid"})
+
 _STATES = frozenset(
     {*("state", "states", "hidden", "cell", "memory", "cache", "buffer", "h", "c", "hx", "cx")}
 )
@@ -124,6 +126,23 @@ def _guesses(main: onnx.GraphProto) -> Iterator[tuple[str, str]]:
             if last == 1 and not ends.intersection(outputs):
                 ends |= _reached([node.output[0]], onward)
             yield from ((b, e) for b in inputs if b in begins for e in outputs if e in ends)
+    makers = {name: node for node in main.node for name in node.output}
+    for node in main.node:
+        if kept := list(_kept(node, makers)):
+            begins, ends = _reached(kept, back), _reached(node.output, onward)
+            yield from ((b, e) for b in inputs if b in begins for e in outputs if e in ends)
+
+
+def _kept(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> Iterator[str]:
+    """What a gate of ``node`` keeps, if that is the sum of two gated values: the cell of a layer that is
+    written as single operators.
+    """
+    parts = [makers.get(name) for name in node.input]
+    if node.op_type == "Add" and all(part is not None and part.op_type == "Mul" for part in parts):
+        for part in filter(None, parts):
+            gates = [makers.get(name) for name in part.input]
+            if any(gate is not None and gate.op_type in _GATES for gate in gates):
+                yield from part.input
 
 
 def _called_states(inputs: Iterable[str], outputs: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -103,6 +103,42 @@ def test_rewrites_for_the_range_of_float16_are_kept_where_an_emulation_gains(
     assert any("dB more with it" in each for each in reply.dropped)
 
 
+@pytest.mark.parametrize(("factor", "kept"), [(1.003, ("square",)), (1.02, ())])
+def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
+    tmp_path: Path, factor: float, kept: tuple[str, ...]
+) -> None:
+    def squares(factor: float, name: str) -> Path:
+        text = f"""<ir_version: 8, opset_import: ["" : 17]>
+        squares (float[1, 64] x) => (float[1, 64] y)
+        <float two = {{2.0}}, float factor = {{{factor}}}> {{
+            square = Pow(x, two)
+            y = Mul(square, factor)
+        }}"""
+        return save(onnx.parser.parse_model(text), tmp_path / name)
+
+    # As where the order of additions counts: 50 dB, and 34 dB, which no simplifier may cost.
+    spec = Model("a", squares(1.0, "a.onnx"), Key(("models", 0)))
+    prepared, rewritten = tmp_path / "prepared", tmp_path / "rewritten"
+    prepared.mkdir()
+    rewritten.mkdir()
+    first = prepare.handle(PrepareRequest(spec, "onnxruntime", str(prepared), True))
+    reply = rewrite.handle(
+        RewriteRequest(
+            spec,
+            str(squares(factor, "other.onnx")),
+            None,
+            str(rewritten),
+            simplify=True,
+            compare=True,
+            reference=first.reference,
+            remedies=("square",),
+            target=target("qnn", X_ELITE),
+        )
+    )
+    assert reply.remedies == kept
+    assert bool(reply.dropped) is not bool(kept)
+
+
 def einsum_and_clip() -> onnx.ModelProto:
     return made(
         [

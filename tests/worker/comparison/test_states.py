@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
 from hatch_epcontext.worker.comparison.states import first_states, state_pairs
@@ -80,6 +81,29 @@ def test_states_of_single_operators_are_found_by_their_names(first: str, last: s
             [value(names[1], [1, size])],
         )
         assert state_pairs(made, {}, KEY) == {}
+
+
+def test_the_cells_of_single_operators_are_found() -> None:
+    node = helper.make_node
+    nodes = [
+        node("Sigmoid", ["x"], ["keep"]),
+        node("Tanh", ["x"], ["new"]),
+        node("Squeeze", ["input_5"], ["before"]),
+        node("Mul", ["keep", "before"], ["kept"]),
+        node("Mul", ["keep", "new"], ["added"]),
+        node("Add", ["kept", "added"], ["cell"]),
+        node("Unsqueeze", ["cell", "axis"], ["stack_5"]),
+        # A mask keeps something of what it is for, and is no state.
+        node("Mul", ["keep", "x"], ["masked"]),
+    ]
+    axis = numpy_helper.from_array(np.array([0]), "axis")
+    made = model(
+        nodes,
+        [value("x", [4]), value("input_5", [1, 4])],
+        [value("stack_5", [1, 4]), value("masked", [4])],
+        [axis],
+    )
+    assert state_pairs(made, {}, KEY) == {"input_5": "stack_5"}
 
 
 def test_only_layers_have_states_unless_they_are_given() -> None:
