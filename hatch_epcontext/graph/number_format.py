@@ -16,6 +16,7 @@ RewriteName = Literal[
     "exp",
     "hypot",
     "log-power",
+    "variance",
     "scaled-square",
     "barrier",
     "softplus",
@@ -27,7 +28,7 @@ RewriteName = Literal[
 ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 """The rewrites that lose nothing, and are applied to all models where they avoid something."""
 
-FOR_RANGES: tuple[RewriteName, ...] = ("exp", "hypot", "log-power", "scaled-square")
+FOR_RANGES: tuple[RewriteName, ...] = (*("exp", "hypot", "log-power", "variance", "scaled-square"),)
 """Those that avoid what an emulation of the number format shows."""
 
 REMEDIES: tuple[tuple[RewriteName, ...], ...] = (
@@ -41,9 +42,9 @@ All but `FOR_RANGES` avoid inexact kernels of an EP, which only a run shows.
 """
 
 _FOR_SMALL_RANGES: frozenset[RewriteName] = frozenset(
-    {"mean", "hypot", "log-power", "scaled-square"}
+    {"mean", "hypot", "log-power", "variance", "scaled-square"}
 )
-"""Those that keep sums and squares within the range of float16."""
+"""Those that keep sums, squares and their differences within the range of float16."""
 
 
 @dataclass(frozen=True)

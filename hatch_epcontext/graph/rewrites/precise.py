@@ -354,6 +354,25 @@ def _norm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [root] if root else None
 
 
+def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The mean of squares less the square of the mean, which are nearly the same where values are."""
+    squares, square = (scope.maker(name) for name in graph.operands(node, 2))
+    if squares is None or square is None or squares.op_type not in _MEANS:
+        return None
+    inner, mean = scope.maker(squares.input[0]), _squared(square, scope)
+    value = inner and _squared(inner, scope)
+    maker = scope.maker(mean) if mean else None
+    if not value or not mean or maker is None or maker.op_type not in _MEANS:
+        return None
+    axes, keeps = _axes(squares, scope), graph.number(squares, "keepdims", 1)
+    if maker.input[0] != value or axes is None or _axes(maker, scope) != axes:
+        return None
+    if not graph.number(maker, "keepdims", 1):
+        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
+    away = builder.add("Sub", value, mean)
+    return [builder.reduced("ReduceMean", builder.add("Mul", away, away), axes, keepdims=keeps)]
+
+
 def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The logarithm of a square as that of its root, whose exponent is half as large."""
     root = _Roots(scope, builder, _SUMS | _MEANS | {"MatMul"}).of(node.input[0])
@@ -369,6 +388,7 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
         "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
     ),
     "log-power": by_node("logarithms of roots", {"Log": _log}),
+    "variance": by_node("variances as means of squared differences", {"Sub": _variance}),
     "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
     "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "softplus": by_node("Softplus as Exp and a series", {"Softplus": _softplus}),

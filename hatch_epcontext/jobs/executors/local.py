@@ -242,13 +242,16 @@ class LocalExecutor:
     def _prepared_path(self, job: Job, model: Model, artifact: Artifact) -> str | None:
         """The file that was compiled, for EPs of which the number format is known.
 
-        Prepared once more where an earlier build has compiled it.
+        Prepared once more where an earlier build has compiled it; None if that gives another one.
         """
         settings, provider = job.target.settings, job.target.provider
         if provider.number_format(settings.device, settings.provider_options) is None:
             return None
-        found = self.preparations.get(job, artifact.record.recipe, self.workers)
-        return found[job.models.index(model)].path
+        index = job.models.index(model)
+        found = self.preparations.get(job, artifact.record.recipe, self.workers)[index]
+        # With other samples other rewrites are worth it.
+        same = found.preparation.rewrites == artifact.record.preparations[index].rewrites
+        return found.path if same else None
 
     def finished(self, job: Job) -> None:
         """Remove prepared models that no other job wants: copies of whole models."""

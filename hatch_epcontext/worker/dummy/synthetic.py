@@ -275,6 +275,11 @@ def _padded(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
     return np.where(np.arange(count) < count - count // 2, rng.integers(0, size, count), 0)
 
 
+def _sparse(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
+    """Zeros with a few others, as in recordings of silence and pictures."""
+    return np.where(rng.random(count) < 1 / 32, rng.integers(0, size, count), 0)
+
+
 def _few(number: int) -> _Ids:
     return _listed(lambda count, size, rng: np.resize(rng.integers(0, size, number), count))
 
@@ -287,6 +292,7 @@ _IDS: Mapping[str, _Ids] = {
     "random": _random_ids,
     "special": _listed(_special),
     "padded": _listed(_padded),
+    "sparse": _listed(_sparse),
     "ascending": _listed(lambda count, size, rng: np.arange(count)),
     "zipf": _listed(lambda count, size, rng: np.minimum(rng.zipf(1.5, count), size - 1)),
     "in runs": _listed(

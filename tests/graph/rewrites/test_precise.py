@@ -402,6 +402,32 @@ def test_other_roots_and_logarithms_stay(body: str, name: RewriteName) -> None:
     assert untouched(of(body, stored, given=PAIR), name)
 
 
+VARIANCES = [
+    """square = Mul(x, x) a = ReduceMean<axes = [-1]>(square) m = ReduceMean<axes = [-1]>(x)
+        b = Mul(m, m) y = Sub(a, b)""",
+    """square = Pow(x, two) a = ReduceMean<axes = [1], keepdims = 0>(square)
+        m = ReduceMean<axes = [-1], keepdims = 0>(x) b = Pow(m, two) y = Sub(a, b)""",
+]
+
+
+@pytest.mark.parametrize("body", VARIANCES)
+def test_a_variance_is_that_of_differences(body: str) -> None:
+    found = mended(of(body, STORED), "variance")
+    assert found.index("Sub") < len(found) - 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "square = Mul(x, x) a = ReduceMean(square) b = Mul(z, z) y = Sub(a, b)",
+        "square = Mul(x, z) a = ReduceMean(square) m = ReduceMean(x) b = Mul(m, m) y = Sub(a, b)",
+        VARIANCES[0].replace("ReduceMean<axes = [-1]>(x)", "ReduceMean<axes = [0]>(x)"),
+    ],
+)
+def test_other_differences_stay(body: str) -> None:
+    assert untouched(of(body, STORED, given=PAIR), "variance")
+
+
 def test_each_rewrite_has_one_name() -> None:
     assert [*PRECISE] == NAMES
 
@@ -416,6 +442,7 @@ def test_what_is_mended_stays_as_it_is(name: RewriteName) -> None:
         "exp": of("y = Exp(x)"),
         "hypot": of(ROOTS[2], STORED, given=PAIR),
         "log-power": of(ROOTS[2].replace("Sqrt", "Log"), STORED, given=PAIR),
+        "variance": of(VARIANCES[0], STORED),
         "scaled-square": of(NORMS["RMSNorm"], STORED),
         "softplus": of("y = Softplus(x)"),
         "log-softmax": of("y = LogSoftmax(x)"),
@@ -496,6 +523,7 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("hypot", of(ROOTS[8], STORED), TOKENS),
         ("hypot", of("y = ReduceL2<axes = [-1]>(x)"), TOKENS),
         ("log-power", of(ROOTS[8].replace("Sqrt", "Log"), STORED), TOKENS),
+        ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),
         ("scaled-square", of(NORMS["RMSNorm"], STORED), TOKENS),
         ("softplus", of("y = Softplus(x)"), np.linspace(-2, 6, 24).reshape(3, 8)),
         ("log-softmax", of("y = LogSoftmax(x)"), TOKENS / 10),
