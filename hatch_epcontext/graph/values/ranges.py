@@ -231,7 +231,7 @@ def _length(
         for form, limit in found
         if math.isfinite(limit.high)
         for high in _inverse(facts.name, form, (limit.low, limit.high))[1:]
-        if high >= 1
+        if 1 <= high < math.inf
     ]
     high = min(highs) if highs else float(max(measured_sizes(facts, tensors), default=1))
     return Range(1.0, math.floor(high), True, math.floor(high))

@@ -190,6 +190,25 @@ def test_a_length_is_up_to_the_size_that_it_measures() -> None:
     assert found["n"] == index(24, 1, 24)
 
 
+def test_a_length_that_is_clipped_to_the_size_is_bounded_by_no_mask() -> None:
+    found = ranges(
+        [
+            helper.make_node("Shape", ["x"], ["sizes"]),
+            helper.make_node("Gather", ["sizes", "one"], ["size"]),
+            helper.make_node("Range", ["zero", "size", "one"], ["positions"]),
+            helper.make_node("Min", ["n_lengths", "most"], ["lengths"]),
+            helper.make_node("Less", ["positions", "lengths"], ["mask"]),
+            helper.make_node("Cast", ["mask"], ["y"], to=F32),
+        ],
+        [value("x", [1, 24, 3]), value("n_lengths", [1], I64)],
+        stored("zero", 0),
+        stored("one", 1),
+        stored("most", 24),
+    )
+    assert found["n_lengths"].low == 1
+    assert np.isfinite(found["n_lengths"].high)
+
+
 def test_a_length_that_counts_positions_is_that_of_the_input_after_which_it_is_called() -> None:
     found = ranges(
         [
