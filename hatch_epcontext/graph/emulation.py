@@ -32,6 +32,9 @@ _DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 _BOUNDS_AS_INPUTS = 11
 """The opset since which those of Clip are inputs."""
 
+_FEW_VALUES = 1e-3
+"""A range of values that a model seldom has."""
+
 _TYPES: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
@@ -156,6 +159,14 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     if not fault.behind:
         return True
     return any(each.op_type in fault.behind for each in _before(node, scope))
+
+
+def hidden_faults(format_: NumberFormat, node: onnx.NodeProto, scope: Scope) -> Iterator[Fault]:
+    """Those of ``node`` that no emulation shows, and that are not only those of a few values."""
+    for fault in format_.faults:
+        is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES
+        if is_hidden and applies(fault, node, scope):
+            yield fault
 
 
 def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:

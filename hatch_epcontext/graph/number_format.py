@@ -18,8 +18,8 @@ RewriteName = Literal[
     "log-power",
     "variance",
     "scaled-square",
-    "barrier",
     "softplus",
+    "barrier",
     "log-softmax",
     "sigmoid",
 ]
@@ -28,7 +28,9 @@ RewriteName = Literal[
 ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 """The rewrites that lose nothing, and are applied to all models where they avoid something."""
 
-FOR_RANGES: tuple[RewriteName, ...] = (*("exp", "hypot", "log-power", "variance", "scaled-square"),)
+FOR_RANGES: tuple[RewriteName, ...] = (
+    *("exp", "hypot", "log-power", "variance", "scaled-square", "softplus"),
+)
 """Those that avoid what an emulation of the number format shows."""
 
 REMEDIES: tuple[tuple[RewriteName, ...], ...] = (

@@ -339,7 +339,7 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
         return
     plain, applied = found.recipe, list[RewriteName]()
     for group in REMEDIES:
-        verdict, names = judge(found), _wanted(job, group)
+        verdict = judge(found)
         if verdict.agrees:
             return
         unrolled = found.recipe.with_change("unroll", None)
@@ -348,11 +348,12 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
             yield unrolled
             found = _nearer(job, found, attempts[-1], judge)
             verdict = judge(found)
+        names = [each for each in _wanted(job, group) if each not in found.recipe.remedies]
         if not names or not (verdict.in_format if group is FOR_RANGES else verdict.in_kernels):
             continue
         yield replace(found.recipe, remedies=(*found.recipe.remedies, *names))
         if attempts[-1].stopped_in != "change":
-            applied += names
+            applied += [each for each in names if each not in applied]
         found = _nearer(job, found, attempts[-1], judge)
     # Two may help only together: one for the range of values, and one for a kernel.
     together = replace(plain, remedies=(*plain.remedies, *applied))

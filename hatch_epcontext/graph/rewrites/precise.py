@@ -390,8 +390,8 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
     "log-power": by_node("logarithms of roots", {"Log": _log}),
     "variance": by_node("variances as means of squared differences", {"Sub": _variance}),
     "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
-    "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "softplus": by_node("Softplus as Exp and a series", {"Softplus": _softplus}),
+    "barrier": by_node("Sigmoid and Tanh not fused", {"Sigmoid": _barrier, "Tanh": _barrier}),
     "log-softmax": by_node("LogSoftmax as Exp and Log", {"LogSoftmax": _log_softmax}),
     "sigmoid": by_node("Sigmoid as Exp", {"Sigmoid": _sigmoid}),
 }

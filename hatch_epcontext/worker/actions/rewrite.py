@@ -17,12 +17,13 @@ from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
+from hatch_epcontext.graph.emulation import hidden_faults
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_RANGES, NumberFormat, RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES, rewrite
 from hatch_epcontext.graph.rewrites.branches import BRANCHES, assignments, removed, with_inputs
 from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
-from hatch_epcontext.graph.scope import Types
+from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import (
@@ -41,7 +42,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
-from hatch_epcontext.worker.facts import GAIN
+from hatch_epcontext.worker.facts import GAIN, SENSITIVE
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest
@@ -204,15 +205,24 @@ class _RewriteSession:
 
         Whether the others help only a run shows.
         """
-        ranges = [each for each in found if each in FOR_RANGES]
         format_ = self._format()
-        if not ranges or format_ is None:
+        if format_ is None:
+            return found, ()
+        model = self.read()
+        scope = Scope.of(model, self.types)
+        faults = (each for node in model.graph.node for each in hidden_faults(format_, node, scope))
+        hidden = {each.rewrite for each in faults}
+        ranges = [each for each in found if each in FOR_RANGES and each not in hidden]
+        if not ranges:
             return found, ()
         kept = tuple(each for each in found if each not in ranges)
         notes = []
         try:
             before = self._emulated(kept, format_)
             margin = before.margin
+            if margin >= SENSITIVE:
+                text = f"{format_.name}, emulated on the CPU, agrees without it"
+                return kept, tuple(f"{PRECISE[each].name}: {text}" for each in ranges)
             # The others have more to spare than what is to be gained.
             near = [each.run for each in before.levels if each.spare < margin + GAIN]
             # Two may help only together: one for the small values of a spectrum, and one for the large ones.

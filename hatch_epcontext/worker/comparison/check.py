@@ -19,7 +19,13 @@ from hatch_epcontext.worker.comparison.emulation import NOTHING, Emulator
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.comparison.selections import select
-from hatch_epcontext.worker.facts import SENSITIVE, Agreement, AgreementStatus, worst_agreements
+from hatch_epcontext.worker.facts import (
+    GAIN,
+    SENSITIVE,
+    Agreement,
+    AgreementStatus,
+    worst_agreements,
+)
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import refuse_not_finite
 
@@ -101,8 +107,8 @@ def check_runs(
             warnings.append(_warning(error))
             continue
         margin = min((a.margin for a in found[before:] if a.margin is not None), default=math.inf)
-        if emulator is not None and margin < SENSITIVE:
-            gap = max(gap, min(emulator.level(each).margin, -NOTHING) - margin)
+        if emulator is not None:
+            gap = max(gap, min(emulator.level(each).margin, _reachable(emulator)) - margin)
         is_longest = each is longest and len(each.feeds) > 1
         is_worst = (
             not is_longest and each is not expected.runs[0] and model.validate.inputs in SYNTHETIC
@@ -116,13 +122,19 @@ def check_runs(
 @dataclass(frozen=True)
 class ComparisonResult:
     """The worst agreement of each output, disagreements on inputs that nothing says are ever so large, and
-    the names of the samples. ``gap``: the decibels by which a sample was worse than its emulation.
+    the names of the samples. ``gap``: the decibels by which a sample was worse than its emulation, as far as
+    they count.
     """
 
     agreements: tuple[Agreement, ...]
     warnings: tuple[str, ...]
     samples: tuple[str, ...]
     gap: float
+
+
+def _reachable(emulator: Emulator) -> float:
+    """Decibels from which exact kernels gain nothing: it agrees, or its format leaves others less."""
+    return SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
 
 
 def _nothing(run: Run) -> str:

@@ -15,7 +15,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.emulation import applies, emulate, expose, rounded
+from hatch_epcontext.graph.emulation import applies, emulate, expose, hidden_faults, rounded
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.scope import Scope
@@ -51,9 +51,6 @@ to blame."""
 
 _MAX_CUT = 4
 """Tensors at which a cut is proposed: an app has to compute them."""
-
-_FEW_VALUES = 1e-3
-"""A range of values that a model seldom has."""
 
 _LOST = 0.5
 """The relative error of a stored number which a format does not have."""
@@ -125,10 +122,8 @@ class Emulator:
         for node in self._computed:
             if node.op_type in self._format.inexact:
                 return f"{named(node)}, of which the kernel is less exact than {self._format.name}"
-            for fault in self._format.faults:
-                is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES
-                if is_hidden and applies(fault, node, self.scope):
-                    return f"{named(node)}, which {fault.text}"
+            if fault := next(hidden_faults(self._format, node, self.scope), None):
+                return f"{named(node)}, which {fault.text}"
         return None
 
     @property

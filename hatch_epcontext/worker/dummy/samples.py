@@ -19,7 +19,7 @@ from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_rang
 STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""
 
-_MANY_STEPS = 32
+_MANY_STEPS = 16
 """The same for one of several natures, whose states last: what an EP adds to them in each step adds up."""
 
 _MAX_BYTES = 2**25

@@ -99,13 +99,13 @@ def test_states_are_zero_in_the_first_step_and_fed_back_then() -> None:
     assert [*second.steps[0]] == ["h", "x"] or [*second.steps[0]] == ["x", "h"]
     assert not second.steps[0]["h"].any()
     assert all([*each] == ["x"] for each in second.steps[1:])
-    assert (len(second.steps), second.name, len(third.steps)) == (32, "32 steps", 8)
+    assert (len(second.steps), second.name, len(third.steps)) == (16, "16 steps", 8)
     assert np.array_equal(second.steps[3]["x"], third.steps[3]["x"])
     assert sum("h" in each for each in second.steps) == 1
     assert not np.array_equal(second.steps[0]["x"], second.steps[1]["x"])
 
 
-@pytest.mark.parametrize(("cost", "steps"), [(1, 32), (2 * 10**7, 25), (10**9, 8)])
+@pytest.mark.parametrize(("cost", "steps"), [(1, 16), (4 * 10**7, 12), (10**9, 8)])
 def test_costly_models_get_fewer_steps(cost: int, steps: int) -> None:
     assert number_of_steps(cost) == steps
 
