@@ -299,6 +299,8 @@ def replace(
     ``types``: those of its values, as far as they are known. Raises TooManyNodesError, and nothing changes,
     if the graph would get more than ``limit`` nodes.
     """
+    if not any(graph.operator(node) in rules for node in graph.nodes(model.graph)):
+        return 0
     builder = Builder(model, limit)
     if count := builder.replace(Scope.of(model, types), rules, nested=nested):
         builder.write()

@@ -80,7 +80,7 @@ class _Emulation:
             if self._scope.elem_type(name) != TensorProto.FLOAT or self._is_inside(node, name):
                 continue
             exact = copy.output[index] = self._builder.fresh(f"{name}/exact")
-            for fault in self._format.faults if index == 0 else ():
+            for fault in self._format.faults_of(graph.operator(node)) if index == 0 else ():
                 exact = self._faulty(node, exact, fault)
             self._round(exact, name, wide=node.op_type in self._format.sums)
 
@@ -163,7 +163,7 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
 
 def hidden_faults(format_: NumberFormat, node: onnx.NodeProto, scope: Scope) -> Iterator[Fault]:
     """Those of ``node`` that no emulation shows, and that are not only those of a few values."""
-    for fault in format_.faults:
+    for fault in format_.faults_of(graph.operator(node)):
         is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES
         if is_hidden and applies(fault, node, scope):
             yield fault

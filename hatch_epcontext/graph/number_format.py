@@ -31,12 +31,12 @@ ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 FOR_RANGES: tuple[RewriteName, ...] = (
     *("exp", "hypot", "log-power", "variance", "scaled-square", "softplus"),
 )
-"""Those that avoid what an emulation of the number format shows."""
+"""Those that avoid what an emulation of the number format shows, or values that a kernel gets wrong."""
 
 REMEDIES: tuple[tuple[RewriteName, ...], ...] = (
     FOR_RANGES,
     ("barrier",),
-    ("softplus", "log-softmax", "sigmoid"),
+    ("log-softmax", "sigmoid"),
 )
 """Those that add nodes, in the groups in which they are tried where outputs differ, or may differ.
 
@@ -104,6 +104,10 @@ class NumberFormat:
     seen: str = ""
     faults: tuple[Fault, ...] = ()
     inexact: frozenset[str] = frozenset()
+
+    def faults_of(self, operator: str) -> tuple[Fault, ...]:
+        """Those that nodes of ``operator`` may have."""
+        return tuple(each for each in self.faults if each.operator == operator)
 
     @property
     def rewrites(self) -> frozenset[RewriteName]:

@@ -348,12 +348,13 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
             yield unrolled
             found = _nearer(job, found, attempts[-1], judge)
             verdict = judge(found)
-        names = [each for each in _wanted(job, group) if each not in found.recipe.remedies]
-        if not names or not (verdict.in_format if group is FOR_RANGES else verdict.in_kernels):
+        names = _wanted(job, group)
+        # A kernel may also be wrong for some values only, which those for ranges avoid.
+        if not names or not (verdict.in_kernels or (group is FOR_RANGES and verdict.in_format)):
             continue
         yield replace(found.recipe, remedies=(*found.recipe.remedies, *names))
         if attempts[-1].stopped_in != "change":
-            applied += [each for each in names if each not in applied]
+            applied += names
         found = _nearer(job, found, attempts[-1], judge)
     # Two may help only together: one for the range of values, and one for a kernel.
     together = replace(plain, remedies=(*plain.remedies, *applied))

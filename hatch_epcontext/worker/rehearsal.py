@@ -20,6 +20,7 @@ from hatch_epcontext.worker.requests import (
     ValidateReply,
     ValidateRequest,
 )
+from hatch_epcontext.worker.tensors import end_watch
 
 
 def rehearse(folder: Path) -> ValidateReply:
@@ -31,19 +32,22 @@ def rehearse(folder: Path) -> ValidateReply:
     model = Model("model", path, Key() / "models" / 0)
     settings = CompileSettings(provider="cpu", ep="CPUExecutionProvider", device="any")
     target = Target("cpu", settings)
-    ready = _answer(PrepareRequest(model, "onnxruntime", str(prepared), compare=True))
-    made = _answer(CompileRequest((model,), (ready.path,), target, str(compiled)))
-    return _answer(
-        ValidateRequest(
-            model,
-            target,
-            made.product,
-            made.contexts[0],
-            str(compiled),
-            Tolerance(snr=60, cosine=0.99),
-            reference=ready.reference,
+    try:
+        ready = _answer(PrepareRequest(model, "onnxruntime", str(prepared), compare=True))
+        made = _answer(CompileRequest((model,), (ready.path,), target, str(compiled)))
+        return _answer(
+            ValidateRequest(
+                model,
+                target,
+                made.product,
+                made.contexts[0],
+                str(compiled),
+                Tolerance(snr=60, cosine=0.99),
+                reference=ready.reference,
+            )
         )
-    )
+    finally:
+        end_watch()
 
 
 def _answer(request: Request[ReplyT]) -> ReplyT:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -37,6 +40,63 @@ def run(
         return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
 
 
+@dataclass
+class _Run:
+    """A run that is ended at ``end``, in seconds of the monotonic clock, at its next node."""
+
+    options: ort.RunOptions
+    end: float
+    is_ended: bool = False
+
+
+class _Watch(threading.Thread):
+    """Ends runs that take too long: one thread for all, as starting one takes as long as a small model."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._run: _Run | None = None
+        self._wakes = 0.0
+        self._changed = threading.Event()
+        self.stopped = False
+
+    def begin(self, run: _Run | None) -> None:
+        """Watch ``run``, and no other one."""
+        self._run = run
+        # It looks at the run after it has said when it wakes, so it misses none.
+        if run is not None and run.end < self._wakes:
+            self._changed.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self.stopped = True
+        self._changed.set()
+        self.join()
+
+    def run(self) -> None:
+        """Sleep until the end of the present run, or the next one."""
+        while not self.stopped:
+            run = self._run
+            self._wakes = math.inf if run is None else run.end
+            if run is not self._run:
+                continue
+            left = self._wakes - time.monotonic()
+            if run is not None and left <= 0:
+                run.is_ended = run.options.terminate = True
+                self._run = None
+                continue
+            self._changed.wait(None if run is None else min(left, threading.TIMEOUT_MAX))
+            self._changed.clear()
+
+
+_watches: list[_Watch] = []
+
+
+def end_watch() -> None:
+    """End the thread that watches runs, because this process is forked; the next run starts one again."""
+    while _watches:
+        _watches.pop().stop()
+
+
 @contextlib.contextmanager
 def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
     """Options of a run that ends at its next node, also inside a loop, after ``seconds``."""
@@ -44,26 +104,19 @@ def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
     if seconds is None:
         yield options
         return
-    ended = threading.Event()
-
-    def end() -> None:
-        ended.set()
-        options.terminate = True
-
-    # No thread can wait for longer.
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
-    timer.daemon = True
-    timer.start()
+    if not _watches:
+        _watches.append(_Watch())
+        _watches[0].start()
+    run = _Run(options, time.monotonic() + seconds)
+    _watches[0].begin(run)
     try:
         yield options
     except Exception as error:
-        if ended.is_set():
+        if run.is_ended:
             raise TooSlowError from error
         raise
     finally:
-        timer.cancel()
-        # A process that is forked must have no thread in the middle of something.
-        timer.join()
+        _watches[0].begin(None)
 
 
 def _is_exotic(type_: str) -> bool:

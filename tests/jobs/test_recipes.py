@@ -53,11 +53,7 @@ models = [{ path = "models/a.onnx", validate = { tolerance = { cosine = 0.9 } } 
 """
 
 
-OF_TWO_GROUPS = {"softplus"}
-GROUPS = {
-    name: {*group} - OF_TWO_GROUPS
-    for name, group in zip(("ranges", "barrier", "kernels"), REMEDIES, strict=True)
-}
+GROUPS = dict(zip(("ranges", "barrier", "kernels"), REMEDIES, strict=True))
 
 
 def name_of(recipe: Recipe) -> str:
@@ -66,7 +62,7 @@ def name_of(recipe: Recipe) -> str:
     parts += [] if recipe.fuse else ["unfused"]
     parts += [f"{name}={value}" for name, value in recipe.options]
     parts += [each.kind for each in recipe.changes]
-    parts += [name for name, group in GROUPS.items() if not group.isdisjoint(recipe.remedies)]
+    parts += [name for name, group in GROUPS.items() if not {*group}.isdisjoint(recipe.remedies)]
     return " ".join(parts) or "plain"
 
 

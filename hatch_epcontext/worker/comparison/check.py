@@ -26,7 +26,6 @@ from hatch_epcontext.worker.facts import (
     AgreementStatus,
     worst_agreements,
 )
-from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.tensors import refuse_not_finite
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
@@ -81,7 +80,6 @@ def check_runs(
             for number, (own, (wanted, candidates)) in enumerate(
                 zip(outputs, each.steps, strict=True)
             ):
-                step(f"comparing the outputs with {reference_name}")
                 place = _place(each, number)
                 found += check_outputs(
                     own,

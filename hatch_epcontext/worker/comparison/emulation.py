@@ -302,7 +302,7 @@ class Emulator:
         wide = node.op_type in format_.sums
         if largest > (ends := format_.largest_of_sums if wide else format_.largest):
             return f"{name} reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
-        for fault in format_.faults:
+        for fault in format_.faults_of(graph.operator(node)):
             if fault.gives is not None and applies(fault, node, self.scope):
                 low, high = inner.range(node.input[fault.operand])
                 if low <= fault.high and high >= fault.low:

@@ -22,7 +22,7 @@ from tests.worker.actions.test_compile import X_ELITE, target
 
 Floats = NDArray[np.float32]
 
-NAMES = [*dict.fromkeys([*ALWAYS, *itertools.chain(*REMEDIES)])]
+NAMES = [*ALWAYS, *itertools.chain(*REMEDIES)]
 LEVELS = (1e-6, 1e-4, 1e-2, 1.0, 30.0, 1e3, 6e4)
 
 
