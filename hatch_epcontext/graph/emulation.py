@@ -32,6 +32,9 @@ _DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 _BOUNDS_AS_INPUTS = 11
 """The opset since which those of Clip are inputs."""
 
+_WHERE = 9
+"""The opset since which there is a Where; most models of the two before are also ones of this."""
+
 _FEW_VALUES = 1e-3
 """A range of values that a model seldom has."""
 
@@ -47,6 +50,9 @@ def emulate(
     not compute. What is computed with integers between quantized values is not rounded, nor are the graphs
     inside of nodes.
     """
+    for each in model.opset_import:
+        if not each.domain and each.version in (_WHERE - 2, _WHERE - 1):
+            each.version = _WHERE
     emulated = _Emulation(model, types, format_)
     for node in model.graph.node:
         emulated.add(node, rounds=node.name not in skipped or not node.name)

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array
+from hatch_epcontext.graph.arrays import Array, is_float
 from hatch_epcontext.graph.emulation import applies, emulate, expose, hidden_faults, rounded
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
@@ -54,6 +54,9 @@ _MAX_CUT = 4
 
 _LOST = 0.5
 """The relative error of a stored number which a format does not have."""
+
+_BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
+"""Those behind the point of a number between 1 and 2."""
 
 _MAX_VALUES = 2**28
 """Values inside a model up to which all of them are compared: 2 GiB for both runs."""
@@ -179,7 +182,7 @@ class Emulator:
                 key=lambda each: (each.spare >= SENSITIVE, not each.run.usual, each.spare),
             )
             reason = f"{self._describe(first)}{self._at(first.run)}"
-        elif hurt := next(self._hurt([self.levels[0].run, worst.run]), None):
+        elif hurt := next(self._hurt([self.levels[0].run, worst.run]), None) or self._flat():
             reason = hurt
         return Emulation(
             self._format.name,
@@ -277,6 +280,27 @@ class Emulator:
                 is_cut = inner.largest(node) > self._format.largest
                 if (is_cut and inner.matters(node, self.scope)) or self._misses(node, inner):
                     yield self._words(node, inner)
+
+    def _flat(self) -> str | None:
+        """An output that changes from input to input by less than the format has there, in words."""
+        runs, facts = self._expected.runs, self._expected.facts
+        for name in runs[0].outputs[0]:
+            is_any = facts.natures.get(name, "any") == "any" and name not in facts.random
+            found = [each.outputs[0][name] for each in runs if each.usual]
+            if not is_any or not all(is_float(each.dtype) for each in found):
+                continue
+            values = np.concatenate([each.ravel().astype(np.float64) for each in found])
+            values = values[np.isfinite(values)]
+            if not values.size:
+                continue
+            middle, changes = float(values.mean()), float(values.std())
+            smallest = 2.0 ** (math.frexp(middle)[1] - 1 - _BITS[self._format.name])
+            if 0 < changes < smallest:
+                return (
+                    f"{name!r} changes by {changes:.2g} around {middle:.6g}, where {self._format.name} has "
+                    f"steps of {smallest:.2g}"
+                )
+        return None
 
     def _misses(self, node: onnx.NodeProto, inner: Inner) -> bool:
         """Whether ``node`` uses a number that the format does not have, where that counts."""

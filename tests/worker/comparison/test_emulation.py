@@ -222,3 +222,45 @@ def test_a_cut_behind_the_first_diverging_node_is_proposed(tmp_path: Path) -> No
     text = found.explanation(run)
     assert "Add floor uses 1e-10" in text
     assert '(cut = { inputs = ["positive"] })' in text
+
+
+@pytest.mark.parametrize(("offset", "is_flat"), [(1000.0, True), (10.0, False)])
+def test_an_output_that_changes_by_less_than_a_step_is_sensitive(
+    tmp_path: Path, offset: float, is_flat: bool
+) -> None:
+    made = model(
+        [
+            helper.make_node("Tanh", ["x"], ["t"]),
+            helper.make_node("Mul", ["t", "scale"], ["small"]),
+            helper.make_node("Add", ["small", "offset"], ["y"]),
+        ],
+        [value("x", [1, 16])],
+        [value("y", [1, 16])],
+        [
+            numpy_helper.from_array(np.float32(0.1), "scale"),
+            numpy_helper.from_array(np.float32(offset), "offset"),
+        ],
+    )
+    result = emulator(made, tmp_path).result()
+    assert result.snr is not None
+    assert result.snr > 60
+    assert (result.reason is not None) == is_flat
+    assert result.reason is None or "1000" in result.reason
+
+
+@pytest.mark.parametrize("opset", [7, 8])
+def test_faults_are_emulated_in_older_opsets(tmp_path: Path, opset: int) -> None:
+    made = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Pow", ["x", "two"], ["y"])],
+            "a",
+            [value("x", [1, 16])],
+            [value("y", [1, 16])],
+            [numpy_helper.from_array(np.float32(2.0), "two")],
+        ),
+        opset_imports=[helper.make_opsetid("", opset)],
+        ir_version=3,
+    )
+    made.graph.input.append(value("two", []))
+    found = emulator(made, tmp_path, replace(FLOAT16, faults=(POWER,)))
+    assert found.worst.snr < 20
