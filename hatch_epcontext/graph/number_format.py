@@ -16,6 +16,7 @@ RewriteName = Literal[
     "exp",
     "hypot",
     "log-power",
+    "log-scale",
     "variance",
     "scaled-square",
     "softplus",
@@ -29,7 +30,7 @@ ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
 """The rewrites that lose nothing, and are applied to all models where they avoid something."""
 
 FOR_RANGES: tuple[RewriteName, ...] = (
-    *("exp", "hypot", "log-power", "variance", "scaled-square", "softplus"),
+    *("exp", "hypot", "log-power", "log-scale", "variance", "scaled-square", "softplus"),
 )
 """Those that avoid what an emulation of the number format shows, or values that a kernel gets wrong."""
 
@@ -44,7 +45,7 @@ All but `FOR_RANGES` avoid inexact kernels of an EP, which only a run shows.
 """
 
 _FOR_SMALL_RANGES: frozenset[RewriteName] = frozenset(
-    {"mean", "hypot", "log-power", "variance", "scaled-square"}
+    {"mean", "hypot", "log-power", "log-scale", "variance", "scaled-square"}
 )
 """Those that keep sums, squares and their differences within the range of float16."""
 

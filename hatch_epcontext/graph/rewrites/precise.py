@@ -379,6 +379,22 @@ def _log(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return root and [builder.scaled(builder.add("Log", root), 2)]
 
 
+def _log_scale(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The logarithm of factor * x + offset as that of x + offset / factor, and the factor's."""
+    inner = scope.maker(node.input[0])
+    if inner is None or graph.operator(inner) != "Add":
+        return None
+    name, offset = _value_and_number(inner, scope) or ("", 0.0)
+    scaled = scope.maker(name)
+    if offset <= 0 or scaled is None or graph.operator(scaled) != "Mul":
+        return None
+    value, factor = _value_and_number(scaled, scope) or ("", 0.0)
+    if factor <= 1:
+        return None
+    inner_log = builder.add("Log", builder.add("Add", value, builder.number(offset / factor)))
+    return [builder.add("Add", inner_log, builder.number(math.log(factor)))]
+
+
 PRECISE: Mapping[RewriteName, Rewrite] = {
     "square": by_node("Pow as Mul or Sqrt", {"Pow": _power}),
     "mean": by_node("a sum divided by its length as ReduceMean", {"Mul": _mean, "Div": _mean}),
@@ -388,6 +404,7 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
         "roots of sums of scaled squares", {"Sqrt": partial(_root, _SUMS), "ReduceL2": _norm}
     ),
     "log-power": by_node("logarithms of roots", {"Log": _log}),
+    "log-scale": by_node("logarithms of scaled values as sums", {"Log": _log_scale}),
     "variance": by_node("variances as means of squared differences", {"Sub": _variance}),
     "scaled-square": by_node("roots of means of scaled squares", {"Sqrt": partial(_root, _MEANS)}),
     "softplus": by_node("Softplus as Exp and a series", {"Softplus": _softplus}),

@@ -195,6 +195,7 @@ def check_outputs(
             tolerance.of(name),
             elsewhere=expected.elsewhere(name) if expected else None,
             nature=facts.natures.get(name, "any"),
+            quantization_step=facts.quantization_steps.get(name, 0.0),
             rows=selected.rows.get(name),
             is_state=name in facts.states.values(),
         )

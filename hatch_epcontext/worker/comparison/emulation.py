@@ -402,14 +402,14 @@ class Emulator:
                 if _has_gaps(output, wanted[name]):
                     return Level(run, name, -math.inf, -math.inf)
                 limits = self._tolerance.of(name)
-                nature = facts.natures.get(name, "any")
                 found = compare(
                     name,
                     output,
                     selected.wanted[name],
                     limits,
                     elsewhere=self._expected.elsewhere(name),
-                    nature=nature,
+                    nature=facts.natures.get(name, "any"),
+                    quantization_step=facts.quantization_steps.get(name, 0.0),
                     rows=selected.rows.get(name),
                     is_state=name in states.values(),
                 )

@@ -5,9 +5,9 @@ and the cosine similarity. A whole output can be near its reference while a part
 the scores beside the boxes of a detector. So each slice of each axis is compared too.
 
 What is near zero has more noise than signal. So the signal of an output, and of a slice, counts as no
-less than a part of what it is in other samples, and a smaller part of the largest value of the output. The
-signal of one slice among many, such as a feature of an embedding, counts as no less than a part of the
-output's.
+less than a part of what it is in other samples, a smaller part of the largest value of the output, and 32
+steps of an output that is quantized. The signal of one slice among many, such as a feature of an embedding,
+counts as no less than a part of the output's.
 `docs/validation.md` says what that means for a user.
 """
 
@@ -49,6 +49,9 @@ LARGEST = 1e-3
 
 For values between -1 and 1 it is the `unit` of the limits.
 """
+
+_QUANTIZATION_STEPS = 32.0
+"""The steps of a quantized output that count as signal in each place: to be one step off is 30 dB."""
 
 _SHARES = 64
 """The number of places in a slice that can have that signal when all values are shares of 1."""
@@ -107,15 +110,17 @@ def compare(
     *,
     elsewhere: Elsewhere | None = None,
     nature: Nature = "any",
+    quantization_step: float = 0.0,
     rows: Numbers | None = None,
     is_state: bool = False,
 ) -> Comparison:
     """Compare ``output`` with ``reference``; places where either is not finite are left out.
 
-    ``elsewhere``: the same output of the reference for other inputs. ``rows``: for what was selected,
-    of which each counts, the ratio of signal to noise of each, in decibels. ``is_state``: whether only the
-    model itself reads it, so that single features of it say nothing. Strings, booleans and other indices are
-    equal or not. Raises BuildError when the shapes differ.
+    ``elsewhere``: the same output of the reference for other inputs. ``quantization_step``: the step between
+    its values, if it is quantized. ``rows``: for what was selected, of which each counts, the ratio of signal
+    to noise of each, in decibels. ``is_state``: whether only the model itself reads it, so that single
+    features of it say nothing. Strings, booleans and other indices are equal or not. Raises BuildError when
+    the shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
@@ -135,7 +140,9 @@ def compare(
         nature, elsewhere = "any", None
     else:
         out, ref = _finite(output, reference)
-    agreement = _measure(name, out, ref, elsewhere or Elsewhere(), nature, limits.unit, is_state)
+    agreement = _measure(
+        name, out, ref, elsewhere or Elsewhere(), nature, limits.unit, quantization_step, is_state
+    )
     if exact:
         # Each place is right or wrong: slices say no more, and of what was selected only its own ratios do.
         snr = agreement.snr if rows is None else None
@@ -209,6 +216,7 @@ def _measure(
     elsewhere: Elsewhere,
     nature: Nature,
     unit: float,
+    quantization_step: float,
     is_state: bool,
 ) -> Agreement:
     if not ref.size:
@@ -220,7 +228,7 @@ def _measure(
     largest = max(float(np.abs(ref).max()), elsewhere.largest(ref.shape))
     if nature in ("unit", "probabilities"):
         largest = max(largest, 1.0)
-    measure = _Measure(error, ref, elsewhere, largest, nature, unit)
+    measure = _Measure(error, ref, elsewhere, largest, nature, unit, quantization_step)
     slices = []
     for axis, size in enumerate(ref.shape):
         if size < 2 or (is_state and not _is_column(size, ref.size // size)):
@@ -253,11 +261,15 @@ class _Measure:
     largest: float
     nature: Nature
     unit: float
+    quantization_step: float
 
     def signal(self, axes: _Axes) -> Numbers:
         own = np.asarray((self.ref**2).mean(axis=axes))
         places = self.ref.size // own.size
-        floor = self.largest**2 * self._part(places)
+        floor = max(
+            self.largest**2 * self._part(places),
+            (_QUANTIZATION_STEPS * self.quantization_step) ** 2,
+        )
         if not _is_column(own.size, places):
             floor = max(floor, float(self.signal(None)) * own.size / MANY)
         elsewhere = self.elsewhere.signal(self.ref.shape, axes)

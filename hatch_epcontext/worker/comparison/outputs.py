@@ -12,7 +12,7 @@ from hatch_epcontext.worker.comparison.measures import Nature
 _SAME_VALUES = graph.RESHAPING | {
     *("Cast", "Transpose", "Slice", "Gather", "Split", "Expand", "Tile", "Dropout", "ReduceMean"),
     *("ReduceMax", "ReduceMin", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"),
-    "DepthToSpace",
+    *("DepthToSpace", "QuantizeLinear", "DequantizeLinear"),
 }
 """Operators whose results are some of the values of their first input, or means of them."""
 
@@ -28,6 +28,24 @@ def natures(main: onnx.GraphProto) -> dict[str, Nature]:
     """The nature of the values of each output of ``main``."""
     scope = Scope(main)
     return {value.name: _nature(value.name, scope) for value in main.output}
+
+
+def quantization_steps(main: onnx.GraphProto) -> dict[str, float]:
+    """The step between the values of each output of ``main`` that is quantized; of several the largest."""
+    scope = Scope(main)
+    found = ((value.name, _quantization_step(value.name, scope)) for value in main.output)
+    return {name: size for name, size in found if size}
+
+
+def _quantization_step(name: str, scope: Scope) -> float:
+    while (node := scope.maker(name)) is not None and node.op_type in _SAME_VALUES and node.input:
+        if node.op_type == "QuantizeLinear":
+            return 1.0
+        if node.op_type == "DequantizeLinear":
+            scale = scope.constant(node.input[1])
+            return 0.0 if scale is None else float(abs(scale).max())
+        name = node.input[0]
+    return 0.0
 
 
 def _nature(name: str, scope: Scope) -> Nature:

@@ -21,6 +21,7 @@ from hatch_epcontext.worker.comparison.outputs import (
     depend_on_chance,
     depend_on_inputs,
     natures,
+    quantization_steps,
 )
 from hatch_epcontext.worker.comparison.run_errors import source_failed
 from hatch_epcontext.worker.comparison.runs import (
@@ -96,6 +97,7 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
     facts = Facts(
         states,
         natures(fixed.graph),
+        quantization_steps(fixed.graph),
         random,
         dict(_inconclusive(runs, depend_on_inputs(fixed.graph), random)),
         tuple(

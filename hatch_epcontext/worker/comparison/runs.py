@@ -53,9 +53,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the source model: its ``states``, the ``natures`` of its outputs, those that depend on
-    chance (``random``), those whose reference proves nothing with the reason (``inconclusive``), the
-    integer inputs that nothing bounds (``guessed``), and what a TopK or an ArgMax selects (``selections``).
+    """What is known of the source model: its ``states``, the ``natures`` of its outputs, the steps of those
+    that are quantized (``quantization_steps``), those that depend on chance (``random``), those whose
+    reference proves nothing with the reason (``inconclusive``), the integer inputs that nothing bounds
+    (``guessed``), and what a TopK or an ArgMax selects (``selections``).
 
     Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
     float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
@@ -63,6 +64,7 @@ class Facts:
 
     states: Mapping[str, str] = field(default_factory=dict)
     natures: Mapping[str, Nature] = field(default_factory=dict)
+    quantization_steps: Mapping[str, float] = field(default_factory=dict)
     random: tuple[str, ...] = ()
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()

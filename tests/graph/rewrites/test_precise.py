@@ -339,6 +339,22 @@ def test_a_logarithm_of_weighted_squares_is_twice_that_of_their_root(body: str) 
     assert found.count("MatMul") == 1
 
 
+LOG_SCALE = "a = Abs(x) b = Mul(factor, a) c = Add(b, one) y = Log(c)"
+FACTOR = "float factor = {1048576}, float one = {1}"
+
+
+@pytest.mark.parametrize("body", [LOG_SCALE, LOG_SCALE.replace("factor, a", "a, factor")])
+def test_a_logarithm_of_scaled_values_needs_no_large_ones(body: str) -> None:
+    assert mended(of(body, FACTOR), "log-scale") == ["Abs", "Add", "Log", "Add"]
+
+
+@pytest.mark.parametrize(
+    "numbers", ["float factor = {0.5}, float one = {1}", "float factor = {2}, float one = {-1}"]
+)
+def test_a_logarithm_of_small_or_negative_numbers_stays(numbers: str) -> None:
+    assert untouched(of(LOG_SCALE, numbers), "log-scale")
+
+
 def test_weights_that_may_be_negative_stay() -> None:
     body = f"{SQUARES} bank = MatMul(power, signed) y = Log(bank)"
     assert untouched(
@@ -442,6 +458,7 @@ def test_what_is_mended_stays_as_it_is(name: RewriteName) -> None:
         "exp": of("y = Exp(x)"),
         "hypot": of(ROOTS[2], STORED, given=PAIR),
         "log-power": of(ROOTS[2].replace("Sqrt", "Log"), STORED, given=PAIR),
+        "log-scale": of(LOG_SCALE, FACTOR),
         "variance": of(VARIANCES[0], STORED),
         "scaled-square": of(NORMS["RMSNorm"], STORED),
         "softplus": of("y = Softplus(x)"),
@@ -523,6 +540,7 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("hypot", of(ROOTS[8], STORED), TOKENS),
         ("hypot", of("y = ReduceL2<axes = [-1]>(x)"), TOKENS),
         ("log-power", of(ROOTS[8].replace("Sqrt", "Log"), STORED), TOKENS),
+        ("log-scale", of(LOG_SCALE, FACTOR), np.geomspace(1e-4, 1, 24).reshape(3, 8)),
         ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),
         ("scaled-square", of(NORMS["RMSNorm"], STORED), TOKENS),
         ("softplus", of("y = Softplus(x)"), np.linspace(-2, 6, 24).reshape(3, 8)),

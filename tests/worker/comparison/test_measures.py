@@ -134,6 +134,20 @@ def test_what_is_near_zero_is_compared_with_other_samples() -> None:
     assert compare("y", output, near_zero, HALF).excesses
 
 
+def test_a_few_steps_of_a_quantized_output_near_zero_are_rounding() -> None:
+    step = 0.02
+    near_zero = np.array([[0, 1, -2, 0, 1, 3]]) * step
+
+    def off(steps: float) -> Comparison:
+        output = near_zero + steps * step
+        return compare("y", output, near_zero, HALF, quantization_step=step)
+
+    assert not agrees(near_zero + step, near_zero), "nothing says that it is quantized"
+    assert off(1).margin >= 10
+    assert not off(3).excesses
+    assert off(4).excesses
+
+
 def test_indices_booleans_and_strings_are_equal_or_not() -> None:
     reference = np.arange(40)
     output = reference.copy()

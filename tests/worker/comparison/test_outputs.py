@@ -10,6 +10,7 @@ from hatch_epcontext.worker.comparison.outputs import (
     depend_on_chance,
     depend_on_inputs,
     natures,
+    quantization_steps,
 )
 from tests.models import model, value
 
@@ -71,6 +72,22 @@ def test_both_branches_say_the_nature_of_an_if() -> None:
 
     assert natures(chosen("Tanh")) == {"y": "unit"}
     assert natures(chosen("Relu")) == {"y": "any"}
+
+
+def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> None:
+    nodes = [
+        helper.make_node("Sigmoid", ["x"], ["a"]),
+        helper.make_node("QuantizeLinear", ["a", "scale"], ["integers"]),
+        helper.make_node("DequantizeLinear", ["integers", "scale"], ["b"]),
+        helper.make_node("Flatten", ["b"], ["quantized"]),
+        helper.make_node("Exp", ["b"], ["others"]),
+    ]
+    outputs = [value("quantized", [1, 4]), value("others", [1, 4])]
+    outputs.append(value("integers", [1, 4], onnx.TensorProto.UINT8))
+    scale = numpy_helper.from_array(np.float32(0.25), "scale")
+    made = model(nodes, [value("x", [1, 4])], outputs, [scale]).graph
+    assert quantization_steps(made) == {"quantized": 0.25, "integers": 1}
+    assert natures(made) == {"quantized": "unit", "others": "any", "integers": "unit"}
 
 
 def test_what_depends_on_inputs_is_no_shape() -> None:
