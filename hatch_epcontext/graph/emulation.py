@@ -29,6 +29,9 @@ _SAME_VALUES = graph.RESHAPING | {
 _QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
 _DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 
+_SCALING = frozenset({"Resize", "Upsample"})
+"""Operators whose stored floats are sizes, and no data."""
+
 _BOUNDS_AS_INPUTS = 11
 """The opset since which those of Clip are inputs."""
 
@@ -47,8 +50,8 @@ def emulate(
     """Round the floats of ``model`` as ``format_`` does, in place; its shapes are fixed.
 
     ``types``: those of its values, as far as they are known. ``skipped``: the names of nodes that the EP does
-    not compute. What is computed with integers between quantized values is not rounded, nor are the graphs
-    inside of nodes.
+    not compute. What is computed with integers between quantized values is not rounded, nor are their
+    scales, the graphs inside of nodes, and stored numbers that a node which is not rounded reads too.
     """
     for each in model.opset_import:
         if not each.domain and each.version in (_WHERE - 2, _WHERE - 1):
@@ -75,11 +78,19 @@ class _Emulation:
         self._builder = Builder(model)
         self._outputs = {each.name for each in model.graph.output}
         self._constants: dict[float, str] = {}
+        self._data: set[str] = set()
+        self._exact: set[str] = set()
 
     def add(self, node: onnx.NodeProto, *, rounds: bool) -> None:
         """Add ``node``, and with ``rounds`` what rounds its results."""
         copy = copy_of(node)
+        if rounds and node.op_type == "Div" and self._format.has_reciprocals:
+            self._multiply(copy)
         self._builder.append(copy)
+        is_data = rounds and graph.operator(node) not in _QUANTIZES | _DEQUANTIZES
+        data = node.input[:1] if node.op_type in _SCALING else node.input
+        self._data.update(data if is_data else ())
+        self._exact.update(each for each in node.input if not is_data or each not in data)
         if not rounds or graph.operator(node) in _SAME_VALUES | _DEQUANTIZES:
             return
         for index, name in enumerate(node.output):
@@ -92,11 +103,20 @@ class _Emulation:
 
     def write(self) -> None:
         """Give the model the nodes, and rounded weights."""
+        wanted = self._data - self._exact
         for tensor in self._builder.model.graph.initializer:
-            if tensor.data_type == TensorProto.FLOAT:
+            if tensor.data_type == TensorProto.FLOAT and tensor.name in wanted:
                 values = rounded(numpy_helper.to_array(tensor), self._format)
                 tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
         self._builder.write()
+
+    def _multiply(self, node: onnx.NodeProto) -> None:
+        """Let a division of floats multiply by the rounded reciprocal, so that 0 / 0 is 0."""
+        divisor = node.input[1]
+        if self._scope.elem_type(divisor) == TensorProto.FLOAT:
+            inverse = self._builder.fresh(f"{divisor}/inverse")
+            self._round(self._builder.add("Reciprocal", divisor), inverse, wide=False)
+            node.op_type, node.input[1] = "Mul", inverse
 
     def _is_inside(self, node: onnx.NodeProto, name: str) -> bool:
         """Whether a value is never one of the format: it is quantized at once, or added to at once."""
@@ -156,6 +176,8 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``fault`` is one of ``node``, whatever its values."""
     texts = {each.name: graph.text(node, each.name) for each in node.attribute if each.s}
     if not fault.concerns(graph.operator(node), len(node.input), texts):
+        return False
+    if fault.computed and scope.constant(node.input[fault.operand]) is not None:
         return False
     if fault.exponent is not None:
         exponent = scope.constant(graph.operand(node, 1))

@@ -59,9 +59,9 @@ class Fault:
     are wrong where it is from ``low`` to ``high``, and then they are ``gives``, or at worst (None where one
     element does not decide, or where results are only less exact). Where ``high`` is -0.0, 0.0 is right.
 
-    Its conditions: ``exponent``, that of a Pow; ``behind``: only directly behind these operators, with or
-    without an Add between; ``inputs``: how many the node has; ``attributes``: names, and the values that each
-    may have, ``""`` where the node does not have it.
+    Its conditions: ``exponent``, that of a Pow; ``computed``: only where the operand is no stored tensor;
+    ``behind``: only directly behind these operators, with or without an Add between; ``inputs``: how many the
+    node has; ``attributes``: names, and the values that each may have, ``""`` where the node does not have it.
     """
 
     operator: str
@@ -72,6 +72,7 @@ class Fault:
     high: float = 0.0
     gives: float | None = None
     exponent: float | None = None
+    computed: bool = False
     behind: frozenset[str] = frozenset()
     inputs: int | None = None
     attributes: tuple[tuple[str, frozenset[str]], ...] = ()
@@ -79,7 +80,7 @@ class Fault:
     def concerns(self, operator: str, inputs: int, attributes: Mapping[str, str]) -> bool:
         """Whether a node with so many inputs, and these of its attributes that are strings, may have it.
 
-        ``exponent`` and ``behind`` depend on other nodes, and are left to the caller.
+        ``exponent``, ``computed`` and ``behind`` depend on other nodes, and are left to the caller.
         """
         return (
             operator == self.operator
@@ -95,7 +96,7 @@ class NumberFormat:
 
     ``seen``: where that was measured, such as "the simulator of onnxruntime-qnn 2.7.0"; empty if it was not:
     then nothing that is computed with it decides. ``inexact``: operators whose kernels are less exact
-    than their format.
+    than their format. ``has_reciprocals``: whether a / b is a * (1 / b), where 1 / b is rounded too.
     """
 
     name: Literal["float16", "bfloat16"]
@@ -105,6 +106,7 @@ class NumberFormat:
     seen: str = ""
     faults: tuple[Fault, ...] = ()
     inexact: frozenset[str] = frozenset()
+    has_reciprocals: bool = False
 
     def faults_of(self, operator: str) -> tuple[Fault, ...]:
         """Those that nodes of ``operator`` may have."""

@@ -288,9 +288,9 @@ def _powers() -> Iterator[Fault]:
 
 
 def _symmetric(operator: str, text: str, operand: int, low: float, gives: float) -> Iterator[Fault]:
-    """Faults of values from ``low`` on, and of their negatives."""
-    yield Fault(operator, text, None, operand, low, _LIMIT, gives)
-    yield Fault(operator, text, None, operand, -_LIMIT, -low, -gives)
+    """Faults of computed values from ``low`` on, and of their negatives."""
+    yield Fault(operator, text, None, operand, low, _LIMIT, gives, computed=True)
+    yield Fault(operator, text, None, operand, -_LIMIT, -low, -gives, computed=True)
 
 
 _FLOAT16 = dataclasses.replace(
@@ -299,6 +299,7 @@ _FLOAT16 = dataclasses.replace(
     sums=frozenset({"Add", "CumSum", "Div", "Exp", "Mul", "Pow", "ReduceSum", "Sub"}),
     seen=_SEEN,
     inexact=frozenset({"LSTM", "GRU"}),
+    has_reciprocals=True,
     faults=(
         *_powers(),
         Fault("Exp", "has any value below -88", "exp", 0, -_LIMIT, -88.03, _LIMIT),

@@ -62,6 +62,50 @@ def test_nodes_on_the_cpu_are_exact() -> None:
     assert emulated(nodes, [1000.0], skipped=frozenset({"square"})) == [1e6]
 
 
+def test_stored_numbers_are_rounded_as_data_only() -> None:
+    third = 1 / 3
+
+    def found(
+        node: onnx.NodeProto, stored: Sequence[float], skipped: str = ""
+    ) -> NDArray[np.float32]:
+        node.name = "n"
+        tensor = numpy_helper.from_array(np.array(stored, np.float32), "k")
+        if node.op_type == "DequantizeLinear":
+            tensor = numpy_helper.from_array(np.float32(stored[0]), "k")
+        dtype = TensorProto.INT8 if node.op_type == "DequantizeLinear" else TensorProto.FLOAT
+        made = model([node], [value("x", [1, 4], dtype)], [value("y", ["a", "b"])], [tensor])
+        emulate(made, {}, FLOAT16, {skipped})
+        (kept,) = (each for each in made.graph.initializer if each.name == "k")
+        return numpy_helper.to_array(kept).ravel()
+
+    rounded = np.float32(np.float16(third))
+    assert found(helper.make_node("Mul", ["x", "k"], ["y"]), [third]) == rounded
+    for node in (
+        helper.make_node("Resize", ["x", "", "k"], ["y"]),
+        helper.make_node("DequantizeLinear", ["x", "k"], ["y"]),
+    ):
+        assert found(node, [third, third])[0] == np.float32(third)
+    on_cpu = helper.make_node("Mul", ["x", "k"], ["y"])
+    assert found(on_cpu, [third], skipped="n") == np.float32(third)
+
+
+def test_a_division_can_be_a_product_with_the_reciprocal() -> None:
+    nodes = [helper.make_node("Mul", ["x", "k"], ["a"]), helper.make_node("Div", ["x", "a"], ["y"])]
+    format_ = replace(FLOAT16, has_reciprocals=True)
+    # k is nothing in float16.
+    assert emulated(nodes, [0.0, 0.5], format_, k=1e-10) == [0.0, 32752.0]
+
+
+def test_a_fault_of_computed_values_is_none_of_stored_ones() -> None:
+    fault = Fault("Div", "is 0", operand=1, low=10, high=20, gives=0.0, computed=True)
+    format_ = replace(FLOAT16, faults=(fault,))
+    stored = [helper.make_node("Div", ["x", "k"], ["y"])]
+    assert emulated(stored, [16.0], format_, k=16.0) == [1.0]
+    computed = [helper.make_node("Neg", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["b"])]
+    computed.append(helper.make_node("Div", ["x", "b"], ["y"]))
+    assert emulated(computed, [16.0, 8.0], format_) == [0.0, 1.0]
+
+
 def test_sums_are_exact_up_to_the_addition_behind_them() -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["sum"]),

@@ -229,7 +229,8 @@ _PICTURES: Mapping[str, _Picture] = {
     ),
     "white": _flat(1.0),
     "dark noise": lambda shape, rng: 0.05 * rng.uniform(size=shape),
-    "grey": _flat(0.5),
+    # Not in the middle between two steps of eight bits.
+    "grey": _flat(128 / 255),
     "spot": lambda shape, rng: _spike(math.prod(shape), rng).reshape(shape),
     "sorted": lambda shape, rng: np.sort(rng.uniform(size=math.prod(shape))).reshape(shape),
     "other clouds": _in_plane(_clouds),
