@@ -60,8 +60,9 @@ class Fault:
     element does not decide, or where results are only less exact). Where ``high`` is -0.0, 0.0 is right.
 
     Its conditions: ``exponent``, that of a Pow; ``computed``: only where the operand is no stored tensor;
-    ``behind``: only directly behind these operators, with or without an Add between; ``inputs``: how many the
-    node has; ``attributes``: names, and the values that each may have, ``""`` where the node does not have it.
+    ``behind``: only directly behind these operators, with or without an Add between; ``inputs``: how many
+    the node has; ``attributes``: names, and the values that each may have, ``""`` where the node does not
+    have it.
     """
 
     operator: str

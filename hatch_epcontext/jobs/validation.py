@@ -23,7 +23,7 @@ from hatch_epcontext.jobs.cache.index import Index
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import QUANTIZED, Provider
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.facts import Emulation, worst_agreements
+from hatch_epcontext.worker.facts import NOTHING, Emulation, worst_agreements
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ValidateReply
@@ -72,6 +72,8 @@ def describe_emulation(emulation: Emulation) -> str:
     if not emulation.samples:
         return f"{emulation.format} NOT emulated"
     snr = "equal" if emulation.snr is None else f"at least {emulation.snr:.0f} dB"
+    if emulation.snr == NOTHING:
+        snr = "no numbers"
     return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {snr}"
 
 

@@ -152,6 +152,10 @@ GAIN = 6.0
 """Decibels by which something has to be nearer to the CPU to be worth what it costs: half of the error."""
 
 
+NOTHING = -1000.0
+"""Decibels for outputs of which nothing is right: JSON has no infinity."""
+
+
 class AgreementStatus(Enum):
     """What a comparison of one output with the CPU EP's says."""
 
@@ -218,10 +222,10 @@ class Emulation:
     are 0 where that was not possible.
 
     ``seen``: where the format was measured, empty if nowhere. ``worst``: the name of the sample that
-    suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal, or no number.
-    ``margin``: the decibels that the worst sample has above the limits, and `SENSITIVE` more if an app may
-    never have it; None if all are equal. ``reason``: why the model is sensitive to the format, and the node;
-    None if it is not.
+    suffers most, whose ratio of signal to noise is ``snr`` decibels, None if it is equal. ``margin``: the
+    decibels that the worst sample has above the limits, and `SENSITIVE` more if an app may never have it;
+    None if all are equal. ``reason``: why the model is sensitive to the format, and the node; None if it is
+    not. What the target ran counts as it was there.
     ``gap``: the decibels by which the target was worse than the emulation of the same sample.
     ``inexact``: the operators in it whose kernels are less exact than the format.
     """

@@ -33,7 +33,7 @@ from hatch_epcontext.worker.comparison.check import (
     check_runs,
 )
 from hatch_epcontext.worker.comparison.diverging import first_difference
-from hatch_epcontext.worker.comparison.emulation import NOTHING, Emulator
+from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -42,7 +42,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
-from hatch_epcontext.worker.facts import GAIN, SENSITIVE
+from hatch_epcontext.worker.facts import GAIN, NOTHING, SENSITIVE
 from hatch_epcontext.worker.optimize import optimize
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.requests import RewriteReply, RewriteRequest

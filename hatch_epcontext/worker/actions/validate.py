@@ -102,6 +102,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         agreements = tuple(_judged(each, emulation, emulator) for each in agreements)
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)
+        agreements = tuple(_judged(each, emulation) for each in agreements)
     return ValidateReply(
         agreements,
         unavailable,
@@ -113,14 +114,16 @@ def handle(request: ValidateRequest) -> ValidateReply:
     )
 
 
-def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator) -> Agreement:
+def _judged(
+    agreement: Agreement, emulation: Emulation, emulator: Emulator | None = None
+) -> Agreement:
     """``agreement``, or that other inputs may disagree, because of the number format of the EP."""
     if agreement.status is not AgreementStatus.AGREES:
         return agreement
     reason = emulation.reason if emulation.seen else None
     if agreement.margin is not None and agreement.margin < SENSITIVE:
         reason = reason or f"it is only {agreement.margin:.0f} dB above its limit"
-        if emulator.optimistic:
+        if emulator is not None and emulator.optimistic:
             reason = f"{reason}, perhaps because of {emulator.optimistic}"
     if reason is None:
         return agreement

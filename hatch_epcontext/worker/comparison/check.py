@@ -15,12 +15,13 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.emulation import NOTHING, Emulator
+from hatch_epcontext.worker.comparison.emulation import Emulator, Level
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
 from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.facts import (
     GAIN,
+    NOTHING,
     SENSITIVE,
     Agreement,
     AgreementStatus,
@@ -58,13 +59,15 @@ def check_runs(
     """Run ``session``, the model ``what``, on ``runs`` of the reference, by default on those for a target.
 
     ``first``: its outputs for the first sample, if it was run on it already. ``only_target``: the target that
-    is to allow more, if others are not. ``emulator``: that of its number format. ``explain``: where there is
+    is to allow more, if others are not. ``emulator``: that of its number format, corrected by the runs.
+    ``explain``: where there is
     none, it says where the model begins to differ. Raises BuildError when an output has NaN or Inf where the
     reference has none, or leaves the tolerance; ModelError when it takes too long.
     """
     found: list[Agreement] = []
     warnings: list[str] = []
     ran: list[str] = []
+    levels: list[Level] = []
     gap = 0.0
     if runs is None:
         runs = [each for each in expected.runs if each.on_target]
@@ -96,24 +99,30 @@ def check_runs(
         except ModelError:
             raise
         except BuildError as error:
-            if text := (emulator.explanation if emulator else explain or _nothing)(each):
-                error = _explained(error, text)
+            error = _explained(error, each, emulator, explain)
             # Nothing says that the app ever has the others; but an EP that is wrong there for no reason of
             # its number format may be wrong elsewhere too.
             if each.usual or (emulator is not None and emulator.level(each).margin >= SENSITIVE):
                 raise error from None
             warnings.append(_warning(error))
             continue
-        margin = min((a.margin for a in found[before:] if a.margin is not None), default=math.inf)
-        if emulator is not None:
-            gap = max(gap, min(emulator.level(each).margin, _reachable(emulator)) - margin)
+        if emulator is None:
+            continue
+        of_outputs = [(a.margin, a.output) for a in found[before:] if a.margin is not None]
+        margin, output = min(of_outputs, default=(math.inf, ""))
+        levels.append(Level(each, output, margin, margin + tolerance.of(output).snr))
+        emulated = emulator.level(each).margin
+        gap = max(gap, min(emulated, _reachable(emulator)) - margin)
         is_longest = each is longest and len(each.feeds) > 1
         is_worst = (
             not is_longest and each is not expected.runs[0] and model.validate.inputs in SYNTHETIC
         )
-        if emulator is not None and is_worst and margin >= emulator.level(each).margin - _CONFIRMED:
+        is_better = emulated < SENSITIVE <= margin
+        if is_worst and margin >= emulated - _CONFIRMED and not is_better:
             # The emulation is right where it is worst, and the others are nearer: simulators are slow.
             break
+    if emulator is not None:
+        emulator.correct(levels)
     return ComparisonResult(worst_agreements(found), tuple(warnings), tuple(ran), gap)
 
 
@@ -135,14 +144,18 @@ def _reachable(emulator: Emulator) -> float:
     return SENSITIVE + GAIN if emulator.margin >= SENSITIVE else SENSITIVE
 
 
-def _nothing(run: Run) -> str:
-    return ""
-
-
-def _explained(error: BuildError, text: str) -> BuildError:
-    """``error`` with ``text`` behind its first message."""
+def _explained(
+    error: BuildError, run: Run, emulator: Emulator | None, explain: Callable[[Run], str] | None
+) -> BuildError:
+    """``error`` of ``run`` with the first diverging node behind its first message, if that is known."""
     first, *others = error.problems
-    return type(error)(replace(first, message=f"{first.message}\n{text}"), *others)
+    if emulator is not None:
+        margins = [each.margin for each in error.problems if each.margin is not None]
+        text = emulator.explanation(run, min(margins, default=NOTHING))
+    else:
+        text = explain(run) if explain else ""
+    message = f"{first.message}\n{text}" if text else first.message
+    return type(error)(replace(first, message=message), *others)
 
 
 def _warning(error: BuildError) -> str:
@@ -237,11 +250,11 @@ def _differs(
             settings=(Setting(key / "inputs"),),
         )
     if _is_wrong(compared):
-        wrong = f"{what[0].upper()}{what[1:]} is wrong there."
+        wrong = f"{what[0].upper()}{what[1:]} is wrong there"
         if are_given:
-            other = " Use another provider for this model." if what == "the compiled model" else ""
-            return Problem(Kind.OUTPUT_DIFFERS, "", message, f"{wrong}{other}")
-        hint = f"{wrong} If the app never has such inputs, give its real ones:"
+            advice = ": do not ship it for this target" if what == "the compiled model" else ""
+            return Problem(Kind.OUTPUT_DIFFERS, "", message, f"{wrong}{advice}.")
+        hint = f"{wrong}. If the app never has such inputs, give its real ones:"
         return Problem(Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "inputs"),))
     allowed = {name: _rounded(name, limit) for name, limit in compared.needed.items()}
     limits: dict[str, Any] = {"outputs": {agreement.output: allowed}}

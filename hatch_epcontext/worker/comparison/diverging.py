@@ -59,7 +59,7 @@ class Inner:
 
     def words(self, node: onnx.NodeProto) -> str:
         """The errors of ``node``, in words."""
-        behind, before = (f"{100 * each:.2g} %" for each in (self.behind(node), self.before(node)))
+        behind, before = map(_percent, (self.behind(node), self.before(node)))
         return f"{named(node)} has an error of {behind}, and what it is computed from {before}"
 
     def largest(self, node: onnx.NodeProto) -> float:
@@ -154,6 +154,10 @@ def _exposed(path: Path) -> ort.InferenceSession:
 def named(node: onnx.NodeProto) -> str:
     """The operator and the name of ``node``, for messages."""
     return f"{node.op_type} {node.name or node.output[0]}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 1 else "100 % and more"
 
 
 def _largest(array: NDArray[Any]) -> float:

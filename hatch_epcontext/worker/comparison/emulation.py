@@ -31,13 +31,10 @@ from hatch_epcontext.worker.comparison.diverging import (
 from hatch_epcontext.worker.comparison.measures import compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
-from hatch_epcontext.worker.facts import SENSITIVE, Emulation
+from hatch_epcontext.worker.facts import GAIN, NOTHING, SENSITIVE, Emulation
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
-
-NOTHING = -1000.0
-"""Decibels for outputs of which nothing is right: JSON has no infinity."""
 
 _WORTH_RUNNING = 45.0
 """Decibels of an emulated sample from which a run on the target says no more."""
@@ -54,6 +51,9 @@ _MAX_CUT = 4
 
 _LOST = 0.5
 """The relative error of a stored number which a format does not have."""
+
+_FLAT = 0.1
+"""The part of an output's places that may change by less than a step of the format."""
 
 _BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
 """Those behind the point of a number between 1 and 2."""
@@ -104,6 +104,7 @@ class Emulator:
         emulate(emulated, self._types, format_, skipped)
         session = _open(emulated)
         self.levels = [self._level(session, each) for each in runs or expected.runs]
+        self._samples = len(self.levels)
 
     @staticmethod
     def is_possible(path: Path) -> bool:
@@ -173,6 +174,16 @@ class Emulator:
         """That of ``run``, one of the reference's."""
         return next(each for each in self.levels if each.run is run)
 
+    def correct(self, ran: Sequence[Level]) -> None:
+        """Take the levels that samples had on the target. If all that seemed to suffer are right there, which
+        are the worst ones of different natures, those of no others count.
+        """
+        seen = {each.run.name: each for each in ran}
+        suffering = [each for each in ran if self.level(each.run).margin < SENSITIVE]
+        if suffering and all(each.margin >= SENSITIVE for each in suffering):
+            self.levels = [*ran]
+        self.levels = [seen.get(each.run.name, each) for each in self.levels]
+
     def result(self) -> Emulation:
         """What is to be said of it."""
         worst, margin, reason = self.worst, self.margin, None
@@ -187,9 +198,9 @@ class Emulator:
         return Emulation(
             self._format.name,
             self._format.seen,
-            len(self.levels),
+            self._samples,
             worst.run.name,
-            worst.snr if math.isfinite(worst.snr) else None,
+            max(worst.snr, NOTHING) if worst.snr < math.inf else None,
             margin if math.isfinite(margin) else None,
             reason,
             inexact=tuple(sorted({each.op_type for each in self._computed} & self._format.inexact)),
@@ -206,10 +217,10 @@ class Emulator:
         found = self.first_diverging(run)
         return f": {found}" if found else ""
 
-    def explanation(self, run: Run) -> str:
-        """Why the target may differ for ``run``: a sentence about the first diverging node."""
+    def explanation(self, run: Run, margin: float) -> str:
+        """Why the target may differ for ``run``, by ``margin``: a sentence about the first diverging node."""
         level = self.level(run)
-        if level.margin < SENSITIVE and (found := self.first_diverging(run)):
+        if level.margin < min(SENSITIVE, margin + GAIN) and (found := self.first_diverging(run)):
             return f"The first diverging node: {found}.{self._cut(run)}"
         text = f"{self._describe(level)}, so the EP computes an operator wrong"
         return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
@@ -284,21 +295,22 @@ class Emulator:
     def _flat(self) -> str | None:
         """An output that changes from input to input by less than the format has there, in words."""
         runs, facts = self._expected.runs, self._expected.facts
-        for name in runs[0].outputs[0]:
+        for name, first in runs[0].outputs[0].items():
             is_any = facts.natures.get(name, "any") == "any" and name not in facts.random
-            found = [each.outputs[0][name] for each in runs if each.usual]
-            if not is_any or not all(is_float(each.dtype) for each in found):
+            if not is_any or not is_float(first.dtype):
                 continue
-            values = np.concatenate([each.ravel().astype(np.float64) for each in found])
-            values = values[np.isfinite(values)]
-            if not values.size:
-                continue
-            middle, changes = float(values.mean()), float(values.std())
-            smallest = 2.0 ** (math.frexp(middle)[1] - 1 - _BITS[self._format.name])
-            if 0 < changes < smallest:
+            found = (each.outputs[0][name] for each in runs if each.usual)
+            values = np.stack(
+                [each.astype(np.float64) for each in found if each.shape == first.shape]
+            )
+            middle, changes = values.mean(0).ravel(), values.std(0).ravel()
+            smallest = 2.0 ** (np.frexp(middle)[1] - 1 - _BITS[self._format.name])
+            flat = np.flatnonzero((changes > 0) & (changes < smallest))
+            if flat.size > _FLAT * changes.size:
+                place = flat[np.argmin((changes / smallest)[flat])]
                 return (
-                    f"{name!r} changes by {changes:.2g} around {middle:.6g}, where {self._format.name} has "
-                    f"steps of {smallest:.2g}"
+                    f"{name!r} changes by {changes[place]:.2g} around {middle[place]:.6g}, where "
+                    f"{self._format.name} has steps of {smallest[place]:.2g}"
                 )
         return None
 
@@ -414,7 +426,7 @@ class Emulator:
                     is_state=name in states.values(),
                 )
                 if found.margin < level.margin:
-                    level = Level(run, name, found.margin, limits.snr + found.margin)
+                    level = Level(run, name, found.margin, found.snr)
         return level
 
 

@@ -93,13 +93,15 @@ class Comparison:
     """How near an output is to its reference, and what it would need: empty where all limits hold.
 
     ``needed``: the limits that this output keeps, for those that it does not. ``margin``: the decibels by
-    which its ratios of signal to noise are above the limits, negative where one is below.
+    which its ratios of signal to noise are above the limits, negative where one is below, and ``snr`` that
+    ratio of the whole output which has as many.
     """
 
     agreement: Agreement
     excesses: tuple[str, ...]
     needed: Mapping[str, float]
     margin: float = math.inf
+    snr: float = math.inf
 
 
 def compare(
@@ -114,7 +116,7 @@ def compare(
     rows: Numbers | None = None,
     is_state: bool = False,
 ) -> Comparison:
-    """Compare ``output`` with ``reference``; places where either is not finite are left out.
+    """Compare ``output`` with ``reference``; places where either is NaN are left out.
 
     ``elsewhere``: the same output of the reference for other inputs. ``quantization_step``: the step between
     its values, if it is quantized. ``rows``: for what was selected, of which each counts, the ratio of signal
@@ -195,7 +197,8 @@ def _judge(
             needed["atol"] = atol + float(beyond.max())
     margin = min(margins)
     known = margin if math.isfinite(margin) else None
-    return Comparison(replace(agreement, margin=known), tuple(excesses), needed, margin)
+    agreement = replace(agreement, margin=known)
+    return Comparison(agreement, tuple(excesses), needed, margin, margin + limits.snr)
 
 
 def _is_column(slices: int, places: int) -> bool:
@@ -291,10 +294,14 @@ class _Measure:
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
-    """Both as numbers, with zeros where either is not finite."""
+    """Both as numbers: zeros where either is NaN, and no Inf larger than what the reference has besides."""
     out, ref = np.asarray(output, np.float64), np.asarray(reference, np.float64)
-    finite = np.isfinite(out) & np.isfinite(ref)
-    return np.where(finite, out, 0.0), np.where(finite, ref, 0.0)
+    largest = max(float(np.abs(ref[np.isfinite(ref)]).max(initial=0.0)), 1.0)
+    known = ~(np.isnan(out) | np.isnan(ref))
+    ends = np.where(np.isinf(ref), largest, np.inf)
+    out, ref = np.clip(out, -ends, ends), np.clip(ref, -ends, ends)
+    known &= np.isfinite(out)
+    return np.where(known, out, 0.0), np.where(known, ref, 0.0)
 
 
 def _numbers(array: Array) -> Numbers:

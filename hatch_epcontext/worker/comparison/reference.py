@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Arrays, is_float
 from hatch_epcontext.graph.cost import multiply_adds
+from hatch_epcontext.worker.comparison.measures import Nature
 from hatch_epcontext.worker.comparison.outputs import (
     depend_on_chance,
     depend_on_inputs,
@@ -46,6 +48,9 @@ from hatch_epcontext.worker.session import cpu_options, open_session, set_model_
 
 _MAX_ON_TARGET = 8
 """Given samples that are run on the target too."""
+
+_NO_SCORE = 0.05
+"""Up to here the scores and shares of a model say that there is nothing."""
 
 _FEW = 4
 """Samples on which something is run that computes as the CPU does."""
@@ -88,15 +93,19 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
             sample, first = tried[0]
             again = cpu.run(sample, states)
             random = tuple(_different(first.outputs[0], again.outputs[0]))
-        runs = [run for _, run in tried]
-        runs = _choose(runs) if model.validate.inputs in SYNTHETIC else _choose_given(runs)
+        runs, kinds = [run for _, run in tried], natures(fixed.graph)
+        runs = (
+            _choose(_scoring_first(runs, kinds))
+            if model.validate.inputs in SYNTHETIC
+            else _choose_given(runs)
+        )
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(source_failed(model, fixed, error)) from error
     facts = Facts(
         states,
-        natures(fixed.graph),
+        kinds,
         quantization_steps(fixed.graph),
         random,
         dict(_inconclusive(runs, depend_on_inputs(fixed.graph), random)),
@@ -165,6 +174,20 @@ def _choose_given(runs: Sequence[Run]) -> list[Run]:
     number = 1 if len(sequences) > 1 else _MAX_ON_TARGET
     names = {each.name for each in (*runs[:number], *sequences)}
     return [replace(each, on_target=each.name in names) for each in runs]
+
+
+def _scoring_first(runs: Sequence[Run], kinds: Mapping[str, Nature]) -> list[Run]:
+    """``runs``, first one in which all scores say something, or most: zeros are right by accident."""
+    scores = [name for name, kind in kinds.items() if kind in ("unit", "probabilities")]
+
+    def score(run: Run) -> float:
+        found = (np.abs(run.outputs[0][name]).max(initial=0) for name in scores)
+        return min(map(float, found), default=math.inf)
+
+    first = runs[0]
+    if score(first) < _NO_SCORE:
+        first = max((each for each in runs if each.usual and len(each.feeds) == 1), key=score)
+    return [first, *(each for each in runs if each is not first)]
 
 
 def _choose(runs: Sequence[Run]) -> list[Run]:

@@ -177,7 +177,8 @@ _SIGNALS: Mapping[str, _Signal] = {
         _times(count) > count // 2, rng.standard_normal(count), 0.0
     ),
     "ramp": lambda count, rng: np.linspace(-1, 1, count),
-    "decay": lambda count, rng: np.exp(-12 * _times(count) / count) * _tone(0.02)(count, rng),
+    # By 60 dB, as sound fades away in a room.
+    "decay": lambda count, rng: np.exp(-7 * _times(count) / count) * _tone(0.02)(count, rng),
     "square": lambda count, rng: np.sign(np.sin(0.02 * np.pi * _times(count) + 0.1)),
 }
 """Floats that nothing bounds, such as sound and features; full scale is 1."""

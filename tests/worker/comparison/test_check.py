@@ -66,7 +66,7 @@ def test_a_hint_names_what_is_wrong() -> None:
         hints[what] = caught.value.problems[0].hint or ""
     compiled, prepared = hints.values()
     assert "compiled model" in compiled
-    assert "another provider" in compiled
+    assert "do not ship" in compiled
     assert "prepared model" in prepared
     assert "compiled" not in prepared
-    assert "another provider" not in prepared
+    assert "do not ship" not in prepared

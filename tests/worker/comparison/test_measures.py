@@ -148,6 +148,13 @@ def test_a_few_steps_of_a_quantized_output_near_zero_are_rounding() -> None:
     assert off(4).excesses
 
 
+def test_where_the_reference_is_infinite_an_output_is_as_large_as_it_can_be() -> None:
+    reference = np.array([[-np.inf, -3.0, 2.0, np.inf, 11.0, np.nan]])
+    assert agrees([[-65504.0, -3.0, 2.0, 131008.0, 11.0, 5.0]], reference)
+    assert not agrees([[-7.6, -3.0, 2.0, 131008.0, 11.0, 5.0]], reference)
+    assert not agrees([[-65504.0, -3.0, 2.0, -65504.0, 11.0, 5.0]], reference)
+
+
 def test_indices_booleans_and_strings_are_equal_or_not() -> None:
     reference = np.arange(40)
     output = reference.copy()

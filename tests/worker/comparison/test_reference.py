@@ -259,6 +259,26 @@ def test_a_sample_in_which_an_output_has_several_values_is_run_on_the_target(
     assert check(wrong, spec, expected, tmp_path).warnings
 
 
+def test_the_first_sample_is_one_in_which_scores_say_something(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Abs", ["x"], ["size"]),
+        helper.make_node("ReduceMean", ["size"], ["mean"], axes=[1], keepdims=1),
+        helper.make_node("Sub", ["mean", "limit"], ["above"]),
+        helper.make_node("Mul", ["above", "scale"], ["scaled"]),
+        helper.make_node("Sigmoid", ["scaled"], ["y"]),
+    ]
+    tensors = [
+        numpy_helper.from_array(np.float32(0.9), "limit"),
+        numpy_helper.from_array(np.float32(100), "scale"),
+    ]
+    made = model(nodes, [value("x", [1, 512])], [value("y", [1, 1])], tensors)
+    _, expected = referred(made, tmp_path)
+    assert expected.runs[0].name != "random"
+    assert expected.runs[0].on_target
+    assert expected.runs[0].outputs[0]["y"].item() > 0.05
+    assert len(expected.runs) == len({each.name for each in expected.runs})
+
+
 def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Shape", ["x"], ["length"]),
