@@ -186,7 +186,8 @@ def _scoring_first(runs: Sequence[Run], kinds: Mapping[str, Nature]) -> list[Run
 
     first = runs[0]
     if score(first) < _NO_SCORE:
-        first = max((each for each in runs if each.usual and len(each.feeds) == 1), key=score)
+        single = (each for each in runs if each.usual and len(each.feeds) == 1)
+        first = max(single, key=score, default=first)
     return [first, *(each for each in runs if each is not first)]
 
 
