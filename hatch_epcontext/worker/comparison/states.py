@@ -29,6 +29,7 @@ _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 
 _STATES = frozenset(
     {*("state", "states", "hidden", "cell", "memory", "cache", "buffer", "h", "c", "hx", "cx")}
+    | {*("count", "counter", "mean", "step")}
 )
 """Words in the names of states."""
 

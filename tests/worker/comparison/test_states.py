@@ -63,6 +63,7 @@ def test_the_states_of_a_layer_are_found() -> None:
         ("c0", "c_out"),
         ("in_cache_2", "out_cache_2"),
         ("LstmStateIn", "LstmStateOut"),
+        ("step", "next_step"),
     ],
 )
 def test_states_of_single_operators_are_found_by_their_names(first: str, last: str) -> None:
