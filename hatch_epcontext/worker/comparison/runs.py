@@ -59,7 +59,7 @@ class Facts:
     (``guessed``), and what a TopK or an ArgMax selects (``selections``).
 
     ``long_steps``: how many steps show what becomes of states that last; 0 where they do not, as of an LSTM.
-    ``unbounded``: the synthetic floats that nothing bounds.
+    ``unbounded``: the synthetic floats that nothing bounds. ``possible_state``: see there.
 
     Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
     float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
@@ -74,6 +74,7 @@ class Facts:
     selections: Selections = Selections()
     long_steps: int = 0
     unbounded: tuple[str, ...] = ()
+    possible_state: str | None = None
     float_form_db: float | None = None
     noise: Mapping[str, float] = field(default_factory=dict)
 
