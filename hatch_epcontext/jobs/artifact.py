@@ -17,6 +17,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import REMEDIES, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.providers import Product
+from hatch_epcontext.text import count
 from hatch_epcontext.worker.facts import (
     Agreement,
     AgreementStatus,
@@ -179,6 +180,10 @@ class ValidationStatus(Enum):
         }[self]
 
 
+_ENOUGH = 4
+"""Given inputs that stand for others."""
+
+
 @dataclass(frozen=True)
 class Validation:
     """How a context was validated; ``agreements`` is empty unless outputs were compared.
@@ -208,8 +213,14 @@ class Validation:
                 return "ran, sensitive"
             if not self.compared:
                 return "ran, not compared"
-            return f"ran and agrees{' (synthetic)' if self.synthetic else ''}"
+            few = f" ({count(len(self.samples), 'input')})" if self.few else ""
+            return f"ran and agrees{' (synthetic)' if self.synthetic else few}"
         return self.status.label
+
+    @property
+    def few(self) -> bool:
+        """Whether others may differ: so few inputs were given, and only these are run and emulated."""
+        return not self.synthetic and len(self.samples) < _ENOUGH
 
     @property
     def compared(self) -> tuple[Agreement, ...]:

@@ -337,8 +337,8 @@ def _badge(kind: str, text: str) -> ET.Element:
 
 def _validation_badge(validation: Validation, text: str = "") -> ET.Element:
     rating = _RATINGS[validation.status]
-    proves = validation.compared and not validation.sensitive and not validation.synthetic
-    if validation.status is ValidationStatus.RAN and not proves:
+    doubtful = validation.sensitive or validation.synthetic or validation.few
+    if validation.status is ValidationStatus.RAN and (doubtful or not validation.compared):
         rating = "fair"
     return _badge(rating, text or validation.label)
 

@@ -100,11 +100,10 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     if emulation is not None and emulation.reason and not reasons:
         # Of a format that was not measured: it only warns.
         reasons = [emulation.reason]
+    real = "; compare with real ones (validate.inputs, or --inputs on the command line)"
     for reason in dict.fromkeys(reasons):
-        yield (
-            f"{name}: other inputs may give wrong answers: {reason}; compare with real ones "
-            "(validate.inputs, or --inputs on the command line)"
-        )
+        hint = real if validation.synthetic else ""
+        yield f"{name}: other inputs may give wrong answers: {reason}{hint}"
 
 
 def check_conclusive(job: Job, model: Model, validation: Validation) -> None:

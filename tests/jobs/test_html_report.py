@@ -93,14 +93,25 @@ def test_green_is_for_real_inputs_that_are_not_sensitive(made: Report) -> None:
     agreement = Agreement("y", 0.001, 0.9995)
     sensitive = dataclasses.replace(agreement, status=AgreementStatus.SENSITIVE)
 
-    def rated(found: Agreement, *, synthetic: bool) -> set[str]:
-        validation = Validation(ValidationStatus.RAN, (found,), synthetic=synthetic)
+    def rated(found: Agreement, *, synthetic: bool, number: int = 4) -> set[str]:
+        samples = tuple("abcd"[:number])
+        validation = Validation(ValidationStatus.RAN, (found,), None, samples, synthetic)
         models = (dataclasses.replace(job.models[0], validation=validation),)
         return badges(Report("g", (dataclasses.replace(job, models=models),)))
 
     assert rated(agreement, synthetic=False) == {"good"}
     assert rated(agreement, synthetic=True) == {"fair"}
     assert rated(sensitive, synthetic=False) == {"fair"}
+    assert rated(agreement, synthetic=False, number=3) == {"fair"}
+
+
+def test_few_given_inputs_are_counted() -> None:
+    def label(*samples: str) -> str:
+        agreements = (Agreement("y", 0.001, 0.9995),)
+        return Validation(ValidationStatus.RAN, agreements, None, samples, synthetic=False).label
+
+    assert label("given") == "ran and agrees (1 input)"
+    assert label(*"abcd") == "ran and agrees"
 
 
 def test_the_badge_says_where_and_when(made: Report) -> None:

@@ -92,6 +92,17 @@ def test_each_status_has_its_text(validation: Validation, text: str) -> None:
     assert describe_validation(validation) == text
 
 
+def test_only_synthetic_inputs_are_to_be_replaced_by_real_ones() -> None:
+    agreement = dataclasses.replace(
+        AGREEMENTS[0], status=AgreementStatus.SENSITIVE, reason="it is only 3 dB above its limit"
+    )
+    for synthetic in (True, False):
+        found = Validation(ValidationStatus.RAN, (agreement,), synthetic=synthetic)
+        (warning,) = validation_warnings("a", found)
+        assert "only 3 dB" in warning
+        assert ("validate.inputs" in warning) is synthetic
+
+
 def test_a_simulator_and_an_emulation_are_named() -> None:
     emulation = Emulation("float16", "a simulator", 72, "tone at 0.1", 23.4, 3.4, "Sqrt root is 0")
     sensitive = dataclasses.replace(

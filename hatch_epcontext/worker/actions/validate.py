@@ -108,7 +108,7 @@ def handle(request: ValidateRequest) -> ValidateReply:
         unavailable,
         load,
         checked.samples,
-        checked.warnings,
+        tuple(filter(None, (*checked.warnings, expected.facts.possible_state))),
         emulation,
         expected.facts.float_form_db,
     )

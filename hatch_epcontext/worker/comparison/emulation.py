@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.arrays import Array, is_float
+from hatch_epcontext.graph.arrays import Array, Arrays, is_float
 from hatch_epcontext.graph.emulation import applies, emulate, expose, hidden_faults, rounded
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
@@ -66,12 +68,14 @@ _MAX_VALUES = 2**28
 class Level:
     """How near the emulated ``run`` is to the source's: ``margin`` in decibels above the limits, negative
     below them, and the ``snr`` of the output that is nearest to its limit; both infinite where all are equal.
+    ``step``: that of a long run.
     """
 
     run: Run
     output: str
     margin: float
     snr: float
+    step: int = 0
 
     @property
     def spare(self) -> float:
@@ -104,7 +108,8 @@ class Emulator:
         emulate(emulated, self._types, format_, skipped)
         session = _open(emulated)
         self.levels = [self._level(session, each) for each in runs or expected.runs]
-        self._samples = len(self.levels)
+        self._long = self._long_level(session) if expected.facts.long_steps else None
+        self._samples = len(self._all)
 
     @staticmethod
     def is_possible(path: Path) -> bool:
@@ -138,12 +143,16 @@ class Emulator:
     @property
     def worst(self) -> Level:
         """That of the sample that is nearest to the limits."""
-        return min(self.levels, key=lambda each: (each.margin, not each.run.usual))
+        return min(self._all, key=lambda each: (each.margin, not each.run.usual))
 
     @property
     def margin(self) -> float:
         """The least that a sample has to spare, in decibels."""
-        return max(min(each.spare for each in self.levels), NOTHING)
+        return max(min(each.spare for each in self._all), NOTHING)
+
+    @property
+    def _all(self) -> list[Level]:
+        return self.levels if self._long is None else [*self.levels, self._long]
 
     def to_run(self) -> list[Run]:
         """The first sample, and those that the target has to run because they may differ."""
@@ -189,11 +198,11 @@ class Emulator:
         worst, margin, reason = self.worst, self.margin, None
         if margin < SENSITIVE:
             first = min(
-                self.levels,
+                self._all,
                 key=lambda each: (each.spare >= SENSITIVE, not each.run.usual, each.spare),
             )
-            reason = f"{self._describe(first)}{self._at(first.run)}"
-        elif hurt := next(self._hurt([self.levels[0].run, worst.run]), None) or self._flat():
+            reason = f"{self._describe(first)}{self._at(first)}"
+        elif hurt := next(self._hurt(), None) or self._flat():
             reason = hurt
         return Emulation(
             self._format.name,
@@ -208,13 +217,13 @@ class Emulator:
 
     def _describe(self, level: Level) -> str:
         snr = f"{level.snr:.0f} dB" if math.isfinite(level.snr) else "no number"
-        return (
-            f"{self._format.name}, emulated on the CPU, leaves {snr} of {level.output!r} for the sample "
-            f"{level.run.name!r}"
-        )
+        place = f"in step {level.step:,}" if level.step else f"for the sample {level.run.name!r}"
+        return f"{self._format.name}, emulated on the CPU, leaves {snr} of {level.output!r} {place}"
 
-    def _at(self, run: Run) -> str:
-        found = self.first_diverging(run)
+    def _at(self, level: Level) -> str:
+        if level.step:
+            return ": what it rounds off adds up in the states, unless the app begins them anew"
+        found = self.first_diverging(level.run)
         return f": {found}" if found else ""
 
     def explanation(self, run: Run, margin: float) -> str:
@@ -280,9 +289,10 @@ class Emulator:
         node, *_ = max(grown, key=lambda each: each[1] / max(each[2], 1e-9))
         return node
 
-    def _hurt(self, runs: Sequence[Run]) -> Iterator[str]:
+    def _hurt(self) -> Iterator[str]:
         """Nodes whose values are cut off, or that use a number which the format does not have."""
-        for run in runs:
+        worst = min(self.levels, key=lambda each: (each.margin, not each.run.usual))
+        for run in (self.levels[0].run, worst.run):
             if not self._lost and self.level(run).snr > 2 * _WORTH_RUNNING:
                 continue
             if not (inner := self._inner(run)):
@@ -403,30 +413,67 @@ class Emulator:
         return copy
 
     def _level(self, session: ort.InferenceSession, run: Run) -> Level:
-        states, facts = self._expected.facts.states, self._expected.facts
-        level = Level(run, "", math.inf, math.inf)
+        states = self._expected.facts.states
         steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
-        for own, (wanted, candidates) in zip(steps, run.steps, strict=True):
-            selected = select(facts.selections, own, wanted, candidates, self._tolerance.unit)
-            for name, output in own.items():
-                if name not in wanted or name in facts.random:
-                    continue
-                if _has_gaps(output, wanted[name]):
-                    return Level(run, name, -math.inf, -math.inf)
-                limits = self._tolerance.of(name)
-                found = compare(
-                    name,
-                    output,
-                    selected.wanted[name],
-                    limits,
-                    elsewhere=self._expected.elsewhere(name),
-                    nature=facts.natures.get(name, "any"),
-                    quantization_step=facts.quantization_steps.get(name, 0.0),
-                    rows=selected.rows.get(name),
-                    is_state=name in states.values(),
-                )
-                if found.margin < level.margin:
-                    level = Level(run, name, found.margin, found.snr)
+        levels = (
+            self._compared(run, own, wanted, candidates)
+            for own, (wanted, candidates) in zip(steps, run.steps, strict=True)
+        )
+        return min(levels, key=lambda each: each.margin)
+
+    def _long_level(self, session: ort.InferenceSession) -> Level | None:
+        """That of a long run, in the first of some steps that is beyond the limits, or in the worst.
+
+        It goes round all sequences that an app can have, and keeps nothing of them: the prepared model, run
+        beside it, says what is right.
+        """
+        facts, found = self._expected.facts, []
+        sequences = [each for each in self._expected.runs if each.usual and len(each.feeds) > 1]
+        steps = [step for each in sequences for step in each.feeds]
+        exact, emulated = (
+            run_steps(each, self._shifted(steps), facts.states, self._model, "the emulated model")
+            for each in (open_session(self._path, cpu_options()), session)
+        )
+        # Some models take no more steps, such as those that count the places of a table.
+        with contextlib.suppress(Exception):
+            for number, (wanted, own) in enumerate(zip(exact, emulated, strict=True), 1):
+                if number & (number - 1) == 0 or number == facts.long_steps:
+                    run = Run(f"step {number:,}", (), (), "long", usual=True, on_target=False)
+                    found.append(replace(self._compared(run, own, wanted, {}), step=number))
+                    if found[-1].margin < 0:
+                        return found[-1]
+        return min(found, key=lambda each: each.margin, default=None)
+
+    def _shifted(self, steps: Sequence[Arrays]) -> Iterator[Arrays]:
+        """``steps`` again and again, with a mean: what has none is forgotten before errors add up."""
+        facts = self._expected.facts
+        for each in itertools.islice(itertools.cycle(steps), facts.long_steps):
+            more = {n: each[n] + each[n].dtype.type(1) for n in facts.unbounded if n in each}
+            yield {**each, **more}
+
+    def _compared(self, run: Run, own: Arrays, wanted: Arrays, candidates: Arrays) -> Level:
+        """How near the outputs of one step of ``run`` are to those that are ``wanted``."""
+        level, facts = Level(run, "", math.inf, math.inf), self._expected.facts
+        selected = select(facts.selections, own, wanted, candidates, self._tolerance.unit)
+        for name, output in own.items():
+            if name not in wanted or name in facts.random:
+                continue
+            if _has_gaps(output, wanted[name]):
+                return Level(run, name, -math.inf, -math.inf)
+            limits = self._tolerance.of(name)
+            found = compare(
+                name,
+                output,
+                selected.wanted[name],
+                limits,
+                elsewhere=self._expected.elsewhere(name),
+                nature=facts.natures.get(name, "any"),
+                quantization_step=facts.quantization_steps.get(name, 0.0),
+                rows=selected.rows.get(name),
+                is_state=name in facts.states.values(),
+            )
+            if found.margin < level.margin:
+                level = Level(run, name, found.margin, found.snr)
         return level
 
 

@@ -38,11 +38,11 @@ from hatch_epcontext.worker.comparison.runs import (
     with_telling,
 )
 from hatch_epcontext.worker.comparison.selections import selections
-from hatch_epcontext.worker.comparison.states import state_pairs
+from hatch_epcontext.worker.comparison.states import possible_state, state_pairs
 from hatch_epcontext.worker.configured import ranges_for
 from hatch_epcontext.worker.dummy.attempts import run_samples
 from hatch_epcontext.worker.dummy.inputs import constant
-from hatch_epcontext.worker.dummy.samples import Sample
+from hatch_epcontext.worker.dummy.samples import Sample, number_of_long_steps
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 
@@ -80,12 +80,13 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
         outputs = [value.name for value in source.graph.output]
         cpu = _Source(session, frozen, model, opened, outputs, inner)
+        cost = multiply_adds(graph.inferred(fixed))
         tried, ranges = run_samples(
             lambda each: cpu.run(each, states),
             inputs,
             model,
             ranges_for(fixed, model),
-            multiply_adds(graph.inferred(fixed)),
+            cost,
             states,
         )
         random: tuple[str, ...] = ()
@@ -99,6 +100,8 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
             if model.validate.inputs in SYNTHETIC
             else _choose_given(runs)
         )
+        longest = max(runs, key=lambda each: len(each.feeds))
+        left = cpu.left_of(states, longest) if len(longest.feeds) > 1 and not inner else 0.0
     except ModelError:
         raise
     except Exception as error:
@@ -118,6 +121,15 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
             and "float" not in each.dtype
         ),
         chosen,
+        number_of_long_steps(left, len(longest.feeds), cost, len(list(graph.nodes(fixed.graph)))),
+        tuple(
+            each.name
+            for each in inputs
+            if "float" in each.dtype and each.name in ranges and ranges[each.name].is_open
+        )
+        if model.validate.inputs in SYNTHETIC
+        else (),
+        None if states or model.validate.inputs not in SYNTHETIC else possible_state(fixed),
     )
     return Reference(tuple(runs), facts)
 
@@ -162,6 +174,27 @@ class _Source:
             on_target=False,
             candidates=tuple(_some(each, self.inner) for each in steps) if self.inner else (),
         )
+
+    def left_of(self, states: Mapping[str, str], run: Run) -> float:
+        """Which part of a difference in the first values of ``states`` is left after the steps of ``run``.
+
+        A mean keeps it, and a counter; the gates of LSTMs make other differences of it.
+        """
+        first, *others = run.feeds
+        rng, left = np.random.default_rng(0), 0.0
+        # The graph may forbid such values.
+        with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
+            more = {name: rng.integers(1, 3, first[name].shape) for name in states}
+            changed = {
+                n: np.add(first[n], array).astype(first[n].dtype) for n, array in more.items()
+            }
+            again = self.run(Sample("", ({**first, **changed}, *others)), states)
+            for name, last in states.items():
+                behind = np.subtract(
+                    again.outputs[-1][last], run.outputs[-1][last], dtype=np.float64
+                )
+                left = max(left, float((behind * more[name]).sum() / (more[name] ** 2).sum()))
+        return left
 
 
 def _some(outputs: Arrays, names: frozenset[str]) -> Arrays:

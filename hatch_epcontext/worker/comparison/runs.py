@@ -58,6 +58,9 @@ class Facts:
     reference proves nothing with the reason (``inconclusive``), the integer inputs that nothing bounds
     (``guessed``), and what a TopK or an ArgMax selects (``selections``).
 
+    ``long_steps``: how many steps show what becomes of states that last; 0 where they do not, as of an LSTM.
+    ``unbounded``: the synthetic floats that nothing bounds. ``possible_state``: see there.
+
     Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
     float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
     """
@@ -69,6 +72,9 @@ class Facts:
     inconclusive: Mapping[str, str] = field(default_factory=dict)
     guessed: tuple[str, ...] = ()
     selections: Selections = Selections()
+    long_steps: int = 0
+    unbounded: tuple[str, ...] = ()
+    possible_state: str | None = None
     float_form_db: float | None = None
     noise: Mapping[str, float] = field(default_factory=dict)
 
@@ -146,7 +152,7 @@ def finite(array: Array) -> Array:
 
 def run_steps(
     session: ort.InferenceSession,
-    feeds: Sequence[Arrays],
+    feeds: Iterable[Arrays],
     states: Mapping[str, str],
     model: Model,
     what: str,

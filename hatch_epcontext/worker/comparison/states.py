@@ -12,7 +12,7 @@ import onnx
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.text import suggestion
+from hatch_epcontext.text import suggestion, to_toml
 
 _SAME_VALUES = graph.RESHAPING | {
     *("Cast", "Concat", "Expand", "Gather", "Slice", "Split", "Transpose")
@@ -29,6 +29,7 @@ _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 
 _STATES = frozenset(
     {*("state", "states", "hidden", "cell", "memory", "cache", "buffer", "h", "c", "hx", "cx")}
+    | {*("count", "counter", "mean", "step")}
 )
 """Words in the names of states."""
 
@@ -71,6 +72,26 @@ def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> d
             found.setdefault(first, last)
     # Two inputs with one output are not what an app feeds back.
     return found if len(set(found.values())) == len(found) else {}
+
+
+def possible_state(model: onnx.ModelProto) -> str | None:
+    """A question about an input and an output of ``model``, which has no states: whether they are one.
+
+    They are the only floats of the same size, and not all that goes in or comes out, as a picture is.
+    """
+    inputs, outputs = list(graph.inputs(model.graph)), list(model.graph.output)
+    pairs = [
+        (first.name, last.name)
+        for first, last in itertools.product(map(graph.facts, inputs), map(graph.facts, outputs))
+        if first.shape and "float" in first.dtype and _fit(first, last)
+    ]
+    if len(pairs) != 1 or min(len(inputs), len(outputs)) < 2:
+        return None
+    first, last = pairs[0]
+    return (
+        f"if the app feeds the output {last!r} to the input {first!r} of the next step, set validate.states "
+        f"= {to_toml({first: last})}; without it, single steps are compared"
+    )
 
 
 def _check(

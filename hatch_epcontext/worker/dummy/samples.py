@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,15 @@ STEPS = 8
 
 _MANY_STEPS = 16
 """The same for one of several natures, whose states last: what an EP adds to them in each step adds up."""
+
+_LONG = 4096
+"""Steps in which a number format loses what it loses of a state that lasts: float16 counts to 2048."""
+
+_LASTS = 0.5
+"""The part of a difference between states that is left after 16 steps if they last: LSTMs leave less."""
+
+_NODE = 40_000
+"""Multiplications with additions for which a node stands that is run alone, with what rounds its result."""
 
 _MAX_BYTES = 2**25
 """Bytes of one sample beyond which there is only the first: all are in memory at once."""
@@ -67,6 +77,17 @@ def number_of_samples(multiply_adds: int) -> int:
 def number_of_steps(multiply_adds: int) -> int:
     """How many steps the longest sample has of a recurrent model that takes so many for one."""
     return int(min(_MANY_STEPS, max(STEPS, _BUDGET / _FEW / max(multiply_adds, 1))))
+
+
+def number_of_long_steps(left: float, steps: int, multiply_adds: int, nodes: int) -> int:
+    """How many steps show what becomes of states of which the part ``left`` is there after so many ``steps``:
+    four times as many as they last; 0 if they do not last, or a model with so many ``nodes`` takes too much.
+    """
+    if not left > _LASTS:
+        return 0
+    lasting = 4 * steps / -math.log(left) if left < 1 else math.inf
+    number = int(min(_LONG, lasting, _BUDGET / (multiply_adds + nodes * _NODE)))
+    return number if number > _MANY_STEPS else 0
 
 
 def samples(

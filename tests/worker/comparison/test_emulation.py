@@ -20,6 +20,7 @@ from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
 from tests.worker.actions.test_compile import MODEL
+from tests.worker.comparison.test_states import lstm
 
 QNN = Tolerance(20, 0.99, unit=0.1)
 POWER = Fault("Pow", "is -4 for -0.0", low=-3e-8, high=3e-8, gives=-4.0, exponent=2.0)
@@ -167,6 +168,85 @@ def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
     reason = emulator(made, tmp_path, validate=table).result().reason
     assert reason is not None
     assert "float16 ends at 65,504" in reason
+
+
+def mean(kept: float, shape: tuple[int, int] = (1, 16)) -> onnx.ModelProto:
+    """What an input differs from its running mean."""
+    return model(
+        [
+            helper.make_node("Mul", ["mean", "kept"], ["before"]),
+            helper.make_node("Mul", ["x", "rest"], ["new"]),
+            helper.make_node("Add", ["before", "new"], ["mean_out"]),
+            helper.make_node("Sub", ["x", "mean_out"], ["y"]),
+        ],
+        [value("x", shape), value("mean", shape)],
+        [value("y", shape), value("mean_out", shape)],
+        [
+            numpy_helper.from_array(np.float32(kept), "kept"),
+            numpy_helper.from_array(np.float32(1 - kept), "rest"),
+        ],
+    )
+
+
+def test_a_mean_of_many_steps_is_emulated_until_it_is_wrong(tmp_path: Path) -> None:
+    found = emulator(mean(0.999), tmp_path)
+    assert min(each.margin for each in found.levels) > 25
+    result = found.result()
+    assert result.worst == "step 1,024"
+    assert result.reason is not None
+    assert "in step 1,024" in result.reason
+    assert result.snr is not None
+    assert result.snr < 20
+    # A simulator takes too long for that.
+    assert max(len(each.feeds) for each in found.to_run()) == 16
+
+
+def test_given_inputs_of_a_long_mean_are_emulated_again_and_again(tmp_path: Path) -> None:
+    arrays = {"x": np.full((1, 16), 3.3, np.float32), "mean": np.zeros((1, 16), np.float32)}
+    np.savez(tmp_path / "given.npz", **arrays)  # type: ignore[arg-type]
+    table = ValidateTable(inputs=str(tmp_path / "given.npz"))
+    result = emulator(mean(0.999), tmp_path, validate=table).result()
+    assert result.reason is not None
+    assert "in step " in result.reason
+
+
+def test_a_counter_is_emulated_until_float16_has_no_next_number(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Add", ["step", "one"], ["next_step"]),
+            helper.make_node("Add", ["next_step", "x"], ["y"]),
+        ],
+        [value("x", [1, 8]), value("step", [1, 1])],
+        [value("y", [1, 8]), value("next_step", [1, 1])],
+        [numpy_helper.from_array(np.float32(1), "one")],
+    )
+    result = emulator(made, tmp_path).result()
+    assert result.worst == "step 4,096"
+    assert result.snr == pytest.approx(6, abs=0.1)
+
+
+def test_what_counts_the_places_of_a_table_runs_until_it_ends(tmp_path: Path) -> None:
+    made = model(
+        [
+            helper.make_node("Add", ["step", "one"], ["next_step"]),
+            helper.make_node("Gather", ["table", "step"], ["row"]),
+            helper.make_node("Add", ["row", "x"], ["y"]),
+        ],
+        [value("x", [1, 8]), value("step", [1], TensorProto.INT64)],
+        [value("y", [1, 8]), value("next_step", [1], TensorProto.INT64)],
+        [numpy_helper.from_array(np.array([1], np.int64), "one"), weights("table", 100, 8)],
+    )
+    found = emulator(made, tmp_path)
+    assert found.result().samples == len(found.levels) + 1
+    assert found.result().reason is None
+
+
+def test_states_that_are_forgotten_are_run_no_longer(tmp_path: Path) -> None:
+    for made in (mean(0.9), lstm()):
+        path = save(made, tmp_path / "forgets.onnx")
+        facts = reference(Model("a", path, MODEL), made).facts
+        assert facts.states
+        assert facts.long_steps == 0
 
 
 def test_a_disagreement_names_the_first_diverging_node(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.worker.comparison.states import first_states, state_pairs
+from hatch_epcontext.worker.comparison.states import first_states, possible_state, state_pairs
 from tests.models import model, value, weights
 
 KEY = Key(("states",))
@@ -63,6 +63,7 @@ def test_the_states_of_a_layer_are_found() -> None:
         ("c0", "c_out"),
         ("in_cache_2", "out_cache_2"),
         ("LstmStateIn", "LstmStateOut"),
+        ("step", "next_step"),
     ],
 )
 def test_states_of_single_operators_are_found_by_their_names(first: str, last: str) -> None:
@@ -114,6 +115,26 @@ def test_only_layers_have_states_unless_they_are_given() -> None:
     )
     assert state_pairs(made, {}, KEY) == {}
     assert state_pairs(made, {"state": "next"}, KEY) == {"state": "next"}
+
+
+def test_what_may_be_a_state_under_another_name_is_asked_for() -> None:
+    def asked(*inputs: int, outputs: tuple[int, ...]) -> str | None:
+        return possible_state(
+            model(
+                [helper.make_node("Relu", [f"i{n}"], [f"o{n}"]) for n in range(len(outputs))],
+                [value(f"i{number}", [1, size]) for number, size in enumerate(inputs)],
+                [value(f"o{number}", [1, size]) for number, size in enumerate(outputs)],
+            )
+        )
+
+    found = asked(16, 32, outputs=(1, 32))
+    assert found is not None
+    assert 'validate.states = { i1 = "o1" }' in found
+    # A picture that goes in and comes out, two of a size, and two pairs.
+    assert asked(16, outputs=(16,)) is None
+    assert asked(16, 32, outputs=(16,)) is None
+    assert asked(32, 32, outputs=(1, 32)) is None
+    assert asked(16, 32, outputs=(16, 32)) is None
 
 
 @pytest.mark.parametrize(

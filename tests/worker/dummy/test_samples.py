@@ -14,6 +14,7 @@ from hatch_epcontext.worker.dummy.samples import (
     MAX_GIVEN,
     Sample,
     given_sequences,
+    number_of_long_steps,
     number_of_samples,
     number_of_steps,
     samples,
@@ -113,6 +114,24 @@ def test_costly_models_get_fewer_steps(cost: int, steps: int) -> None:
 @pytest.mark.parametrize(("cost", "number"), [(1, 80), (10**8, 40), (10**12, 8)])
 def test_costly_models_get_fewer_samples(cost: int, number: int) -> None:
     assert number_of_samples(cost) == number
+
+
+@pytest.mark.parametrize(
+    ("left", "cost", "nodes", "steps"),
+    [
+        (0.4, 1, 1, 0),
+        (float("nan"), 1, 1, 0),
+        (0.99**16, 1, 1, 398),
+        (0.999**16, 1, 1, 3997),
+        (1.0, 1, 1, 4096),
+        (1.0, 10**6, 50, 1333),
+        (1.0, 10**9, 50, 0),
+    ],
+)
+def test_states_that_last_get_four_times_the_steps_that_they_do(
+    left: float, cost: int, nodes: int, steps: int
+) -> None:
+    assert number_of_long_steps(left, 16, cost, nodes) == pytest.approx(steps, abs=1)
 
 
 def test_equal_samples_are_left_out() -> None:
