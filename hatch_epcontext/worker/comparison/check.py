@@ -221,9 +221,11 @@ def _differs(
     what: str,
 ) -> Problem:
     agreement = compared.agreement
+    # Of what was chosen, only its score differs.
+    largest = f"; the largest difference is {agreement.max_abs:.3g}" if agreement.max_abs else ""
     message = (
         f"the output {agreement.output!r} differs from {reference_name}{place}: "
-        f"{' and '.join(compared.excesses)}; the largest difference is {agreement.max_abs:.3g}."
+        f"{' and '.join(compared.excesses)}{largest}."
     )
     key = model.key / "validate"
     are_given = model.validate.inputs not in SYNTHETIC

@@ -111,11 +111,11 @@ def head(form: Form) -> onnx.ModelProto:
 class Head:
     """A head on the CPU, whose outputs are changed as tables of 50 x (box, score, class)."""
 
-    def __init__(self, folder: Path, form: Form) -> None:
+    def __init__(self, folder: Path, form: Form, logits: Array = LOGITS) -> None:
         self.form = form
         path = folder / "head.onnx"
         onnx.save(head(form), path)
-        np.savez(folder / "inputs.npz", boxes=BOXES, logits=LOGITS)
+        np.savez(folder / "inputs.npz", boxes=BOXES, logits=logits)
         inputs = ValidateTable(inputs=str(folder / "inputs.npz"))
         self.model = Model("head", path, Key(("models", 0)), validate=inputs)
         self.expected: Reference = reference(self.model, onnx.load(path))
@@ -237,6 +237,20 @@ def test_wrong_rows_fail(detector: Head, fault: Callable[[Numbers], None]) -> No
     assert not detector.agrees(table)
 
 
+def test_a_row_may_have_a_class_with_nearly_its_score(tmp_path: Path) -> None:
+    logits, best = LOGITS.copy(), LOGITS.argmax(axis=2)[..., None]
+    second = (best + 1) % CLASSES
+    np.put_along_axis(logits, second, np.take_along_axis(logits, best, 2) - 1e-4, 2)
+    detector = Head(tmp_path, "one class", logits)
+    table = detector.table
+    table[:, 5] = (table[:, 5] + 1) % CLASSES
+    assert detector.agrees(table)
+    for fault in (wrong_box, box_of_another_row, wrong_class, no_class, wrong_score, wrong_order):
+        wrong = table.copy()
+        fault(wrong)
+        assert not detector.agrees(wrong)
+
+
 def test_small_errors_fail_with_strict_limits(detector: Head) -> None:
     table = detector.table
     table[:, :4] *= 1.01
@@ -356,6 +370,40 @@ def test_the_numbers_of_the_largest_are_a_choice(operator: str) -> None:
     assert found.values == {"scores"}
 
 
+@pytest.mark.parametrize(
+    ("operators", "scale", "offset"),
+    [
+        (("Add",), 1.0, 1.0),
+        (("Mul", "Add"), 2.0, 1.0),
+        (("Add", "Mul"), 2.0, 2.0),
+        (("Sub", "Mul"), 2.0, -2.0),
+        (("Sub from",), -1.0, 1.0),
+    ],
+)
+def test_a_choice_is_followed_through_constants(
+    operators: tuple[str, ...], scale: float, offset: float
+) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["scores"]),
+        helper.make_node("ArgMax", ["scores"], ["v0"], axis=1, keepdims=0),
+    ]
+    for index, operator in enumerate(operators):
+        names = [f"v{index}", "two" if operator == "Mul" else "one"]
+        names = names[::-1] if operator == "Sub from" else names
+        nodes.append(helper.make_node(operator.split()[0], names, [f"v{index + 1}"]))
+    output = value(f"v{len(operators)}", [1, 64], TensorProto.INT64)
+    stored = [integers("one", 1), integers("two", 2)]
+    found = selections(model(nodes, [value("x", [1, 5, 64])], [output], stored))
+    assert found.choices == (Choice(output.name, "scores", 1, False, scale, offset),)
+    scores, best = classes((1, 5, 64))
+    wanted: Array = found.choices[0].values(best).astype(np.int64)
+    for wrong, agreeing in ((wanted, True), (wanted + int(scale), False), (wanted - 9, False)):
+        chosen = select(found, {output.name: wrong}, {output.name: wanted}, {"scores": scores}, 0.1)
+        rows = chosen.rows[output.name]
+        made = compare(output.name, wrong, chosen.wanted[output.name], HALF, rows=rows)
+        assert (not made.excesses) is agreeing
+
+
 def classes(shape: tuple[int, ...] = (1, 5, 16, 16)) -> tuple[Numbers, Array]:
     """Scores of five classes, and the best ones."""
     scores: Numbers = np.random.default_rng(5).standard_normal(shape)
@@ -386,6 +434,13 @@ def test_one_of_a_hundred_places_may_have_another_class(wrong: int, agreeing: bo
     numbers = wanted.copy()
     numbers[0, 3, :wrong] = scores.argmin(axis=1)[0, 3, :wrong]
     assert agrees(scores, numbers, wanted) is agreeing
+
+
+def test_masked_classes_excuse_no_wrong_one() -> None:
+    scores, wanted = classes((1, 5))
+    scores[0, np.argsort(scores[0])[:2]] = -np.inf
+    assert agrees(scores, wanted, wanted)
+    assert not agrees(scores, np.argsort(scores, axis=1)[:, 2], wanted)
 
 
 @pytest.mark.parametrize("number", [-1, 5])
