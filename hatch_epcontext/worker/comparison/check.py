@@ -178,7 +178,7 @@ def check_outputs(
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
-    refuse_not_finite(outputs, wanted)
+    refuse_not_finite(outputs, {**candidates, **wanted})
     agreements = [
         Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it depends on chance")
         for name in facts.random
@@ -186,7 +186,7 @@ def check_outputs(
     problems = []
     selected = select(facts.selections, outputs, wanted, candidates, tolerance.unit)
     for name, output in outputs.items():
-        if name not in wanted:
+        if name not in selected.wanted:
             continue
         compared = compare(
             name,

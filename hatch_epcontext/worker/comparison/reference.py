@@ -96,8 +96,8 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
         raise ModelError(source_failed(model, fixed, error)) from error
     facts = Facts(
         states,
-        natures(fixed.graph),
-        quantization_steps(fixed.graph),
+        natures(fixed.graph, chosen.reads),
+        quantization_steps(fixed.graph, chosen.reads),
         random,
         dict(_inconclusive(runs, depend_on_inputs(fixed.graph), random)),
         tuple(

@@ -56,7 +56,7 @@ class Facts:
     """What is known of the source model: its ``states``, the ``natures`` of its outputs, the steps of those
     that are quantized (``quantization_steps``), those that depend on chance (``random``), those whose
     reference proves nothing with the reason (``inconclusive``), the integer inputs that nothing bounds
-    (``guessed``), and what a TopK or an ArgMax selects (``selections``).
+    (``guessed``), and what a TopK, an ArgMax or a NonMaxSuppression selects (``selections``).
 
     Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
     float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
@@ -98,8 +98,10 @@ class Reference:
 
 
 def values_of(output: str, runs: Iterable[Run]) -> list[Array]:
-    """The values of ``output`` in all steps of ``runs``."""
-    return [outputs[output] for each in runs for outputs in each.outputs if output in outputs]
+    """The values of ``output``, or of a candidate, in all steps of ``runs``."""
+    steps = (step for each in runs for step in each.steps)
+    found = (outputs.get(output, candidates.get(output)) for outputs, candidates in steps)
+    return [array for array in found if array is not None]
 
 
 def with_telling(chosen: Sequence[Run], runs: Sequence[Run]) -> list[Run]:

@@ -19,6 +19,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import LARGEST, MANY, Numbers
+from hatch_epcontext.worker.comparison.suppression import Rest, rest_of
 
 _PASSING = graph.RESHAPING | {"Cast"}
 """Operators that pass on values in the same order."""
@@ -100,17 +101,23 @@ class Selection:
 
 @dataclass(frozen=True)
 class Selections:
-    """The rows and the numbers that a model selects."""
+    """The rows and the numbers that a model selects, and what is behind a NonMaxSuppression."""
 
     rows: tuple[Selection, ...] = ()
     choices: tuple[Choice, ...] = ()
+    rest: Rest | None = None
 
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model that are compared with."""
         return frozenset(each.candidates for each in self.choices).union(
-            *(each.values for each in self.rows)
+            *(each.values for each in self.rows), self.rest.values if self.rest else ()
         )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values inside the model that are compared as outputs are."""
+        return self.rest.reads if self.rest else ()
 
 
 @dataclass
@@ -125,10 +132,12 @@ class Selected:
 
 def selections(model: onnx.ModelProto) -> Selections:
     """The selections of ``model``, without rows that it selects in other ways than detectors do."""
-    if not any(node.op_type in ("TopK", *_CHOOSING) for node in model.graph.node):
+    operators = {node.op_type for node in model.graph.node}
+    if operators.isdisjoint(("TopK", "NonMaxSuppression", *_CHOOSING)):
         return Selections()
-    finder = _Finder(model)
-    return Selections(tuple(finder.rows()), tuple(finder.choices()))
+    rest = rest_of(model) if "NonMaxSuppression" in operators else None
+    finder = _Finder(model, rest)
+    return Selections(tuple(finder.rows()), tuple(finder.choices()), rest)
 
 
 @dataclass(frozen=True)
@@ -140,9 +149,10 @@ class _Gathered:
 
 
 class _Finder:
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, rest: Rest | None) -> None:
         self._scope = Scope.of(model)
-        self._outputs = [value.name for value in model.graph.output]
+        outputs = [value.name for value in model.graph.output]
+        self._outputs = list(dict.fromkeys((*outputs, *(rest.reads if rest else ()))))
         self._nodes = [node for node in model.graph.node if node.op_type == "TopK"]
         self._indices = {node.output[1] for node in self._nodes if len(node.output) > 1}
 
@@ -282,6 +292,13 @@ def select(
     ``unit``: that of the limits. The rows of what cannot be compared so stay where they are.
     """
     result = Selected(dict(wanted))
+    if found.rest is not None and (made := found.rest.outputs_of(outputs, candidates)):
+        result.wanted |= {name: candidates[name] for name in found.reads if name not in wanted}
+        result.wanted |= made
+        for name in made.keys() & outputs.keys():
+            if (ratios := _ratios(outputs[name], made[name])) is not None:
+                result.rows[name] = ratios
+        wanted = {name: array for name, array in result.wanted.items() if name not in made}
     for choice in found.choices:
         if choice.output in wanted and choice.output in outputs and choice.candidates in candidates:
             _choose(choice, outputs[choice.output], result, candidates[choice.candidates], unit)
@@ -295,6 +312,22 @@ def select(
             result.wanted |= {name: wanted[name].copy() for name in names}
             _select(each, outputs, result, candidates, unit)
     return result
+
+
+def _ratios(own: Array, wanted: Array) -> Numbers | None:
+    """How near each row of ``own`` is to ``wanted``, in decibels, batch x rows: integers are equal or not."""
+    if own.shape != wanted.shape or not own.size or own.dtype.kind not in "fiu":
+        return None
+    shape = (-1, *own.shape[-2:]) if own.ndim > 1 else (1, own.size, 1)
+    its, ref = (_finite(each).reshape(shape) for each in (own, wanted))
+    if own.dtype.kind != "f":
+        return _decibels((its != ref).any(axis=2) / _TINY)
+    signal = np.maximum((ref**2).mean(axis=(0, 1)), max((LARGEST * np.abs(ref).max()) ** 2, _TINY))
+    return _decibels(((its - ref) ** 2 / signal).max(axis=2))
+
+
+def _finite(array: Array) -> Numbers:
+    return np.nan_to_num(np.asarray(array, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _choose(choice: Choice, own: Array, result: Selected, candidates: Array, unit: float) -> None:
