@@ -67,7 +67,7 @@ from hatch_epcontext.jobs.validation import (
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.facts import Context
 
-_DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.NOT_FINITE})
+_DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.OUTPUT_SHAPE, Kind.NOT_FINITE})
 """The problems of outputs that differ from the CPU's: in another form of the model they may not. All others
 end the job.
 """

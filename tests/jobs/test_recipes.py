@@ -135,7 +135,8 @@ class Compiler:
         name = (artifact.folder / "a_ctx.onnx").read_text(encoding="utf-8")
         self.validated.append(name)
         if name in self.wrong:
-            raise BuildError(Problem(Kind.OUTPUT_DIFFERS, job.location, f"{name} is wrong."))
+            kind = Kind.OUTPUT_SHAPE if name == "plain" else Kind.OUTPUT_DIFFERS
+            raise BuildError(Problem(kind, job.location, f"{name} is wrong."))
         if name in self.sensitive:
             found = Agreement(
                 "y", 0.1, 1.0, status=AgreementStatus.SENSITIVE, margin=self.sensitive[name]

@@ -78,6 +78,7 @@ class _Flow(Scope):
         """Yield connected covered parts that no path leaves and enters again.
 
         Nodes are in one part if equally many uncovered nodes are on the longest path to them, or from them.
+        What one node reads is connected too: an app that computes it needs all of that.
         """
         for depths in (
             self._depths(self._before, self.numbers),
@@ -116,7 +117,9 @@ class _Flow(Scope):
             while found:
                 index = found.pop()
                 part.add(index)
-                near = {*self._before(index), *self._after(index)} & waiting
+                after = [*self._after(index)]
+                beside = (each for reader in after for each in self._before(reader))
+                near = {*self._before(index), *after, *beside} & waiting
                 waiting -= near
                 found += near
             yield part

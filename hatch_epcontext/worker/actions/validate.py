@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Setting
@@ -26,6 +27,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     run_model,
 )
+from hatch_epcontext.worker.comparison.suppression import Rest, expose_reads
 from hatch_epcontext.worker.configured import feeds_for, fix_inputs
 from hatch_epcontext.worker.dummy.inputs import constant, dummy_inputs, expected_outputs
 from hatch_epcontext.worker.facts import SENSITIVE, Agreement, AgreementStatus, Emulation
@@ -58,8 +60,9 @@ def handle(request: ValidateRequest) -> ValidateReply:
     ]
     unavailable = _unavailable(request)
     make_options = cpu_options if unavailable else partial(_options, request)
-    # Opened and not run: the session from disk runs the same, and simulators are slow.
-    from_memory = _open_from_memory(request, make_options())
+    # Only one of the two is run: they run the same, and simulators are slow.
+    rest = expected.facts.selections.rest if isinstance(expected, Reference) else None
+    from_memory = _open_from_memory(request, make_options(), rest)
     session_options = make_options()
     start = time.perf_counter()
     session = open_session(_file(request), session_options)
@@ -72,6 +75,9 @@ def handle(request: ValidateRequest) -> ValidateReply:
         refuse_not_finite(outputs, {})
         return ValidateReply((), unavailable, load)
     assert request.tolerance is not None, "there is a reference to compare with"
+    if rest is not None:
+        # That which also returns what is compared before anything is selected.
+        session = from_memory
     _check_outputs(request, expected)
     settings, provider = request.target.settings, request.target.provider
     tolerance = within_noise(request.tolerance, expected.facts, provider.tolerance)
@@ -250,11 +256,16 @@ def _file(request: ValidateRequest) -> Path:
 
 
 def _open_from_memory(
-    request: ValidateRequest, session_options: ort.SessionOptions
+    request: ValidateRequest, session_options: ort.SessionOptions, rest: Rest | None
 ) -> ort.InferenceSession:
+    """A session of the bytes of the file, which also returns what ``rest`` reads."""
     path = _file(request)
     set_model_path(path, session_options)
-    return open_session(path.read_bytes(), session_options)
+    if rest is None:
+        return open_session(path.read_bytes(), session_options)
+    exposed = onnx.load(path, load_external_data=False)
+    expose_reads(exposed, rest)
+    return open_session(exposed.SerializeToString(), session_options)
 
 
 def _check_assignment(

@@ -191,7 +191,7 @@ def check_outputs(
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}
-    refuse_not_finite(outputs, wanted)
+    refuse_not_finite(outputs, {**candidates, **wanted})
     agreements = [
         Agreement(name, 0.0, None, status=AgreementStatus.RANDOM, reason="it depends on chance")
         for name in facts.random
@@ -199,7 +199,7 @@ def check_outputs(
     problems = []
     selected = select(facts.selections, outputs, wanted, candidates, tolerance.unit)
     for name, output in outputs.items():
-        if name not in wanted:
+        if name not in selected.wanted:
             continue
         compared = compare(
             name,
@@ -234,9 +234,11 @@ def _differs(
     what: str,
 ) -> Problem:
     agreement = compared.agreement
+    # Of what was chosen, only its score differs.
+    largest = f"; the largest difference is {agreement.max_abs:.3g}" if agreement.max_abs else ""
     message = (
         f"the output {agreement.output!r} differs from {reference_name}{place}: "
-        f"{' and '.join(compared.excesses)}; the largest difference is {agreement.max_abs:.3g}."
+        f"{' and '.join(compared.excesses)}{largest}."
     )
     key = model.key / "validate"
     are_given = model.validate.inputs not in SYNTHETIC

@@ -33,6 +33,7 @@ from hatch_epcontext.worker.comparison.diverging import (
 from hatch_epcontext.worker.comparison.measures import compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
+from hatch_epcontext.worker.comparison.suppression import expose_reads
 from hatch_epcontext.worker.facts import GAIN, NOTHING, SENSITIVE, Emulation
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
@@ -106,6 +107,8 @@ class Emulator:
         self._types = value_types(self._prepared, path)
         emulated = self._copy()
         emulate(emulated, self._types, format_, skipped)
+        if (rest := expected.facts.selections.rest) is not None:
+            expose_reads(emulated, rest)
         session = _open(emulated)
         self.levels = [self._level(session, each) for each in runs or expected.runs]
         self._long = self._long_level(session) if expected.facts.long_steps else None
@@ -272,7 +275,7 @@ class Emulator:
         """The node that is to blame for the error of ``run``."""
         if not (inner := self._inner(run)):
             return None
-        final = max((inner.errors.get(name, 0.0) for name in run.outputs[0]), default=0.0)
+        final = self._final(run, inner)
         wrong = min(WRONG, final / 2)
         grown = [
             (each, inner.behind(each), inner.before(each))
@@ -288,6 +291,11 @@ class Emulator:
             return None
         node, *_ = max(grown, key=lambda each: each[1] / max(each[2], 1e-9))
         return node
+
+    def _final(self, run: Run, inner: Inner) -> float:
+        """The largest error of what is compared."""
+        names = (*run.outputs[0], *self._expected.facts.selections.reads)
+        return max((inner.errors.get(name, 0.0) for name in names), default=0.0)
 
     def _hurt(self) -> Iterator[str]:
         """Nodes whose values are cut off, or that use a number which the format does not have."""
@@ -402,7 +410,7 @@ class Emulator:
         )
         for one, other in zip(exact, emulated, strict=True):
             inner = Inner(one, other)
-            if max(inner.errors.get(name, 0.0) for name in run.outputs[0]) > WRONG:
+            if self._final(run, inner) > WRONG:
                 # What is wrong in later steps comes from here.
                 break
         return inner
@@ -456,9 +464,9 @@ class Emulator:
         level, facts = Level(run, "", math.inf, math.inf), self._expected.facts
         selected = select(facts.selections, own, wanted, candidates, self._tolerance.unit)
         for name, output in own.items():
-            if name not in wanted or name in facts.random:
+            if name not in selected.wanted or name in facts.random:
                 continue
-            if _has_gaps(output, wanted[name]):
+            if _has_gaps(output, selected.wanted[name]):
                 return Level(run, name, -math.inf, -math.inf)
             limits = self._tolerance.of(name)
             found = compare(
@@ -491,7 +499,9 @@ def _number(value: float) -> str:
 
 
 def _has_gaps(output: Array, wanted: Array) -> bool:
-    """Whether ``output`` has NaN or Inf where ``wanted`` has none."""
-    if output.dtype.kind != "f" or output.shape != wanted.shape:
+    """Whether ``output`` has NaN or Inf where ``wanted`` has none, or another shape."""
+    if output.shape != wanted.shape:
+        return True
+    if output.dtype.kind != "f":
         return False
     return bool((~np.isfinite(output) & np.isfinite(np.asarray(wanted, np.float64))).any())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx
 
 from hatch_epcontext.graph import graph
@@ -21,20 +23,24 @@ _WHOLE = _SAME_VALUES - {"Slice", "Gather", "Split", "ReduceMean", "ReduceMax", 
 
 _UNIT = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Erf", "Sin", "Cos", "Softsign"})
 
-_INDICES = frozenset({"ArgMax", "ArgMin", "NonZero"})
+_INDICES = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression", "NonZero"})
 
 
-def natures(main: onnx.GraphProto) -> dict[str, Nature]:
-    """The nature of the values of each output of ``main``."""
+def natures(main: onnx.GraphProto, more: Sequence[str] = ()) -> dict[str, Nature]:
+    """The nature of the values of each output of ``main``, and of ``more`` inside it."""
     scope = Scope(main)
-    return {value.name: _nature(value.name, scope) for value in main.output}
+    return {name: _nature(name, scope) for name in _names(main, more)}
 
 
-def quantization_steps(main: onnx.GraphProto) -> dict[str, float]:
-    """The step between the values of each output of ``main`` that is quantized; of several the largest."""
+def quantization_steps(main: onnx.GraphProto, more: Sequence[str] = ()) -> dict[str, float]:
+    """The step between the values of each of those that is quantized; of several the largest."""
     scope = Scope(main)
-    found = ((value.name, _quantization_step(value.name, scope)) for value in main.output)
+    found = ((name, _quantization_step(name, scope)) for name in _names(main, more))
     return {name: size for name, size in found if size}
+
+
+def _names(main: onnx.GraphProto, more: Sequence[str]) -> tuple[str, ...]:
+    return *(value.name for value in main.output), *more
 
 
 def _quantization_step(name: str, scope: Scope) -> float:

@@ -94,9 +94,9 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
             sample, first = tried[0]
             again = cpu.run(sample, states)
             random = tuple(_different(first.outputs[0], again.outputs[0]))
-        runs, kinds = [run for _, run in tried], natures(fixed.graph)
+        runs = [run for _, run in tried]
         runs = (
-            _choose(_scoring_first(runs, kinds))
+            _choose(_scoring_first(runs, natures(fixed.graph)))
             if model.validate.inputs in SYNTHETIC
             else _choose_given(runs)
         )
@@ -108,8 +108,8 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
         raise ModelError(source_failed(model, fixed, error)) from error
     facts = Facts(
         states,
-        kinds,
-        quantization_steps(fixed.graph),
+        natures(fixed.graph, chosen.reads),
+        quantization_steps(fixed.graph, chosen.reads),
         random,
         dict(_inconclusive(runs, depend_on_inputs(fixed.graph), random)),
         tuple(

@@ -56,7 +56,7 @@ class Facts:
     """What is known of the source model: its ``states``, the ``natures`` of its outputs, the steps of those
     that are quantized (``quantization_steps``), those that depend on chance (``random``), those whose
     reference proves nothing with the reason (``inconclusive``), the integer inputs that nothing bounds
-    (``guessed``), and what a TopK or an ArgMax selects (``selections``).
+    (``guessed``), and what a TopK, an ArgMax or a NonMaxSuppression selects (``selections``).
 
     ``long_steps``: how many steps show what becomes of states that last; 0 where they do not, as of an LSTM.
     ``unbounded``: the synthetic floats that nothing bounds. ``possible_state``: see there.
@@ -104,8 +104,10 @@ class Reference:
 
 
 def values_of(output: str, runs: Iterable[Run]) -> list[Array]:
-    """The values of ``output`` in all steps of ``runs``."""
-    return [outputs[output] for each in runs for outputs in each.outputs if output in outputs]
+    """The values of ``output``, or of a candidate, in all steps of ``runs``."""
+    steps = (step for each in runs for step in each.steps)
+    found = (outputs.get(output, candidates.get(output)) for outputs, candidates in steps)
+    return [array for array in found if array is not None]
 
 
 def with_telling(chosen: Sequence[Run], runs: Sequence[Run]) -> list[Run]:

@@ -2,14 +2,15 @@
 
 Rows with nearly the same scores change places with the rounding, and the last ones are others. So each row is
 compared with the candidate that it is, among all from which the TopK of the source model selects. The class
-with the largest score is compared by its score in the source model: one with nearly the same is as right.
+with the largest score, also that of a row, is compared by its score in the source model: one with nearly the
+same is as right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx
@@ -18,6 +19,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.measures import LARGEST, MANY, Numbers
+from hatch_epcontext.worker.comparison.suppression import Rest, rest_of
 
 _PASSING = graph.RESHAPING | {"Cast"}
 """Operators that pass on values in the same order."""
@@ -34,10 +36,29 @@ _TINY = 1e-30
 
 
 @dataclass(frozen=True)
+class Choice:
+    """An ``output`` of the numbers of the largest of the ``candidates``, a value inside the model, along
+    ``axis``; with ``least`` of the smallest. A number is multiplied by ``scale``, and ``offset`` is added.
+    """
+
+    output: str
+    candidates: str
+    axis: int = 0
+    least: bool = False
+    scale: float = 1.0
+    offset: float = 0.0
+
+    def values(self, numbers: Array) -> Numbers:
+        """What the output has for ``numbers``."""
+        return np.asarray(numbers, np.float64) * self.scale + self.offset
+
+
+@dataclass(frozen=True)
 class Columns:
     """Columns of ``output`` along its last axis from ``start`` to ``stop``; all values where that is None.
 
     ``values``: the value inside the model whose rows, along ``axis``, they are; empty for scores and classes.
+    ``choice``: of which scores they are the largest, if these are classes.
     """
 
     output: str
@@ -45,6 +66,7 @@ class Columns:
     stop: int | None = None
     values: str = ""
     axis: int = 0
+    choice: Choice | None = None
 
     def of(self, array: Array, batch: int, kept: int) -> Numbers:
         """These columns of ``array``: batch x kept x columns."""
@@ -73,34 +95,29 @@ class Selection:
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model that are compared with."""
-        return frozenset([self.candidates, *(each.values for each in self.rows)])
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An ``output`` of the numbers of the largest of the ``candidates``, a value inside the model, along
-    ``axis``; with ``least`` of the smallest.
-    """
-
-    output: str
-    candidates: str
-    axis: int = 0
-    least: bool = False
+        chosen = (each.choice.candidates for each in self.rows if each.choice)
+        return frozenset([self.candidates, *(each.values for each in self.rows), *chosen])
 
 
 @dataclass(frozen=True)
 class Selections:
-    """The rows and the numbers that a model selects."""
+    """The rows and the numbers that a model selects, and what is behind a NonMaxSuppression."""
 
     rows: tuple[Selection, ...] = ()
     choices: tuple[Choice, ...] = ()
+    rest: Rest | None = None
 
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model that are compared with."""
         return frozenset(each.candidates for each in self.choices).union(
-            *(each.values for each in self.rows)
+            *(each.values for each in self.rows), self.rest.values if self.rest else ()
         )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values inside the model that are compared as outputs are."""
+        return self.rest.reads if self.rest else ()
 
 
 @dataclass
@@ -115,10 +132,12 @@ class Selected:
 
 def selections(model: onnx.ModelProto) -> Selections:
     """The selections of ``model``, without rows that it selects in other ways than detectors do."""
-    if not any(node.op_type in ("TopK", *_CHOOSING) for node in model.graph.node):
+    operators = {node.op_type for node in model.graph.node}
+    if operators.isdisjoint(("TopK", "NonMaxSuppression", *_CHOOSING)):
         return Selections()
-    finder = _Finder(model)
-    return Selections(tuple(finder.rows()), tuple(finder.choices()))
+    rest = rest_of(model) if "NonMaxSuppression" in operators else None
+    finder = _Finder(model, rest)
+    return Selections(tuple(finder.rows()), tuple(finder.choices()), rest)
 
 
 @dataclass(frozen=True)
@@ -130,18 +149,17 @@ class _Gathered:
 
 
 class _Finder:
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, rest: Rest | None) -> None:
         self._scope = Scope.of(model)
-        self._outputs = [value.name for value in model.graph.output]
+        outputs = [value.name for value in model.graph.output]
+        self._outputs = list(dict.fromkeys((*outputs, *(rest.reads if rest else ()))))
         self._nodes = [node for node in model.graph.node if node.op_type == "TopK"]
         self._indices = {node.output[1] for node in self._nodes if len(node.output) > 1}
 
     def choices(self) -> Iterator[Choice]:
         for output in self._outputs:
-            node = self._scope.maker(self._origin(output))
-            if node is not None and node.op_type in _CHOOSING and self._scope.maker(node.input[0]):
-                axis = graph.number(node, "axis", 0)
-                yield Choice(output, node.input[0], axis, node.op_type == "ArgMin")
+            if (choice := self._choice(output, *self._scaled(output))) is not None:
+                yield choice
 
     def rows(self) -> Iterator[Selection]:
         pieces = {output: list(self._pieces(output)) for output in self._outputs}
@@ -187,13 +205,20 @@ class _Finder:
         for columns, name in pieces:
             origin = self._origin(name)
             maker = self._scope.maker(origin)
+            number, scale, offset = self._scaled(name)
             if origin == node.output[0]:
                 score = columns
             elif node.output[1] not in self._scope.ancestors([origin]):
                 return None
-            elif gathered := self._gathered(origin):
-                where = (columns.output, columns.start, columns.stop)
-                rows.append(Columns(*where, gathered.values, gathered.axis))
+            elif (gathered := self._gathered(number)) is not None:
+                made, its_scale, its_offset = self._scaled(gathered.values)
+                by = (scale * its_scale, scale * its_offset + offset)
+                choice = self._choice(columns.output, made, *by)
+                if choice is None and number != origin:
+                    return None
+                rows.append(
+                    replace(columns, values=gathered.values, axis=gathered.axis, choice=choice)
+                )
             elif origin == node.output[1] or (maker is not None and maker.op_type in _REMAINDERS):
                 classes = columns
             else:
@@ -205,6 +230,34 @@ class _Finder:
         while (node := self._scope.maker(name)) is not None and node.op_type in _PASSING:
             name = node.input[0]
         return name
+
+    def _scaled(self, name: str) -> tuple[str, float, float]:
+        """The value of which ``name`` has the values, times a number and plus another one, with these two."""
+        scale, offset = 1.0, 0.0
+        while (node := self._scope.maker(name := self._origin(name))) is not None:
+            if node.op_type not in ("Add", "Mul", "Sub"):
+                break
+            known = [self._scope.constant(each) for each in node.input]
+            one = next((each for each in known if each is not None and each.size == 1), None)
+            if one is None:
+                break
+            name, number = node.input[0 if known[0] is None else 1], float(one.item())
+            if node.op_type == "Mul":
+                scale *= number
+            elif node.op_type == "Add":
+                offset += scale * number
+            else:
+                sign = 1.0 if known[0] is None else -1.0
+                offset, scale = offset - sign * scale * number, sign * scale
+        return name, scale, offset
+
+    def _choice(self, output: str, name: str, scale: float, offset: float) -> Choice | None:
+        """That of ``output``, which is the value ``name`` times ``scale`` plus ``offset``, if that is one."""
+        node = self._scope.maker(name)
+        if node is None or node.op_type not in _CHOOSING or not self._scope.maker(node.input[0]):
+            return None
+        least, axis = node.op_type == "ArgMin", graph.number(node, "axis", 0)
+        return Choice(output, node.input[0], axis, least, scale, offset) if scale else None
 
     def _gathered(self, name: str) -> _Gathered | None:
         """What the value ``name`` is gathered from, before any TopK."""
@@ -239,9 +292,16 @@ def select(
     ``unit``: that of the limits. The rows of what cannot be compared so stay where they are.
     """
     result = Selected(dict(wanted))
+    if found.rest is not None and (made := found.rest.outputs_of(outputs, candidates)):
+        result.wanted |= {name: candidates[name] for name in found.reads if name not in wanted}
+        result.wanted |= made
+        for name in made.keys() & outputs.keys():
+            if (ratios := _ratios(outputs[name], made[name])) is not None:
+                result.rows[name] = ratios
+        wanted = {name: array for name, array in result.wanted.items() if name not in made}
     for choice in found.choices:
         if choice.output in wanted and choice.output in outputs and choice.candidates in candidates:
-            _choose(choice, outputs[choice.output], result, candidates[choice.candidates])
+            _choose(choice, outputs[choice.output], result, candidates[choice.candidates], unit)
     for each in found.rows:
         names = {each.score.output, *(rows.output for rows in each.rows)}
         names |= {each.classes.output} if each.classes else set()
@@ -254,20 +314,69 @@ def select(
     return result
 
 
-def _choose(choice: Choice, own: Array, result: Selected, candidates: Array) -> None:
-    scores = np.nan_to_num(np.asarray(candidates, np.float64)) * (-1 if choice.least else 1)
-    table = np.moveaxis(scores, choice.axis, -1).reshape(-1, scores.shape[choice.axis])
-    numbers = own.ravel().astype(np.int64)
-    if not 0 < len(table) == own.size or own.shape != result.wanted[choice.output].shape:
+def _ratios(own: Array, wanted: Array) -> Numbers | None:
+    """How near each row of ``own`` is to ``wanted``, in decibels, batch x rows: integers are equal or not."""
+    if own.shape != wanted.shape or not own.size or own.dtype.kind not in "fiu":
+        return None
+    shape = (-1, *own.shape[-2:]) if own.ndim > 1 else (1, own.size, 1)
+    its, ref = (_finite(each).reshape(shape) for each in (own, wanted))
+    if own.dtype.kind != "f":
+        return _decibels((its != ref).any(axis=2) / _TINY)
+    signal = np.maximum((ref**2).mean(axis=(0, 1)), max((LARGEST * np.abs(ref).max()) ** 2, _TINY))
+    return _decibels(((its - ref) ** 2 / signal).max(axis=2))
+
+
+def _finite(array: Array) -> Numbers:
+    return np.nan_to_num(np.asarray(array, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _choose(choice: Choice, own: Array, result: Selected, candidates: Array, unit: float) -> None:
+    wanted = result.wanted[choice.output]
+    table = _below_the_best(choice, candidates, unit)
+    if not 0 < len(table) == own.size or own.shape != wanted.shape:
         return
-    its = table[np.arange(len(table)), np.clip(numbers, 0, table.shape[1] - 1)]
-    noise = (table.max(axis=1) - its) ** 2 / max(float(table.var(axis=1).mean()), _TINY)
-    noise[(numbers < 0) | (numbers >= table.shape[1])] = 1 / _TINY
+    table, numbers = _by_number(choice, own, table)
+    result.wanted[choice.output] = choice.values(numbers).astype(wanted.dtype)
+    noise = table[np.arange(len(table)), numbers.ravel()]
     # As of slices, one of so many may be anything.
     noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
-    with np.errstate(divide="ignore"):
-        ratios = -10 * np.log10(np.minimum(noise, 1 / _TINY))
-    result.rows[choice.output] = ratios.reshape(-1, own.shape[-1] if own.shape else 1)
+    rows = own.shape[-1] if own.shape else 1
+    result.rows[choice.output] = _decibels(noise).reshape(-1, rows)
+
+
+def _below_the_best(choice: Choice, candidates: Array, unit: float) -> Numbers:
+    """The noise of choosing each of ``candidates``: how much less than the best it is, places x numbers."""
+    scores = np.asarray(candidates, np.float64)
+    finite = scores[np.isfinite(scores)]
+    low, high = finite.min(initial=0), finite.max(initial=0)
+    floor = _floor(scores, unit)
+    scores = np.nan_to_num(scores, nan=low, posinf=high, neginf=low) * (-1 if choice.least else 1)
+    table = np.moveaxis(scores, choice.axis, -1).reshape(-1, scores.shape[choice.axis])
+    signal = max(float(table.var(axis=1).mean()), floor**2, _TINY) if table.size else 1.0
+    found: Numbers = (table.max(axis=1, keepdims=True) - table) ** 2 / signal
+    return found
+
+
+def _by_number(choice: Choice, own: Array, table: Numbers) -> tuple[Numbers, Array]:
+    """``table`` with a column for numbers that there are not, and the columns that ``own`` chooses."""
+    values = np.nan_to_num(np.asarray(own, np.float64))
+    numbers = np.rint((values - choice.offset) / choice.scale)
+    count = table.shape[1]
+    known = (numbers >= 0) & (numbers < count)
+    more = np.full((len(table), 1), 1 / _TINY)
+    return np.hstack([table, more]), np.where(known, numbers, count).astype(int)
+
+
+def _floor(scores: Numbers, unit: float) -> float:
+    """What counts as signal at least: between 0 and 1 they are behind a Sigmoid or a Softmax."""
+    finite = scores[np.isfinite(scores)]
+    largest = float(np.abs(finite).max(initial=0))
+    return unit if largest <= 1 and finite.min(initial=0) >= 0 else LARGEST * largest
+
+
+def _decibels(noise: Numbers) -> Numbers:
+    found: Numbers = -10 * np.log10(np.clip(noise, _TINY, 1 / _TINY))
+    return found
 
 
 def _select(
@@ -301,41 +410,53 @@ def _select(
         most = tables[0].shape[2] if tables[0].shape[2] > 1 else count
         numbers = np.clip(np.rint(np.nan_to_num(classes)), 0, most - 1).astype(int)
         selection.classes.put(result.wanted[selection.classes.output], numbers)
-    # Between 0 and 1 they are behind a Sigmoid or a Softmax.
-    finite = tables[0][np.isfinite(tables[0])]
-    largest = float(np.abs(finite).max(initial=0))
-    floor = unit if largest <= 1 and finite.min(initial=0) >= 0 else LARGEST * largest
     signals = np.array([max(float(np.mean(each**2)), _TINY) for each in by_place])
-    signals[0] = max(signals[0], floor**2)
+    signals[0] = max(signals[0], _floor(tables[0], unit) ** 2)
+    # Of a class counts its score, which is nearly that of another one where these are near.
+    by_score: dict[int, tuple[Numbers, Array]] = {}
+    for index, column in enumerate(columns):
+        if column.choice is not None:
+            below = _below_the_best(column.choice, candidates[column.choice.candidates], unit)
+            if len(below) != batch * count:
+                return
+            below, chosen = _by_number(column.choice, own[index], below)
+            by_score[index] = below.reshape(batch, count, -1), chosen[..., 0]
+            by_place[index][...] = column.choice.values(chosen)
+            signals[index] = 1.0
     noise = np.empty((len(columns), batch, kept))
     for index in range(batch):
         own_here, tables_here = [each[index] for each in own], [each[index] for each in tables]
+        known = {each: below[index][:, its[index]] for each, (below, its) in by_score.items()}
         found = _match(
-            own_here, tables_here, numbers if numbers is None else numbers[index], signals
+            own_here, tables_here, numbers if numbers is None else numbers[index], signals, known
         )
         chosen, score, noise[:, index] = found
         # A score must be that of its row, and in its place: the one that is farther counts.
         place = by_place[0][index]
         is_farther = np.abs(score - own_here[0][:, 0]) > np.abs(place - own_here[0])[:, 0]
         place[is_farther, 0] = score[is_farther]
-        for each, table in zip(by_place[1:], tables_here[1:], strict=True):
-            each[index] = table[chosen]
+        for number in {*range(1, len(columns))} - by_score.keys():
+            by_place[number][index] = tables_here[number][chosen]
     noise[0] = np.maximum(noise[0], (by_place[0] - own[0])[..., 0] ** 2 / signals[0])
-    decibels = -10 * np.log10(np.clip(noise, _TINY, 1 / _TINY))
-    for column, values, ratios in zip(columns, by_place, decibels, strict=True):
+    for column, values, ratios in zip(columns, by_place, _decibels(noise), strict=True):
         column.put(result.wanted[column.output], values)
-        known = result.rows.get(column.output, ratios)
-        result.rows[column.output] = np.minimum(known, ratios)
+        worst = result.rows.get(column.output, ratios)
+        result.rows[column.output] = np.minimum(worst, ratios)
 
 
 def _match(
-    own: Sequence[Numbers], tables: Sequence[Numbers], numbers: Array | None, signals: Numbers
+    own: Sequence[Numbers],
+    tables: Sequence[Numbers],
+    numbers: Array | None,
+    signals: Numbers,
+    known: Mapping[int, Numbers],
 ) -> tuple[Array, Numbers, Numbers]:
     """For each row of ``own`` the nearest candidate that no other row is: its row, its score, and its noise
     in each of ``own``, relative to ``signals``.
 
     ``own`` are the scores and the other columns, rows x columns; ``tables`` those of the candidates, in which
     scores are candidates x classes. ``numbers``: the classes of the rows, or without classes the candidates.
+    ``known``: the noise of columns for which it is no distance, candidates x rows.
     """
     scores, *others = tables
     each = np.arange(len(scores))
@@ -355,8 +476,8 @@ def _match(
         its = np.where(usable[each, column], scores[each, column], np.inf)
         parts = [(its - wanted) ** 2]
         parts += [
-            ((table - row[place]) ** 2).mean(axis=1)
-            for table, row in zip(others, own[1:], strict=True)
+            known[index][:, place] if index in known else ((table - row[place]) ** 2).mean(axis=1)
+            for index, (table, row) in enumerate(zip(others, own[1:], strict=True), 1)
         ]
         ratios = np.stack(parts) / signals[:, None]
         row = int(ratios.sum(axis=0).argmin())

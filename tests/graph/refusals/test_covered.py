@@ -42,6 +42,21 @@ def test_a_part_is_not_left_and_entered_again() -> None:
     assert largest(interrupted(), 2) == Cut(outputs=("b",))
 
 
+@pytest.mark.parametrize("outputs", [("selected",), ("selected", "boxes")])
+def test_all_that_an_uncovered_node_reads_is_an_output(outputs: tuple[str, ...]) -> None:
+    made = model(
+        [
+            helper.make_node("Relu", ["x"], ["a"]),
+            helper.make_node("Relu", ["a"], ["boxes"]),
+            helper.make_node("Sigmoid", ["y"], ["scores"]),
+            helper.make_node("NonMaxSuppression", ["boxes", "scores"], ["selected"]),
+        ],
+        [value("x", [1, 9, 4]), value("y", [1, 2, 9])],
+        [value(name, [None, 3] if name == "selected" else [1, 9, 4]) for name in outputs],
+    )
+    assert largest(made, 3) == Cut(outputs=("boxes", "scores"))
+
+
 def test_a_part_begins_where_shapes_are_fixed() -> None:
     made = chain(*["Relu"] * 6)
     assert largest(made, 1) == Cut(inputs=("Relu1",))

@@ -22,6 +22,7 @@ from hatch_epcontext.worker.session import context_options
 from tests.conftest import needs_qnn
 from tests.models import interrupted, model, network, save, value, with_weights_left_over
 from tests.worker.actions.test_compile import MODEL, X_ELITE, compile_request, target
+from tests.worker.comparison.test_emulation import detector
 
 STRICT = Tolerance(50, 0.9999)
 HALF = Tolerance(20, 0.99)
@@ -74,6 +75,20 @@ def test_several_partitions_are_counted_and_run(tmp_path: Path, embed: bool) -> 
     assert (coverage.nodes, coverage.compiled, coverage.partitions) == (5, 4, 2)
     assert [node.op for node in coverage.uncovered] == ["Hardmax"]
     assert handle(request).agreements[0].max_abs < 0.05
+
+
+@needs_qnn
+@pytest.mark.parametrize("embed", [False, True])
+def test_what_a_suppression_reads_is_compared(tmp_path: Path, embed: bool) -> None:
+    request = built(detector(), "qnn", tmp_path, embed=embed)
+    assert {each.output for each in handle(request).agreements} == {"rows", "boxes", "scores"}
+    other = detector()
+    changed = numpy_helper.to_array(other.graph.initializer[0])[:, ::-1]
+    other.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(changed), "w"))
+    save(other, Path(request.model.path))
+    with pytest.raises(BuildError, match="'boxes' differs from the CPU's") as raised:
+        handle(request)
+    assert len(raised.value.problems) == 1
 
 
 @needs_qnn

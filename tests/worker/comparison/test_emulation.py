@@ -273,6 +273,43 @@ def test_a_disagreement_names_the_first_diverging_node(tmp_path: Path) -> None:
     assert "The first diverging node: Add floor uses 1e-10" in raised.value.problems[0].message
 
 
+def detector() -> onnx.ModelProto:
+    """``x`` -> the rows that a NonMaxSuppression selects of 300 boxes in three classes."""
+    return model(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["a"]),
+            helper.make_node("Sigmoid", ["a"], ["b"]),
+            helper.make_node("Reshape", ["b", "table"], ["boxes"]),
+            helper.make_node("MatMul", ["x", "v"], ["c"]),
+            helper.make_node("Sigmoid", ["c"], ["d"]),
+            helper.make_node("Reshape", ["d", "by class"], ["scores"]),
+            helper.make_node(
+                "NonMaxSuppression",
+                ["boxes", "scores", "most", "overlap", "least"],
+                ["rows"],
+                name="suppression",
+            ),
+        ],
+        [value("x", [1, 16])],
+        [value("rows", [None, 3], TensorProto.INT64)],
+        [
+            weights("w", 16, 1200),
+            weights("v", 16, 900),
+            numpy_helper.from_array(np.array([1, 300, 4]), "table"),
+            numpy_helper.from_array(np.array([1, 3, 300]), "by class"),
+            numpy_helper.from_array(np.array([50]), "most"),
+            numpy_helper.from_array(np.array([0.5], np.float32), "overlap"),
+            numpy_helper.from_array(np.array([0.4], np.float32), "least"),
+        ],
+    )
+
+
+def test_what_a_suppression_reads_is_compared_in_the_format(tmp_path: Path) -> None:
+    found = emulator(detector(), tmp_path)
+    assert found.worst.output in ("boxes", "scores")
+    assert found.margin > 25
+
+
 def test_integers_are_left_alone(tmp_path: Path) -> None:
     made = model(
         [helper.make_node("Gather", ["table", "ids"], ["y"])],

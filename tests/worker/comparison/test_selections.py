@@ -27,6 +27,9 @@ from hatch_epcontext.worker.comparison.selections import (
     select,
     selections,
 )
+from hatch_epcontext.worker.comparison.suppression import expose_reads
+from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.tensors import run
 from tests.models import model, value
 
 HALF = Tolerance(20, 0.99, unit=0.1)
@@ -111,11 +114,11 @@ def head(form: Form) -> onnx.ModelProto:
 class Head:
     """A head on the CPU, whose outputs are changed as tables of 50 x (box, score, class)."""
 
-    def __init__(self, folder: Path, form: Form) -> None:
+    def __init__(self, folder: Path, form: Form, logits: Array = LOGITS) -> None:
         self.form = form
         path = folder / "head.onnx"
         onnx.save(head(form), path)
-        np.savez(folder / "inputs.npz", boxes=BOXES, logits=LOGITS)
+        np.savez(folder / "inputs.npz", boxes=BOXES, logits=logits)
         inputs = ValidateTable(inputs=str(folder / "inputs.npz"))
         self.model = Model("head", path, Key(("models", 0)), validate=inputs)
         self.expected: Reference = reference(self.model, onnx.load(path))
@@ -237,6 +240,20 @@ def test_wrong_rows_fail(detector: Head, fault: Callable[[Numbers], None]) -> No
     assert not detector.agrees(table)
 
 
+def test_a_row_may_have_a_class_with_nearly_its_score(tmp_path: Path) -> None:
+    logits, best = LOGITS.copy(), LOGITS.argmax(axis=2)[..., None]
+    second = (best + 1) % CLASSES
+    np.put_along_axis(logits, second, np.take_along_axis(logits, best, 2) - 1e-4, 2)
+    detector = Head(tmp_path, "one class", logits)
+    table = detector.table
+    table[:, 5] = (table[:, 5] + 1) % CLASSES
+    assert detector.agrees(table)
+    for fault in (wrong_box, box_of_another_row, wrong_class, no_class, wrong_score, wrong_order):
+        wrong = table.copy()
+        fault(wrong)
+        assert not detector.agrees(wrong)
+
+
 def test_small_errors_fail_with_strict_limits(detector: Head) -> None:
     table = detector.table
     table[:, :4] *= 1.01
@@ -356,6 +373,40 @@ def test_the_numbers_of_the_largest_are_a_choice(operator: str) -> None:
     assert found.values == {"scores"}
 
 
+@pytest.mark.parametrize(
+    ("operators", "scale", "offset"),
+    [
+        (("Add",), 1.0, 1.0),
+        (("Mul", "Add"), 2.0, 1.0),
+        (("Add", "Mul"), 2.0, 2.0),
+        (("Sub", "Mul"), 2.0, -2.0),
+        (("Sub from",), -1.0, 1.0),
+    ],
+)
+def test_a_choice_is_followed_through_constants(
+    operators: tuple[str, ...], scale: float, offset: float
+) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["scores"]),
+        helper.make_node("ArgMax", ["scores"], ["v0"], axis=1, keepdims=0),
+    ]
+    for index, operator in enumerate(operators):
+        names = [f"v{index}", "two" if operator == "Mul" else "one"]
+        names = names[::-1] if operator == "Sub from" else names
+        nodes.append(helper.make_node(operator.split()[0], names, [f"v{index + 1}"]))
+    output = value(f"v{len(operators)}", [1, 64], TensorProto.INT64)
+    stored = [integers("one", 1), integers("two", 2)]
+    found = selections(model(nodes, [value("x", [1, 5, 64])], [output], stored))
+    assert found.choices == (Choice(output.name, "scores", 1, False, scale, offset),)
+    scores, best = classes((1, 5, 64))
+    wanted: Array = found.choices[0].values(best).astype(np.int64)
+    for wrong, agreeing in ((wanted, True), (wanted + int(scale), False), (wanted - 9, False)):
+        chosen = select(found, {output.name: wrong}, {output.name: wanted}, {"scores": scores}, 0.1)
+        rows = chosen.rows[output.name]
+        made = compare(output.name, wrong, chosen.wanted[output.name], HALF, rows=rows)
+        assert (not made.excesses) is agreeing
+
+
 def classes(shape: tuple[int, ...] = (1, 5, 16, 16)) -> tuple[Numbers, Array]:
     """Scores of five classes, and the best ones."""
     scores: Numbers = np.random.default_rng(5).standard_normal(shape)
@@ -386,6 +437,187 @@ def test_one_of_a_hundred_places_may_have_another_class(wrong: int, agreeing: bo
     numbers = wanted.copy()
     numbers[0, 3, :wrong] = scores.argmin(axis=1)[0, 3, :wrong]
     assert agrees(scores, numbers, wanted) is agreeing
+
+
+def test_masked_classes_excuse_no_wrong_one() -> None:
+    scores, wanted = classes((1, 5))
+    scores[0, np.argsort(scores[0])[:2]] = -np.inf
+    assert agrees(scores, wanted, wanted)
+    assert not agrees(scores, np.argsort(scores, axis=1)[:, 2], wanted)
+
+
+SUPPRESSED = {
+    "rows": [value("rows", [None, 3], TensorProto.INT64)],
+    "gathered": [value("y", [None, 6])],
+}
+
+
+def suppression(outputs: str) -> onnx.ModelProto:
+    """``x`` (1 x 400 x 7) -> what a NonMaxSuppression selects: its rows, or box, score and class of each."""
+    node = helper.make_node
+    nodes = [
+        node("Split", ["x", "sizes"], ["corners", "extents", "logits"], axis=2),
+        node("Add", ["corners", "extents"], ["ends"]),
+        node("Concat", ["corners", "ends"], ["boxes"], axis=2),
+        node("Sigmoid", ["logits"], ["by box"]),
+        node("Transpose", ["by box"], ["by class"], perm=[0, 2, 1]),
+        node("NonMaxSuppression", ["boxes", "by class", "most", "overlap", "least"], ["rows"]),
+        node("Gather", ["rows", "second"], ["classes"], axis=1),
+        node("Cast", ["classes"], ["class column"], to=TensorProto.FLOAT),
+        node("Gather", ["rows", "box columns"], ["places"], axis=1),
+        node("GatherND", ["boxes", "places"], ["chosen"]),
+        node("GatherND", ["by class", "rows"], ["scores"]),
+        node("Unsqueeze", ["scores", "second"], ["score column"]),
+        node("Concat", ["chosen", "score column", "class column"], ["y"], axis=1),
+    ]
+    stored = [
+        integers("sizes", 2, 2, CLASSES),
+        integers("most", 100),
+        integers("second", 1),
+        integers("box columns", 0, 2),
+        numpy_helper.from_array(np.array([0.5], np.float32), "overlap"),
+        numpy_helper.from_array(np.array([0.2], np.float32), "least"),
+    ]
+    inputs = [value("x", [1, CANDIDATES, 4 + CLASSES])]
+    return model(nodes, inputs, SUPPRESSED[outputs], stored)
+
+
+class Suppressing:
+    """A model with a NonMaxSuppression on the CPU, and what another one gives that is fed other values."""
+
+    def __init__(self, folder: Path, outputs: str) -> None:
+        path = folder / "suppressing.onnx"
+        self.source = suppression(outputs)
+        onnx.save(self.source, path)
+        corners = BOXES[..., :2]
+        extents = np.random.default_rng(7).uniform(10, 200, corners.shape)
+        self.x = np.concatenate([corners, extents, LOGITS], axis=2, dtype=np.float32)
+        self.near = self.x * (1 + 0.004 * np.random.default_rng(8).standard_normal(self.x.shape))
+        np.savez(folder / "inputs.npz", x=self.x)
+        inputs = ValidateTable(inputs=str(folder / "inputs.npz"))
+        self.model = Model("suppressing", path, Key(("models", 0)), validate=inputs)
+        self.expected = reference(self.model, onnx.load(path))
+        ((self.wanted, self.candidates),) = self.expected.runs[0].steps
+        self.name = next(iter(self.wanted))
+
+    def outputs(self, x: Array, *, exposed: bool = True) -> dict[str, Array]:
+        made = onnx.ModelProto()
+        made.CopyFrom(self.source)
+        rest = self.expected.facts.selections.rest
+        assert rest is not None
+        if exposed:
+            expose_reads(made, rest)
+        session = open_session(made.SerializeToString(), cpu_options())
+        return run(session, {"x": x.astype(np.float32)})
+
+    def disagreement(self, outputs: dict[str, Array]) -> str | None:
+        """The first output that differs."""
+        try:
+            check_outputs(
+                outputs,
+                self.wanted,
+                HALF,
+                self.model,
+                "the CPU's",
+                self.expected,
+                candidates=self.candidates,
+            )
+        except BuildError as error:
+            return error.problems[0].message.split("'")[1]
+        return None
+
+
+@pytest.fixture(params=SUPPRESSED)
+def suppressing(request: pytest.FixtureRequest, tmp_path: Path) -> Suppressing:
+    return Suppressing(tmp_path, request.param)
+
+
+def test_other_boxes_and_another_number_may_be_selected_of_nearly_the_same(
+    suppressing: Suppressing,
+) -> None:
+    own, wanted = suppressing.outputs(suppressing.near), suppressing.wanted[suppressing.name]
+    assert len(own[suppressing.name]) != len(wanted)
+    assert suppressing.disagreement(own) is None
+    # Without what it reads nothing says why there are others.
+    alone = suppressing.outputs(suppressing.near, exposed=False)
+    assert suppressing.disagreement(alone) == suppressing.name
+
+
+def narrow_boxes(x: Numbers) -> None:
+    x[..., 2] *= 0.2
+
+
+def one_wrong_class(x: Numbers) -> None:
+    x[..., 4] = x[..., 5]
+
+
+def boxes_of_others(x: Numbers) -> None:
+    x[..., :4] = x[:, ::-1, :4]
+
+
+@pytest.mark.parametrize(
+    ("fault", "read"),
+    [(narrow_boxes, "boxes"), (boxes_of_others, "boxes"), (one_wrong_class, "by class")],
+)
+def test_wrong_boxes_and_scores_before_a_suppression_fail(
+    suppressing: Suppressing, fault: Callable[[Numbers], None], read: str
+) -> None:
+    x = np.array(suppressing.x, np.float64)
+    fault(x)
+    assert suppressing.disagreement(suppressing.outputs(x)) == read
+
+
+def another_row(rows: Array) -> None:
+    rows[7] = rows[40]
+
+
+def rows_in_another_order(rows: Array) -> None:
+    rows[[3, 9]] = rows[[9, 3]]
+
+
+def another_class(rows: Array) -> None:
+    column = 1 if rows.shape[1] == 3 else 5
+    rows[5, column] = (rows[5, column] + 1) % CLASSES
+
+
+def another_box(rows: Array) -> None:
+    if rows.shape[1] == 3:
+        rows[5, 2] = (rows[5, 2] + 1) % CANDIDATES
+    else:
+        rows[5, :4] = rows[60, :4]
+
+
+@pytest.mark.parametrize("fault", [another_row, rows_in_another_order, another_class, another_box])
+def test_wrong_rows_behind_a_suppression_fail(
+    suppressing: Suppressing, fault: Callable[[Array], None]
+) -> None:
+    own = suppressing.outputs(suppressing.near)
+    fault(own[suppressing.name])
+    assert suppressing.disagreement(own) == suppressing.name
+
+
+def test_a_missing_row_behind_a_suppression_fails(suppressing: Suppressing) -> None:
+    own = suppressing.outputs(suppressing.x)
+    own[suppressing.name] = own[suppressing.name][1:]
+    assert suppressing.disagreement(own) == suppressing.name
+
+
+def test_the_reference_of_a_file_has_what_is_behind_a_suppression(
+    suppressing: Suppressing, tmp_path: Path
+) -> None:
+    written = write_reference(suppressing.expected, tmp_path / "reference")
+    assert written is not None
+    read = read_reference(written).facts
+    assert read == suppressing.expected.facts
+    assert read.selections.reads == ("boxes", "by class")
+    assert read.natures["by class"] == "unit"
+
+
+def test_a_rest_that_reads_an_input_is_not_computed_apart() -> None:
+    made = suppression("rows")
+    made.graph.node[5].input[1] = "given"
+    made.graph.input.append(value("given", [1, CLASSES, CANDIDATES]))
+    assert selections(made).rest is None
 
 
 @pytest.mark.parametrize("number", [-1, 5])

@@ -1,0 +1,113 @@
+"""What a NonMaxSuppression selects, and what a model makes of that: as the source model does it on the CPU.
+
+Rounding changes which boxes overlap too much, and with one of them all that follow. So what it reads is
+compared with the CPU's, and what it selects of that must be what the CPU selects of the same.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Array, Arrays
+from hatch_epcontext.graph.cutting import Part, extract
+from hatch_epcontext.graph.dependencies import Dependencies
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.worker.session import cpu_options, open_session
+from hatch_epcontext.worker.tensors import run
+
+_LARGEST = 2**24
+"""Bytes of the rest of a model up to which it is kept with the reference."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The part of a model behind what each NonMaxSuppression reads: its ``outputs``, and ``model`` in base64.
+
+    ``reads``: the values that it reads, also of the ``shapes``, which depend on no data.
+    """
+
+    reads: tuple[str, ...]
+    shapes: tuple[str, ...]
+    outputs: tuple[str, ...]
+    model: str
+
+    @property
+    def values(self) -> frozenset[str]:
+        """The values inside the model that it reads."""
+        return frozenset((*self.reads, *self.shapes))
+
+    def outputs_of(self, own: Arrays, candidates: Arrays) -> dict[str, Array]:
+        """What it makes of ``own`` values in place of the ``candidates``; nothing where some are missing."""
+        if not self.values <= candidates.keys() or not own.keys() >= set(self.reads):
+            return {}
+        feeds: dict[str, Array] = {name: candidates[name] for name in self.shapes}
+        feeds |= {name: own[name].astype(candidates[name].dtype) for name in self.reads}
+        return run(_opened(self.model), feeds)
+
+
+@lru_cache(maxsize=2)
+def _opened(model: str) -> ort.InferenceSession:
+    return open_session(base64.b64decode(model), cpu_options())
+
+
+def rest_of(model: onnx.ModelProto) -> Rest | None:
+    """The rest of ``model`` behind what a NonMaxSuppression reads.
+
+    None without one, and if it reads inputs of the model, is large, or reads values of unknown types.
+    """
+    scope = Scope.of(model)
+    made = set(_made(scope))
+    outputs = [value for value in model.graph.output if value.name in made]
+    inputs = {value.name for value in graph.inputs(model.graph)}
+    read = dict.fromkeys(
+        name for i in sorted({scope.makers[each] for each in made}) for name in scope.reads[i]
+    )
+    read = dict.fromkeys(
+        name for name in read if name not in made and inputs.intersection(scope.ancestors([name]))
+    )
+    types = {name: type_ for name in read if (type_ := scope.types.get(name)) is not None}
+    if not outputs or not types or len(types) < len(read) or not inputs.isdisjoint(read):
+        return None
+    names = tuple(value.name for value in outputs)
+    part = Part(
+        tuple(read), names, tuple(sorted(scope.above(names, lambda name: name not in read)))
+    )
+    rest = onnx.ModelProto()
+    rest.CopyFrom(model)
+    ends = {value.name: value for value in outputs}
+    extract(rest, part, ends | {name: helper.make_value_info(name, types[name]) for name in read})
+    is_apart = any(
+        each.data_location == TensorProto.EXTERNAL for each in graph.stored_tensors(rest.graph)
+    )
+    if is_apart or rest.ByteSize() > _LARGEST:
+        return None
+    flow = Dependencies(model.graph)
+    shapes = tuple(name for name in read if not flow.depends([name]))
+    reads = tuple(name for name in read if name not in shapes)
+    return Rest(reads, shapes, names, base64.b64encode(rest.SerializeToString()).decode())
+
+
+def _made(scope: Scope) -> Iterator[str]:
+    """The values that depend on what a NonMaxSuppression selects."""
+    made: set[str] = set()
+    for node, reads in zip(scope.nodes, scope.reads, strict=True):
+        if node.op_type == "NonMaxSuppression" or not made.isdisjoint(reads):
+            made.update(name for name in node.output if name)
+    yield from made
+
+
+def expose_reads(model: onnx.ModelProto, rest: Rest) -> None:
+    """Make outputs of what ``rest`` reads in ``model``, in place, if all is made there."""
+    made = {name for node in model.graph.node for name in node.output}
+    own = {value.name for value in model.graph.output}
+    if made.issuperset(rest.reads):
+        more = (onnx.ValueInfoProto(name=name) for name in rest.reads if name not in own)
+        model.graph.output.extend(more)
