@@ -35,6 +35,7 @@ from hatch_epcontext.jobs.artifact import (
     Record,
     Refused,
     Source,
+    Validation,
     ValidationRun,
     ValidationStatus,
 )
@@ -65,7 +66,7 @@ from hatch_epcontext.jobs.validation import (
     validation_without_run,
 )
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.facts import Context
+from hatch_epcontext.worker.facts import FEW_SAMPLES, Context
 
 _DISAGREEMENTS = frozenset({Kind.OUTPUT_DIFFERS, Kind.OUTPUT_SHAPE, Kind.NOT_FINITE})
 """The problems of outputs that differ from the CPU's: in another form of the model they may not. All others
@@ -472,11 +473,13 @@ class _Search:
             return Verdict(agrees=False, margin=min(margins))
         validations = [each.validation for each in found.values()]
         emulations = [each.emulation for each in validations if each.emulation is not None]
+        # Simulators run large models for long: rewrites for kernels are tried only where these differ.
+        gaps = (e.gap for v in validations if (e := v.emulation) and not _is_large(v))
         return Verdict(
             not any(each.sensitive for each in validations),
             max(0.0, min((each.margin for each in validations), default=math.inf)),
             any(each.reason for each in emulations),
-            max((each.gap for each in emulations), default=0.0),
+            max(gaps, default=0.0),
             any(each.inexact for each in emulations),
         )
 
@@ -518,6 +521,12 @@ class _Search:
             for each in record.preparations
         )
         return replace(record, preparations=tuple(preparations))
+
+
+def _is_large(validation: Validation) -> bool:
+    """Whether a model of which so few inputs were emulated is a large one."""
+    emulation = validation.emulation
+    return validation.synthetic and emulation is not None and 0 < emulation.samples <= FEW_SAMPLES
 
 
 def _check_coverage(job: Job, record: Record) -> None:

@@ -152,6 +152,9 @@ GAIN = 6.0
 """Decibels by which something has to be nearer to the CPU to be worth what it costs: half of the error."""
 
 
+FEW_SAMPLES = 8
+"""The natures that every model is tried with, however much a run of it takes."""
+
 NOTHING = -1000.0
 """Decibels for outputs of which nothing is right: JSON has no infinity."""
 

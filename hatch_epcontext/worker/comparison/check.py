@@ -38,9 +38,6 @@ _WRONG = 6.0
 _WRONG_SLICE = 3.0
 """The same for a slice, such as all scores of one class."""
 
-_CONFIRMED = 3.0
-"""Decibels by which a run may be worse than its emulation where that is right."""
-
 
 def check_runs(
     session: ort.InferenceSession,
@@ -118,7 +115,7 @@ def check_runs(
             not is_longest and each is not expected.runs[0] and model.validate.inputs in SYNTHETIC
         )
         is_better = emulated < SENSITIVE <= margin
-        if is_worst and margin >= emulated - _CONFIRMED and not is_better:
+        if is_worst and margin >= emulated - GAIN and not is_better:
             # The emulation is right where it is worst, and the others are nearer: simulators are slow.
             break
     if emulator is not None:

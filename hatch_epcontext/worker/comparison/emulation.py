@@ -34,7 +34,7 @@ from hatch_epcontext.worker.comparison.measures import compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.comparison.suppression import expose_reads
-from hatch_epcontext.worker.facts import GAIN, NOTHING, SENSITIVE, Emulation
+from hatch_epcontext.worker.facts import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Emulation
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
@@ -43,7 +43,7 @@ _WORTH_RUNNING = 45.0
 """Decibels of an emulated sample from which a run on the target says no more."""
 
 _WORST = 3
-"""Samples, of different natures, that the target runs because they are the worst."""
+"""Samples of different natures that the target runs because they are the worst; of large models it is one."""
 
 _JUMPS = (10.0, 3.0)
 """How much larger the error of a value is than those of the values that it is computed from, where a node is
@@ -171,11 +171,13 @@ class Emulator:
             # No emulation shows what kernels add to the states.
             chosen.append(longest)
         natures = {run.nature for run in chosen}
+        # Each step of a recurrent model is a run, and simulators run large models for long.
+        is_large = len(self.levels) <= FEW_SAMPLES
+        most = len(chosen) + (1 if is_large or len(chosen) > 1 else _WORST)
         # What is unusual comes last: it only warns.
         for each in sorted(others, key=lambda each: (not each.run.usual, each.margin)):
             worth = each.snr < _WORTH_RUNNING or self.optimistic
-            # Each step of a recurrent model is a run.
-            if len(chosen) > (_WORST if len(longest.feeds) == 1 else 2):
+            if len(chosen) == most:
                 break
             if worth and each.run.nature not in natures:
                 natures.add(each.run.nature)

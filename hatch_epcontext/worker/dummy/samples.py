@@ -16,6 +16,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.dummy.given import given_samples
 from hatch_epcontext.worker.dummy.inputs import dummy_inputs, generated_inputs
 from hatch_epcontext.worker.dummy.synthetic import RANDOM, Pattern, assumed_range, patterns
+from hatch_epcontext.worker.facts import FEW_SAMPLES
 
 STEPS = 8
 """How often a recurrent model is run with its own states: errors grow from step to step."""
@@ -38,14 +39,11 @@ _MAX_BYTES = 2**25
 MAX_GIVEN = 64
 """Given samples that are run on the CPU: with their outputs they are in memory at once."""
 
-_FEW = 8
-"""The natures that every model is tried with, however much a run of it takes."""
-
 _MANY = 80
 
 _BUDGET = 4e9
-"""Multiplications with additions that all samples of a model may take, from `_FEW` to `_MANY`: about a second
-of a processor's time, and the same number of samples on all machines."""
+"""Multiplications with additions that all samples of a model may take, from `FEW_SAMPLES` to `_MANY`: about a
+second of a processor's time, and the same number of samples on all machines."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,12 @@ class Sample:
 
 def number_of_samples(multiply_adds: int) -> int:
     """How many samples a model gets of which one takes that many multiplications with additions."""
-    return int(min(_MANY, max(_FEW, _BUDGET / max(multiply_adds, 1))))
+    return int(min(_MANY, max(FEW_SAMPLES, _BUDGET / max(multiply_adds, 1))))
 
 
 def number_of_steps(multiply_adds: int) -> int:
     """How many steps the longest sample has of a recurrent model that takes so many for one."""
-    return int(min(_MANY_STEPS, max(STEPS, _BUDGET / _FEW / max(multiply_adds, 1))))
+    return int(min(_MANY_STEPS, max(STEPS, _BUDGET / FEW_SAMPLES / max(multiply_adds, 1))))
 
 
 def number_of_long_steps(left: float, steps: int, multiply_adds: int, nodes: int) -> int:
