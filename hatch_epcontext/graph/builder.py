@@ -17,7 +17,7 @@ from hatch_epcontext.graph.scope import Scope, Types
 
 _AXES_AS_INPUTS = 13
 _AXES_OF_MEAN_AS_INPUTS = 18
-_BOUNDS_AS_INPUTS = 11
+BOUNDS_AS_INPUTS = 11
 """The opsets since which these are inputs, and no attributes."""
 
 _CONCAT_AT_A_TIME = 128
@@ -181,7 +181,7 @@ class Builder:
 
     def clip(self, value: str, low: float, high: float) -> str:
         """``value`` within bounds."""
-        if self.opset < _BOUNDS_AS_INPUTS:
+        if self.opset < BOUNDS_AS_INPUTS:
             return self.add("Clip", value, min=low, max=high)
         return self.add("Clip", value, self.number(low), self.number(high))
 

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array
-from hatch_epcontext.graph.builder import Builder, copy_of
+from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of
 from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
 from hatch_epcontext.graph.scope import Scope, Types
 
@@ -31,9 +31,6 @@ _DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 
 _SCALING = frozenset({"Resize", "Upsample"})
 """Operators whose stored floats are sizes, and no data."""
-
-_BOUNDS_AS_INPUTS = 11
-"""The opset since which those of Clip are inputs."""
 
 _WHERE = 9
 """The opset since which there is a Where; most models of the two before are also ones of this."""
@@ -145,7 +142,7 @@ class _Emulation:
 
     def _limited(self, value: str, largest: float) -> str:
         low, high = self._constant(-largest), self._constant(largest)
-        if self._builder.opset >= _BOUNDS_AS_INPUTS:
+        if self._builder.opset >= BOUNDS_AS_INPUTS:
             return self._builder.add("Clip", value, low, high)
         return self._builder.add("Min", self._builder.add("Max", value, low), high)
 

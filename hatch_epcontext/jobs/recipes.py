@@ -183,7 +183,7 @@ class Attempt:
         else:
             result = _first_line(self.result.problems[0].message)
             if self.has_crashed:
-                result = "the EP crashes on this form, in a process of its own"
+                result = "the EP crashes on this model, in a process of its own"
             yield f"{'; '.join(self.result.rewrites) or 'unmodified'}: {result}"
 
 

@@ -313,7 +313,7 @@ def test_the_first_error_stands_if_nothing_helps(builder: Builder) -> None:
     (problem,) = raised.value.problems
     assert problem.kind is Kind.WORKER_CRASHED
     assert problem.message == "the compiler crashed."
-    assert problem.tried[0] == "unmodified: the EP crashes on this form, in a process of its own"
+    assert problem.tried[0] == "unmodified: the EP crashes on this model, in a process of its own"
 
 
 @pytest.mark.parametrize("kind", [Kind.WORKER_TIMEOUT, Kind.WORKER_KILLED])

@@ -15,15 +15,12 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
+from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rewrite, by_node
 from hatch_epcontext.graph.number_format import FUSING, RewriteName
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
 """The opset since which Max and Min take a number beside a tensor."""
-
-_BOUNDS_AS_INPUTS = 11
-"""The opset since which those of Clip are inputs."""
 
 _SOFTMAX_OVER_ONE_AXIS = 13
 """The opset since which it is not over all axes from one on."""
@@ -116,7 +113,7 @@ def _is_read_once(name: str, scope: Scope) -> bool:
 
 def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Clip whose bounds are attributes: its opset has no others."""
-    if builder.opset >= _BOUNDS_AS_INPUTS:
+    if builder.opset >= BOUNDS_AS_INPUTS:
         return None
     value = node.input[0]
     for operator, bound in (("Max", "min"), ("Min", "max")):

@@ -34,7 +34,11 @@ from hatch_epcontext.worker.comparison.check import (
 )
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
+from hatch_epcontext.worker.comparison.quantized import (
+    round_weights,
+    source_reference,
+    within_noise,
+)
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     Run,
@@ -56,9 +60,6 @@ _EXACT, _ROUNDED = 80.0, 50.0
 """Decibels that a model keeps if its weights change in their last bits, unless rounding counts in it; and
 those that a rewrite then has to keep.
 """
-
-_FEW = 16
-"""Values of a stored tensor up to which they may be settings, such as an exponent."""
 
 _MAX_ROUNDS = 8
 """How often what was unrolled is simplified and looked at again."""
@@ -323,15 +324,9 @@ class _RewriteSession:
         self._check(session, path, expected, tolerance)
 
     def _rounded(self, folder: Path) -> ort.InferenceSession:
-        """The prepared model with weights that differ in their last bits, as sums in another order do."""
+        """The prepared model, with other rounding."""
         model = onnx.load(self.request.prepared)
-        rng = np.random.default_rng(0)
-        for tensor in model.graph.initializer:
-            if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW:
-                values = onnx.numpy_helper.to_array(tensor)
-                changed = values * (1 + rng.choice([-1, 1], values.shape) * np.float32(2.0**-21))
-                array = changed.astype(np.float32)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+        round_weights(model, np.random.default_rng(0))
         written = self._save(model, folder / "rounded.onnx", Path(self.request.prepared).parent)
         options = cpu_options()
         if self.request.simplify:

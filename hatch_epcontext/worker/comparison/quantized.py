@@ -126,11 +126,7 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
     step("measuring the noise of the source model")
     rng = np.random.default_rng(0)
     onnx_model = onnx.load(path)
-    for tensor in onnx_model.graph.initializer:
-        # Few numbers may be sizes, such as those of a Resize, which must not change.
-        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW:
-            rounded = _rounded(numpy_helper.to_array(tensor), rng)
-            tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
+    round_weights(onnx_model, rng)
     runs = []
     for each in expected.runs:
         feeds = ({n: _rounded(array, rng) for n, array in fed.items()} for fed in each.feeds)
@@ -145,6 +141,15 @@ def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
         # Windows removes no file that is open.
         del session
     return Reference(expected.runs, replace(expected.facts, noise=noise))
+
+
+def round_weights(onnx_model: onnx.ModelProto, rng: np.random.Generator) -> None:
+    """Give the weights of a model rounding errors, as sums in another order have them, in place."""
+    for tensor in onnx_model.graph.initializer:
+        # Few numbers may be sizes, such as those of a Resize, which must not change.
+        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW:
+            rounded = _rounded(numpy_helper.to_array(tensor), rng)
+            tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
 
 
 def _rounded(array: Array, rng: np.random.Generator) -> Array:
