@@ -603,7 +603,8 @@ class Problem:
     the end of a worker's log. ``targets``: those that have the problem, where it is in a job, or the key is
     that of a model with several. ``tried``: other ways to compile the job, each with its result. The
     ``step`` of the job, unless it is compiling. ``causes``: what else can be the reason, in sentences.
-    ``margin``: the decibels by which an output is above its limit, which is less than 0.
+    ``margin``: the decibels by which an output is above its limit, which is less than 0. ``gap``: those by
+    which it is worse than an emulation of the number format, if there is one.
     """
 
     kind: Kind
@@ -618,6 +619,7 @@ class Problem:
     step: str = ""
     causes: tuple[str, ...] = ()
     margin: float | None = None
+    gap: float | None = None
 
     def __post_init__(self) -> None:
         # What a user has given in place of a path or a key can be a URL with a password.

@@ -403,9 +403,12 @@ def _per_channel(axis: int) -> _Spread:
     """Values of all channels, or of each one along ``axis``."""
 
     def spread(values: Floats, rank: int) -> Floats:
+        if values.size == 1:
+            # The axis may be any.
+            return values.reshape(())
         shape = [1] * rank
         shape[axis] = -1
-        return values.reshape(shape if values.size > 1 else ())
+        return values.reshape(shape)
 
     return spread
 

@@ -470,7 +470,8 @@ class _Search:
         if isinstance(found, BuildError):
             # What is beyond a limit that is not one of decibels is hardly beyond it.
             margins = (min(each.margin or 0.0, _HARDLY) for each in found.problems)
-            return Verdict(agrees=False, margin=min(margins))
+            gap = next((each.gap for each in found.problems if each.gap is not None), math.inf)
+            return Verdict(agrees=False, margin=min(margins), gap=gap)
         validations = [each.validation for each in found.values()]
         emulations = [each.emulation for each in validations if each.emulation is not None]
         # Simulators run large models for long: rewrites for kernels are tried only where these differ.

@@ -47,8 +47,8 @@ class Verdict:
 
     ``agrees``: also true where it cannot be run or compared on this machine; false where it differs, or
     may differ for other inputs. Where it may: ``in_format``, whether an emulation of the number format says
-    so; ``gap``, the decibels by which a run is worse than its emulation; ``in_layers``, whether there are
-    layers in it whose kernels are inexact. Where it differs that is not known.
+    so; ``gap``, the decibels by which a run is worse than its emulation, as far as there is one;
+    ``in_layers``, whether there are layers in it whose kernels are inexact.
     """
 
     agrees: bool

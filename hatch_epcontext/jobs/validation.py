@@ -102,6 +102,9 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         reasons = [emulation.reason]
     real = "; compare with real ones (validate.inputs, or --inputs on the command line)"
     for reason in dict.fromkeys(reasons):
+        if any(each != reason and each.startswith(reason) for each in reasons):
+            # Of another output, with a node to blame.
+            continue
         hint = real if validation.synthetic else ""
         yield f"{name}: other inputs may give wrong answers: {reason}{hint}"
 

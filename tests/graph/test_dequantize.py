@@ -246,6 +246,21 @@ def test_static_quantization_is_only_undone_on_request() -> None:
         assert noise(source, undone, {"x": np.full((3, 4), number, np.float32)}) < 0.03
 
 
+def test_a_bias_of_one_number_has_no_channels() -> None:
+    made = model(
+        [
+            helper.make_node("DequantizeLinear", ["b", "s"], ["bias"]),
+            helper.make_node("Add", ["x", "bias"], ["y"]),
+        ],
+        [value("x", [4])],
+        [value("y", [4])],
+        [numpy_helper.from_array(np.array([8], np.int32), "b"), floats("s", [0.25])],
+    )
+    assert dequantize(made, static=True) == 1
+    (found,) = run(made, {"x": np.zeros(4, np.float32)})
+    assert found.tolist() == [2.0] * 4
+
+
 OTHER_SCALES = {
     "of a measured range": [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),

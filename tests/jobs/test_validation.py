@@ -103,6 +103,16 @@ def test_only_synthetic_inputs_are_to_be_replaced_by_real_ones() -> None:
         assert ("validate.inputs" in warning) is synthetic
 
 
+def test_one_reason_is_given_once_with_the_node_to_blame() -> None:
+    reason = "float16 leaves 18 dB"
+    found = [
+        dataclasses.replace(each, status=AgreementStatus.SENSITIVE, reason=f"{reason}{more}")
+        for each, more in zip(AGREEMENTS[:2], ("", ", perhaps because of GRU a"), strict=True)
+    ]
+    (warning,) = validation_warnings("a", Validation(ValidationStatus.RAN, tuple(found)))
+    assert "GRU a" in warning
+
+
 def test_a_simulator_and_an_emulation_are_named() -> None:
     emulation = Emulation("float16", "a simulator", 72, "tone at 0.1", 23.4, 3.4, "Sqrt root is 0")
     sensitive = dataclasses.replace(

@@ -146,13 +146,16 @@ def _explained(
 ) -> BuildError:
     """``error`` of ``run`` with the first diverging node behind its first message, if that is known."""
     first, *others = error.problems
+    gap = None
     if emulator is not None:
         margins = [each.margin for each in error.problems if each.margin is not None]
-        text = emulator.explanation(run, min(margins, default=NOTHING))
+        margin = min(margins, default=NOTHING)
+        gap = max(0.0, emulator.level(run).margin - margin)
+        text = emulator.explanation(run, margin)
     else:
         text = explain(run) if explain else ""
     message = f"{first.message}\n{text}" if text else first.message
-    return type(error)(replace(first, message=message), *others)
+    return type(error)(replace(first, message=message, gap=gap), *others)
 
 
 def _warning(error: BuildError) -> str:
