@@ -53,6 +53,12 @@ For values between -1 and 1 it is the `unit` of the limits.
 _QUANTIZATION_STEPS = 32.0
 """The steps of a quantized output that count as signal in each place: to be one step off is 30 dB."""
 
+_SCORE = 5.0
+"""The units that a single score counts as: on an NPU an error of 0.05 is 20 dB, wherever a threshold is."""
+
+_STATE = 6.0
+"""Decibels that a state may have less than the limit: where that counts, outputs of later steps differ."""
+
 _SHARES = 64
 """The number of places in a slice that can have that signal when all values are shares of 1."""
 
@@ -121,8 +127,8 @@ def compare(
     ``elsewhere``: the same output of the reference for other inputs. ``quantization_step``: the step between
     its values, if it is quantized. ``rows``: for what was selected, of which each counts, the ratio of signal
     to noise of each, in decibels. ``is_state``: whether only the model itself reads it, so that single
-    features of it say nothing. Strings, booleans and other indices are equal or not. Raises BuildError when
-    the shapes differ.
+    features of it say nothing, and its limit is lower. Strings, booleans and other indices are equal or not.
+    Raises BuildError when the shapes differ.
     """
     if output.shape != reference.shape:
         raise BuildError(
@@ -133,6 +139,8 @@ def compare(
                 f"{list(reference.shape)} on the CPU.",
             )
         )
+    if is_state:
+        limits = replace(limits, snr=limits.snr - _STATE)
     exact = reference.dtype == STRING or reference.dtype.kind == "b" or nature == "indices"
     if exact:
         # One of ten may be another: near ties, an index changes with the rounding.
@@ -288,6 +296,8 @@ class _Measure:
 
     def _part(self, places: int) -> float:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""
+        if self.ref.size == 1 and self.nature in ("unit", "probabilities"):
+            return (_SCORE * self.unit) ** 2
         if self.nature == "probabilities":
             return self.unit**2 * min(1.0, _SHARES / places)
         return (self.unit if self.nature == "unit" else LARGEST) ** 2

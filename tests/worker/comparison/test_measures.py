@@ -120,6 +120,8 @@ def test_small_differences_of_values_up_to_one_are_rounding() -> None:
     assert agrees([[0.0]], [[0.0026]], "unit")
     assert not agrees([[0.0]], [[0.0026]])
     assert not agrees([[0.2]], [[0.0026]], "unit")
+    assert agrees([[0.04]], [[0.0026]], "unit")
+    assert not agrees([[0.04] * 4], [[0.0026] * 4], "unit"), "only of a single score"
     exact = Tolerance(20, 0.99)
     assert compared([[0.0]], [[0.0026]], exact, "unit").excesses, "on a CPU it is not"
 
@@ -202,6 +204,9 @@ def test_single_scalars_of_a_state_fail_nothing() -> None:
     wrong[1, 0, :4] = 0
     assert compare("h", wrong, state, HALF).excesses
     assert not compare("h", wrong, state, HALF, is_state=True).excesses
+    half = state + 0.12 * np.random.default_rng(2).standard_normal(state.shape)
+    assert compare("h", half, state, HALF).excesses
+    assert not compare("h", half, state, HALF, is_state=True).excesses
     # A whole layer does.
     wrong[1] *= 0.5
     assert compare("h", wrong, state, HALF, is_state=True).excesses
