@@ -479,7 +479,7 @@ class _Search:
         return Verdict(
             not any(each.sensitive for each in validations),
             max(0.0, min((each.margin for each in validations), default=math.inf)),
-            any(each.reason for each in emulations),
+            any(each.in_format for each in emulations),
             max(gaps, default=0.0),
             any(each.inexact for each in emulations),
         )

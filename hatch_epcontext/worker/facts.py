@@ -230,7 +230,8 @@ class Emulation:
     None if all are equal. ``reason``: why the model is sensitive to the format, and the node; None if it is
     not. What the target ran counts as it was there.
     ``gap``: the decibels by which the target was worse than the emulation of the same sample.
-    ``inexact``: the operators in it whose kernels are less exact than the format.
+    ``inexact``: the operators in it whose kernels are less exact than the format. ``in_format``: whether the
+    format makes it sensitive, and not only what the target has made of it.
     """
 
     format: str
@@ -242,3 +243,4 @@ class Emulation:
     reason: str | None = None
     gap: float = 0.0
     inexact: tuple[str, ...] = ()
+    in_format: bool = False

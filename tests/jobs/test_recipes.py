@@ -71,13 +71,16 @@ class Compiler:
     """Gives each recipe its outcome, by its name, and nothing to change for others.
 
     ``wrong``: the recipes whose results differ from the CPU's; ``sensitive``: those whose results may differ
-    for other inputs, each with its margin; ``gap``: see `Emulation`.
+    for other inputs, each with its margin; ``gap``: see `Emulation`, and ``gap_of_wrong``: see `Problem`;
+    ``emulated``: so many samples were.
     """
 
     outcomes: Mapping[str, Outcome]
     wrong: Sequence[str] = ()
     sensitive: Mapping[str, float] = field(default_factory=dict)
     gap: float = 0.0
+    gap_of_wrong: float | None = None
+    emulated: int = 9
     contexts: Mapping[str, int] = field(default_factory=dict)
     recipes: list[Recipe] = field(default_factory=list)
     validated: list[str] = field(default_factory=list)
@@ -136,12 +139,19 @@ class Compiler:
         self.validated.append(name)
         if name in self.wrong:
             kind = Kind.OUTPUT_SHAPE if name == "plain" else Kind.OUTPUT_DIFFERS
-            raise BuildError(Problem(kind, job.location, f"{name} is wrong."))
+            raise BuildError(
+                Problem(kind, job.location, f"{name} is wrong.", gap=self.gap_of_wrong)
+            )
         if name in self.sensitive:
             found = Agreement(
                 "y", 0.1, 1.0, status=AgreementStatus.SENSITIVE, margin=self.sensitive[name]
             )
-            emulation = Emulation("float16", "here", 9, reason="it is small", gap=self.gap)
+            emulation = Emulation(
+                *("float16", "here", self.emulated),
+                reason="it is small",
+                gap=self.gap,
+                in_format=True,
+            )
             return ValidationRun(Validation(ValidationStatus.RAN, (found,), emulation=emulation))
         return ValidationRun(Validation(ValidationStatus.RAN))
 
@@ -413,6 +423,25 @@ def test_a_rewrite_that_hardly_helps_is_not_kept(builder: Builder) -> None:
 def test_rewrites_for_kernels_are_for_what_is_less_exact_than_its_format(builder: Builder) -> None:
     compiler = Compiler({"plain": [], "barrier": []}, sensitive={"plain": 3}, gap=1)
     builder.build(compiler)
+    assert {name_of(each) for each in compiler.recipes if each.last_remedies} == {"ranges"}
+
+
+def test_kernels_of_large_models_that_are_sensitive_stay(builder: Builder) -> None:
+    compiler = Compiler({"plain": [], "barrier": []}, sensitive={"plain": 3}, gap=12, emulated=8)
+    builder.build(compiler)
+    assert {name_of(each) for each in compiler.recipes if each.last_remedies} == {"ranges"}
+
+
+def test_kernels_of_large_models_that_differ_are_rewritten(builder: Builder) -> None:
+    compiler = Compiler({"plain": [], "barrier": []}, wrong=["plain"], emulated=8)
+    built = builder.build(compiler)
+    assert name_of(built.artifact.record.recipe) == "barrier"
+
+
+def test_kernels_are_not_rewritten_where_the_format_itself_differs(builder: Builder) -> None:
+    compiler = Compiler({"plain": [], "barrier": []}, wrong=["plain"], gap_of_wrong=1)
+    with pytest.raises(BuildError, match="plain is wrong"):
+        builder.build(compiler)
     assert {name_of(each) for each in compiler.recipes if each.last_remedies} == {"ranges"}
 
 

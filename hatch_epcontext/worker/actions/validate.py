@@ -84,8 +84,9 @@ def handle(request: ValidateRequest) -> ValidateReply:
     emulator = _emulator(request, expected, tolerance)
     if settings.changes_precision:
         expected = for_other_numbers(expected)
-    first = run_model(session, expected.feeds, model, "the compiled model")
+    first = None
     if recorded := expected_outputs(request.context.outputs, model):
+        first = run_model(session, expected.feeds, model, "the compiled model")
         name, only_target = "the recorded output", request.only_target
         own = model.tolerance_for(request.target, recorded=True) or request.tolerance
         check_outputs(first, recorded, own, model, name, only_target=only_target)

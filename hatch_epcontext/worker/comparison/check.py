@@ -107,7 +107,7 @@ def check_runs(
             continue
         of_outputs = [(a.margin, a.output) for a in found[before:] if a.margin is not None]
         margin, output = min(of_outputs, default=(math.inf, ""))
-        levels.append(Level(each, output, margin, margin + tolerance.of(output).snr))
+        levels.append(Level(each, output, margin, margin + tolerance.of(output).snr, ran=True))
         emulated = emulator.level(each).margin
         gap = max(gap, min(emulated, _reachable(emulator)) - margin)
         is_longest = each is longest and len(each.feeds) > 1

@@ -43,7 +43,7 @@ _WORTH_RUNNING = 45.0
 """Decibels of an emulated sample from which a run on the target says no more."""
 
 _WORST = 3
-"""Samples of different natures that the target runs because they are the worst; of large models it is one."""
+"""Samples of different natures that the target runs because they are the worst."""
 
 _JUMPS = (10.0, 3.0)
 """How much larger the error of a value is than those of the values that it is computed from, where a node is
@@ -69,7 +69,7 @@ _MAX_VALUES = 2**28
 class Level:
     """How near the emulated ``run`` is to the source's: ``margin`` in decibels above the limits, negative
     below them, and the ``snr`` of the output that is nearest to its limit; both infinite where all are equal.
-    ``step``: that of a long run.
+    ``step``: that of a long run. ``ran``: whether it is how the target ran it.
     """
 
     run: Run
@@ -77,6 +77,7 @@ class Level:
     margin: float
     snr: float
     step: int = 0
+    ran: bool = False
 
     @property
     def spare(self) -> float:
@@ -112,7 +113,7 @@ class Emulator:
         session = _open(emulated)
         self.levels = [self._level(session, each) for each in runs or expected.runs]
         self._long = self._long_level(session) if expected.facts.long_steps else None
-        self._samples = len(self._all)
+        self._emulated = (*self._all,)
 
     @staticmethod
     def is_possible(path: Path) -> bool:
@@ -158,7 +159,7 @@ class Emulator:
         return self.levels if self._long is None else [*self.levels, self._long]
 
     def to_run(self) -> list[Run]:
-        """The first sample, and those that the target has to run because they may differ."""
+        """The first sample, and those that may differ on the target; of large models one of these."""
         first, *others = self.levels
         if self._model.validate.inputs not in SYNTHETIC:
             # What the app has says more than what may be worse.
@@ -172,7 +173,7 @@ class Emulator:
             chosen.append(longest)
         natures = {run.nature for run in chosen}
         # Each step of a recurrent model is a run, and simulators run large models for long.
-        is_large = len(self.levels) <= FEW_SAMPLES
+        is_large = len(self.levels) <= FEW_SAMPLES and len(chosen) == 1
         most = len(chosen) + (1 if is_large or len(chosen) > 1 else _WORST)
         # What is unusual comes last: it only warns.
         for each in sorted(others, key=lambda each: (not each.run.usual, each.margin)):
@@ -182,6 +183,8 @@ class Emulator:
             if worth and each.run.nature not in natures:
                 natures.add(each.run.nature)
                 chosen.append(each.run)
+        if is_large:
+            chosen = [min(chosen, key=lambda run: self.level(run).margin)]
         return with_telling(chosen, self._expected.runs)
 
     def level(self, run: Run) -> Level:
@@ -200,7 +203,7 @@ class Emulator:
 
     def result(self) -> Emulation:
         """What is to be said of it."""
-        worst, margin, reason = self.worst, self.margin, None
+        worst, margin, reason, hurt = self.worst, self.margin, None, None
         if margin < SENSITIVE:
             first = min(
                 self._all,
@@ -212,18 +215,20 @@ class Emulator:
         return Emulation(
             self._format.name,
             self._format.seen,
-            self._samples,
+            len(self._emulated),
             worst.run.name,
             max(worst.snr, NOTHING) if worst.snr < math.inf else None,
             margin if math.isfinite(margin) else None,
             reason,
             inexact=tuple(sorted({each.op_type for each in self._computed} & self._format.inexact)),
+            in_format=hurt is not None or min(each.spare for each in self._emulated) < SENSITIVE,
         )
 
     def _describe(self, level: Level) -> str:
         snr = f"{level.snr:.0f} dB" if math.isfinite(level.snr) else "no number"
         place = f"in step {level.step:,}" if level.step else f"for the sample {level.run.name!r}"
-        return f"{self._format.name}, emulated on the CPU, leaves {snr} of {level.output!r} {place}"
+        who = "the target" if level.ran else f"{self._format.name}, emulated on the CPU,"
+        return f"{who} leaves {snr} of {level.output!r} {place}"
 
     def _at(self, level: Level) -> str:
         if level.step:

@@ -17,6 +17,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.check import check_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.facts import FEW_SAMPLES
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import model, save, value, weights
 from tests.worker.actions.test_compile import MODEL
@@ -150,6 +151,16 @@ def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
     assert len(coarse.to_run()) == 4
     wrong = coarse.explanation(coarse.levels[0].run, -5.0)
     assert "Sigmoid gate, which is coarse behind Gemm" in wrong
+
+
+def test_the_target_runs_one_sample_of_a_large_model(tmp_path: Path) -> None:
+    found = emulator(log_of_power(), tmp_path)
+    found.levels = found.levels[:FEW_SAMPLES]
+    (run,) = found.to_run()
+    assert found.level(run).margin == min(each.margin for each in found.levels if each.run.usual)
+    well = emulator(layers(), tmp_path)
+    well.levels = well.levels[:FEW_SAMPLES]
+    assert [each.name for each in well.to_run()] == ["random"]
 
 
 def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
