@@ -228,6 +228,8 @@ class Emulator:
         snr = f"{level.snr:.0f} dB" if math.isfinite(level.snr) else "no number"
         place = f"in step {level.step:,}" if level.step else f"for the sample {level.run.name!r}"
         who = "the target" if level.ran else f"{self._format.name}, emulated on the CPU,"
+        if level.snr == math.inf:
+            return f"{who} changes nothing {place}"
         return f"{who} leaves {snr} of {level.output!r} {place}"
 
     def _at(self, level: Level) -> str:
