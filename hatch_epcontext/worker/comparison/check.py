@@ -150,7 +150,9 @@ def _explained(
     if emulator is not None:
         margins = [each.margin for each in error.problems if each.margin is not None]
         margin = min(margins, default=NOTHING)
-        gap = max(0.0, emulator.level(run).margin - margin)
+        distance = emulator.level(run).margin - margin
+        # None where the emulation is equal: infinity is no number in a reply.
+        gap = max(0.0, distance) if distance < math.inf else None
         text = emulator.explanation(run, margin)
     else:
         text = explain(run) if explain else ""

@@ -223,6 +223,8 @@ class Emulator:
     def _describe(self, level: Level) -> str:
         snr = f"{level.snr:.0f} dB" if math.isfinite(level.snr) else "no number"
         place = f"in step {level.step:,}" if level.step else f"for the sample {level.run.name!r}"
+        if level.snr == math.inf:
+            return f"{self._format.name}, emulated on the CPU, changes nothing {place}"
         return f"{self._format.name}, emulated on the CPU, leaves {snr} of {level.output!r} {place}"
 
     def _at(self, level: Level) -> str:

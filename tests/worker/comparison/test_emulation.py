@@ -249,6 +249,26 @@ def test_states_that_are_forgotten_are_run_no_longer(tmp_path: Path) -> None:
         assert facts.long_steps == 0
 
 
+def test_a_disagreement_where_the_emulation_is_equal_can_be_sent(tmp_path: Path) -> None:
+    half = TensorProto.FLOAT16
+    made, broken = (
+        model(
+            [helper.make_node(op, ["x"], ["y"])], [value("x", [9], half)], [value("y", [9], half)]
+        )
+        for op in ("Abs", "Neg")
+    )
+    path = save(made, tmp_path / "a.onnx")
+    session = open_session(save(broken, tmp_path / "broken.onnx"), cpu_options())
+    spec = Model("a", path, MODEL)
+    expected = reference(spec, made)
+    found = Emulator(spec, path, FLOAT16, frozenset(), expected, QNN)
+    with pytest.raises(BuildError) as raised:
+        check_runs(session, expected, QNN, spec, "the model", "the CPU's", emulator=found)
+    problem = raised.value.problems[0]
+    assert problem.gap is None
+    assert "changes nothing for the sample 'random', so the EP computes" in problem.message
+
+
 def test_a_disagreement_names_the_first_diverging_node(tmp_path: Path) -> None:
     made = log_of_power()
     emulator(made, tmp_path)
