@@ -49,8 +49,11 @@ def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
     model's inputs.
     """
     needed = graph.inputs(onnx_model.graph)
-    del onnx_model.graph.input[:]
-    onnx_model.graph.input.extend(needed)
+    if len(needed) < len(onnx_model.graph.input):
+        del onnx_model.graph.input[:]
+        onnx_model.graph.input.extend(needed)
+        # Before, every initializer had to be an input.
+        onnx_model.ir_version = max(onnx_model.ir_version, 4)
     problems = [
         *_fix_constants(onnx_model.graph, model),
         *collect(_sizes(onnx_model.graph, model))[1],
