@@ -349,6 +349,32 @@ def set_nodes(part: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     part.node.extend(nodes)
 
 
+def renamed(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
+    """``model``, changed in place: names that begin with ``prefix`` are without it, and unique."""
+    builder = Builder(model)
+
+    def rename(part: onnx.GraphProto, names: dict[str, str]) -> None:
+        def new(name: str) -> str:
+            if name.startswith(prefix):
+                names[name] = builder.fresh(f"{name.removeprefix(prefix)}/cast")
+            return names.get(name, name)
+
+        for tensor in part.initializer:
+            tensor.name = new(tensor.name)
+        for node in part.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+            for inner in graph.inner_graphs(node):
+                rename(inner, dict(names))
+            if node.name.startswith(prefix):
+                node.name = builder.fresh(f"{node.name.removeprefix(prefix)}/Cast")
+            node.output[:] = map(new, node.output)
+        for value in (*part.output, *part.value_info):
+            value.name = names.get(value.name, value.name)
+
+    rename(model.graph, {})
+    return model
+
+
 def remove_unused(
     part: onnx.GraphProto, is_removable: Callable[[onnx.NodeProto], bool] = lambda node: True
 ) -> None:

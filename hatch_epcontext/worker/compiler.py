@@ -23,6 +23,8 @@ from hatch_epcontext.worker.session import LEVELS, open_session, options
 _IR_VERSION = 10
 """The IR version that the oldest supported ONNX Runtime and all newer ones read."""
 
+_CHANGE = "Change the model there, or keep only the part before or after it."
+
 _NEWEST = 127
 _FIELD = b"\x08"
 """How a protobuf file begins whose first field is a number, as the IR version of ONNX is."""
@@ -196,22 +198,31 @@ def _explanation(
     if library := missing(message):
         message = f"{provider.ep} cannot compile, because {library} is missing."
         return Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice)
-    return _refused_graph(message, provider, source, key)
+    return _refused_graph(message, provider, source, key, refused)
 
 
 def _refused_graph(
-    message: str, provider: Provider, source: onnx.GraphProto, key: Key | None
+    message: str,
+    provider: Provider,
+    source: onnx.GraphProto,
+    key: Key | None,
+    refused: Callable[[], str],
 ) -> Problem | None:
-    """The problem of a graph that ONNX Runtime or the EP's compiler refuses, where it names the node."""
+    """The problem of a graph that ONNX Runtime or the EP's compiler refuses, where a node is known."""
+    settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
     if words := provider.error_in_words(message):
-        hint = "Change the model there, or keep only the part before or after it."
-        settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
+        hint = _CHANGE
         if decides := advice(source, key):
             # The node may be in a branch that never runs.
             hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1] + settings
         return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
+    if nodes := refused():
+        # What it leaves to the CPU can be what it fails with: a type that the rest makes for it.
+        reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
+        words = f"{provider.ep} failed: {reason}. {nodes}"
+        return Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, settings=settings)
     return None
 
 

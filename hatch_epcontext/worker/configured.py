@@ -45,8 +45,15 @@ def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:
 def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
     """Fix the constants of ``model`` in ``onnx_model``, in place, and check its shapes and dims.
 
-    Raises ModelError with everything that does not fit the model's inputs.
+    Initializers that are inputs too become constants. Raises ModelError with everything that does not fit the
+    model's inputs.
     """
+    needed = graph.inputs(onnx_model.graph)
+    if len(needed) < len(onnx_model.graph.input):
+        del onnx_model.graph.input[:]
+        onnx_model.graph.input.extend(needed)
+        # Before, every initializer had to be an input.
+        onnx_model.ir_version = max(onnx_model.ir_version, 4)
     problems = [
         *_fix_constants(onnx_model.graph, model),
         *collect(_sizes(onnx_model.graph, model))[1],

@@ -8,11 +8,16 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import Target
+from hatch_epcontext.graph.builder import renamed
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
 
 _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
 """ONNX Runtime's names of what folds other nodes into the weights of convolutions."""
+
+_INSERTED = "InsertedPrecisionFreeCast_"
+"""How the name of the float32 form of a float16 value begins, in each graph and after each optimization: ONNX
+Runtime refuses its own result where there are two."""
 
 
 def optimize(
@@ -48,4 +53,7 @@ def optimize(
         session_options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", str(threshold)
         )
-    return open_session(source, session_options, without=() if fuse else _FUSIONS)
+    session = open_session(source, session_options, without=() if fuse else _FUSIONS)
+    if _INSERTED.encode() in result.read_bytes():
+        onnx.save(renamed(onnx.load(result, load_external_data=False), _INSERTED), result)
+    return session

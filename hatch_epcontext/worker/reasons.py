@@ -71,13 +71,21 @@ def explained(
 
 def refused_nodes(prepared: Path, target: Target) -> str:
     """Which nodes of ``prepared`` the EP refuses and why, as a sentence; empty if it gives no reasons."""
-    logged = ask(prepared, target)
-    if not logged:
-        return ""
-    main = onnx.load(prepared, load_external_data=False).graph
+    # Beside its external data.
+    handle, path = tempfile.mkstemp(".onnx", dir=prepared.parent)
+    os.close(handle)
+    named = Path(path)
+    try:
+        name_nodes(prepared, named)
+        logged = ask(named, target)
+        main = onnx.load(named, load_external_data=False).graph
+    finally:
+        named.unlink()
     nodes = [
         NodeFacts(node.name, graph.operator(node)) for node in main.node if node.name in logged
     ]
+    if not nodes:
+        return ""
     operators: dict[str | None, Counter[str]] = {}
     for node in explained(nodes, logged, main, main, target.provider):
         operators.setdefault(node.reason, Counter())[node.op] += 1
@@ -87,6 +95,24 @@ def refused_nodes(prepared: Path, target: Target) -> str:
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
     return f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
+
+
+def name_nodes(path: Path, result: Path) -> None:
+    """Write the model at ``path`` to ``result``; nodes without a name get that of their first output.
+
+    The EP says by their names which nodes it refuses.
+    """
+    model = onnx.load(path, load_external_data=False)
+    nodes = graph.compute_nodes(model.graph)
+    taken = {node.name for node in nodes}
+    for node in nodes:
+        if not node.name:
+            name = next(filter(None, node.output), node.op_type)
+            while name in taken:
+                name += "_"
+            node.name = name
+            taken.add(name)
+    onnx.save(model, result)
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

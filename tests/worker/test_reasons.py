@@ -14,7 +14,7 @@ from hatch_epcontext.worker import reasons
 from hatch_epcontext.worker.facts import NodeFacts
 from hatch_epcontext.worker.reasons import ask, explained, refused_nodes
 from tests.conftest import needs_qnn
-from tests.models import interrupted, network, save, value
+from tests.models import interrupted, model, network, save, value
 from tests.worker.actions.test_compile import X_ELITE, target
 
 
@@ -88,6 +88,15 @@ def test_the_ep_is_asked_without_compiling_or_printing(
 def test_an_ep_that_refuses_nothing_gives_no_reasons(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
     assert refused_nodes(path, target("qnn", X_ELITE)) == ""
+
+
+@needs_qnn
+def test_a_node_without_a_name_is_refused_with_a_reason(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Hardmax", ["r"], ["y"])]
+    path = save(model(nodes, [value("x", [2, 4])], [value("y", [2, 4])]), tmp_path / "a.onnx")
+    refused = refused_nodes(path, target("qnn", X_ELITE))
+    assert refused == "It refused Hardmax (the EP does not have this operator)."
+    assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
 
 
 def test_an_ep_that_logs_no_reasons_is_not_asked(

@@ -11,20 +11,25 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.rewrites.basics import (
     COMPUTED_BOUNDS,
+    COMPUTED_PLACES,
     DEFAULT_ACTIVATIONS,
     INTEGER_CASTS,
     REVERSED,
     SHAPES,
     SIMPLER,
+    UNDILATED,
 )
 from hatch_epcontext.graph.rewrites.branches import BRANCHES
 from hatch_epcontext.graph.rewrites.einsum import EINSUM
 from hatch_epcontext.graph.rewrites.fused import DEFINITIONS, FUNCTIONS, FUSED
+from hatch_epcontext.graph.rewrites.old import GIVEN_UP, NEWER
 from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.graph.rewrites.sequences import SEQUENCES
 from hatch_epcontext.graph.scope import Types
 
 REWRITES: tuple[Rewrite, ...] = (
+    GIVEN_UP,
+    NEWER,
     BRANCHES,
     SEQUENCES,
     REVERSED,
@@ -33,7 +38,9 @@ REWRITES: tuple[Rewrite, ...] = (
     FUNCTIONS,
     DEFINITIONS,
     SIMPLER,
+    UNDILATED,
     COMPUTED_BOUNDS,
+    COMPUTED_PLACES,
     INTEGER_CASTS,
     EINSUM,
     FEW_DIMENSIONS,

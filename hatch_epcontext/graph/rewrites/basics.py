@@ -100,6 +100,47 @@ SIMPLER = by_node(
 )
 
 
+def _without_dilations(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A ConvTranspose with zeros between the weights."""
+    weights = scope.constant(node.input[1])
+    if weights is None or max(dilations := graph.attribute(node, "dilations", [1])) == 1:
+        return None
+    sizes = [(n - 1) * step + 1 for n, step in zip(weights.shape[2:], dilations, strict=True)]
+    wide = np.zeros((*weights.shape[:2], *sizes), weights.dtype)
+    wide[tuple(slice(None, None, step) for step in (1, 1, *dilations))] = weights
+    result = copy_of(node)
+    result.input[1] = builder.store(wide)
+    kept = [each for each in node.attribute if each.name not in ("dilations", "kernel_shape")]
+    del result.attribute[:]
+    result.attribute.extend(kept)
+    builder.append(result)
+    return list(node.output)
+
+
+UNDILATED = by_node("ConvTranspose without dilations", {"ConvTranspose": _without_dilations})
+
+
+def _as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Slice of computed place and known length, along one axis."""
+    value, start, _, axes, steps = graph.operands(node, 5)
+    shape, result = scope.shape(value), scope.shape(node.output[0])
+    dtype = scope.dtype(start) if start else None
+    step = scope.constant(steps) if steps else np.array([1])
+    axis = scope.constant(axes) if axes else np.array([0])
+    if shape is None or result is None or dtype is None or step is None or axis is None:
+        return None
+    if scope.shape(start) != (1,) or axis.size != 1 or scope.constant(start) is not None:
+        return None
+    at = int(axis[0]) % len(shape)
+    offsets = np.arange(result[at], dtype=dtype) * step.astype(dtype)
+    # Places count from the end too, all or none: over the end it would be shorter.
+    indices = builder.add("Add", start, builder.store(offsets))
+    return [builder.add("Gather", value, indices, axis=at)]
+
+
+COMPUTED_PLACES = by_node("Slice as Gather", {"Slice": _as_gather})
+
+
 def _reversed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The ReverseSequence of constant lengths that are the same for all."""
     shape, lengths = scope.shape(node.input[0]), scope.constant(node.input[1])

@@ -1,4 +1,4 @@
-"""Chains of Reshape and Transpose with many dimensions, as equal ones with few."""
+"""Chains of Reshape, Transpose and Gather with many dimensions, as equal ones with few."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEW = 4
 
 _RESHAPING = graph.RESHAPING - {"Identity"}
 
-_OPERATORS = _RESHAPING | {"Transpose"}
+_OPERATORS = _RESHAPING | {"Gather", "Transpose"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,20 @@ def _transposed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     return [builder.reshape(value, result)]
 
 
+def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Gather of many dimensions, or that gives many, as one along the second of three."""
+    value, indices = node.input
+    sizes, result = scope.shape(value), scope.shape(node.output[0])
+    if sizes is None or result is None or max(len(sizes), len(result)) <= _FEW:
+        return None
+    axis = graph.number(node, "axis", 0) % len(sizes)
+    before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
+    rows = builder.reshape(value, (before, sizes[axis], after))
+    if len(scope.shape(indices) or ()) != 1:
+        indices = builder.reshape(indices, [-1])
+    return [builder.reshape(builder.add("Gather", rows, indices, axis=1), result)]
+
+
 def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Reshape that takes what a value of many dimensions before it was made of."""
     shape, source = scope.shape(node.output[0]), node.input[0]
@@ -92,7 +106,8 @@ def _joined(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int:
-    replaced = replace(model, {"Transpose": _transposed}, types, nested=False)
+    rules = {"Transpose": _transposed, "Gather": _gathered}
+    replaced = replace(model, rules, types, nested=False)
     # What these reshape has shapes now too.
     replaced += replace(model, dict.fromkeys(_RESHAPING, _joined), types, nested=False)
     if replaced:
@@ -100,4 +115,4 @@ def _apply(model: onnx.ModelProto, types: Types, refused: frozenset[str]) -> int
     return replaced
 
 
-FEW_DIMENSIONS = Rewrite("Reshape and Transpose with fewer dimensions", _OPERATORS, _apply)
+FEW_DIMENSIONS = Rewrite("Reshape, Transpose or Gather with fewer dimensions", _OPERATORS, _apply)

@@ -9,7 +9,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions import prepare
 from hatch_epcontext.worker.facts import NodeFacts
-from hatch_epcontext.worker.reasons import ask, explained
+from hatch_epcontext.worker.reasons import ask, explained, name_nodes
 from hatch_epcontext.worker.requests import FindRefusedReply, FindRefusedRequest, PrepareRequest
 
 
@@ -18,7 +18,7 @@ def handle(request: FindRefusedRequest) -> FindRefusedReply:
     # Not compared with the source, which would have to run.
     wanted = PrepareRequest(request.model, "onnxruntime", request.folder, compare=False)
     prepared = Path(prepare.handle(wanted).path)
-    _name_nodes(prepared)
+    name_nodes(prepared, prepared)
     logged = ask(prepared, request.target)
     main = onnx.load(prepared, load_external_data=False).graph
     nodes = graph.compute_nodes(main)
@@ -26,21 +26,3 @@ def handle(request: FindRefusedRequest) -> FindRefusedReply:
     return FindRefusedReply(
         len(nodes), explained(refused, logged, main, main, request.target.provider)
     )
-
-
-def _name_nodes(path: Path) -> None:
-    """Give the nodes of the model at ``path`` that have no name that of their first output.
-
-    The EP says by their names which nodes it refuses.
-    """
-    model = onnx.load(path, load_external_data=False)
-    nodes = graph.compute_nodes(model.graph)
-    taken = {node.name for node in nodes}
-    for node in nodes:
-        if not node.name:
-            name = next(filter(None, node.output), node.op_type)
-            while name in taken:
-                name += "_"
-            node.name = name
-            taken.add(name)
-    onnx.save(model, path)

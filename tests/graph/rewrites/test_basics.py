@@ -10,16 +10,19 @@ from onnx import TensorProto, helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.basics import (
     COMPUTED_BOUNDS,
+    COMPUTED_PLACES,
     DEFAULT_ACTIVATIONS,
     INTEGER_CASTS,
     REVERSED,
     SHAPES,
     SIMPLER,
+    UNDILATED,
 )
 from hatch_epcontext.graph.rewrites.fused import DEFINITIONS
 from tests.conftest import newer_runtime
 from tests.graph.rewrites.equal import made, operators, rewritten, untouched
 from tests.graph.unrolling.models import parsed
+from tests.models import Shape
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -263,3 +266,73 @@ def test_the_shape_of_a_comparison_is_written_down() -> None:
 
 def test_shapes_that_onnx_runtime_infers_are_not() -> None:
     assert untouched(comparing("Greater"), SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("dilations", "kernel", "attributes", "size"),
+    [
+        ([2, 2], [3, 3], {"pads": [1, 1, 1, 1]}, [6, 8]),
+        ([2, 1], [3, 2], {"strides": [2, 1], "output_padding": [1, 0]}, [12, 7]),
+        ([3], [3], {"strides": [2], "kernel_shape": [3]}, [13]),
+        ([2, 2], [3, 3], {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, [8, 12]),
+    ],
+)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_dilated_conv_transpose_has_zeros_between_its_weights(
+    dilations: list[int],
+    kernel: list[int],
+    attributes: dict[str, Any],
+    size: list[int],
+    group: int,
+) -> None:
+    weights = np.random.default_rng(0).standard_normal((3, 2, *kernel))
+    node = helper.make_node(
+        "ConvTranspose", ["x", "w"], ["y"], dilations=dilations, group=group, **attributes
+    )
+    model = made(
+        [node],
+        {"x": (FLOAT, [1, 3, *[4, 6][: len(kernel)]])},
+        {"y": (FLOAT, [1, 2 * group, *size])},
+        {"w": weights.astype(np.float32)},
+    )
+    (after,) = rewritten(model, UNDILATED).graph.node
+    assert graph.attribute(after, "dilations", None) is None
+    assert untouched(rewritten(model, UNDILATED), UNDILATED)
+
+
+def moving(offset: int, step: int = 1, shape: Shape = (2, 3)) -> onnx.ModelProto:
+    """Three of ten columns from a place that is computed."""
+    return made(
+        [
+            helper.make_node("Abs", ["x"], ["a"]),
+            helper.make_node("Clip", ["i", "low", "high"], ["j"]),
+            helper.make_node("Add", ["j", "offset"], ["start"]),
+            helper.make_node("Add", ["start", "length"], ["end"]),
+            helper.make_node("Slice", ["a", "start", "end", "axes", "steps"], ["y"]),
+        ],
+        {"x": (FLOAT, [2, 10]), "i": (INT64, [1])},
+        {"y": (FLOAT, list(shape))},
+        {
+            "low": np.array(0),
+            "high": np.array(3),
+            "offset": np.array([offset]),
+            "length": np.array([3 * step]),
+            "axes": np.array([-1]),
+            "steps": np.array([step]),
+        },
+    )
+
+
+@pytest.mark.parametrize(("offset", "step"), [(1, 1), (-9, 1), (0, 2)])
+def test_a_slice_at_a_computed_place_is_a_gather(offset: int, step: int) -> None:
+    after = operators(rewritten(moving(offset, step), COMPUTED_PLACES))
+    assert "Slice" not in after
+    assert "Gather" in after
+
+
+def test_a_slice_of_unknown_length_stays() -> None:
+    assert untouched(moving(1, shape=(2, "n")), COMPUTED_PLACES)
+    node = helper.make_node("Slice", ["x", "start", "end"], ["y"])
+    stored = {"start": np.array([1]), "end": np.array([3])}
+    model = made([node], {"x": (FLOAT, [4])}, {"y": (FLOAT, [2])}, stored)
+    assert untouched(model, COMPUTED_PLACES)

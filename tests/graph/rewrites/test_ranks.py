@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import onnx
@@ -81,3 +82,38 @@ def test_a_chain_without_a_transpose_is_one_reshape() -> None:
 
 def test_few_dimensions_stay() -> None:
     assert untouched(permuted([2, 3, 4, 5], [3, 1, 0, 2]), FEW_DIMENSIONS)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "indices"),
+    [
+        ([1, 2, 3, 2, 4, 5], 2, [0, -1]),
+        ([2, 3, 2, 4, 5], 4, 1),
+        ([3, 4, 5], 1, [[[0, 1], [1, 2]]]),
+    ],
+)
+def test_a_gather_of_many_dimensions_is_one_of_three(
+    sizes: list[int], axis: int, indices: Any
+) -> None:
+    count = math.prod(np.take(np.zeros(sizes), indices, axis).shape)
+    model = made(
+        [
+            helper.make_node("Reshape", ["x", "many"], ["a"]),
+            helper.make_node("Gather", ["a", "i"], ["b"], axis=axis),
+            helper.make_node("Reshape", ["b", "few"], ["y"]),
+        ],
+        {"x": (FLOAT, [math.prod(sizes)])},
+        {"y": (FLOAT, [1, count])},
+        {"many": np.array(sizes), "few": np.array([1, count]), "i": np.array(indices)},
+    )
+    after = rewritten(model, FEW_DIMENSIONS)
+    assert largest_rank(after) <= 4
+    assert operators(after).count("Gather") == 1
+
+
+def test_a_gather_of_few_dimensions_stays() -> None:
+    node = helper.make_node("Gather", ["x", "i"], ["y"])
+    stored = {"i": np.array([1, 0])}
+    shape = [3, 2, 2, 2]
+    model = made([node], {"x": (FLOAT, shape)}, {"y": (FLOAT, [2, 2, 2, 2])}, stored)
+    assert untouched(model, FEW_DIMENSIONS)

@@ -241,6 +241,22 @@ def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dty
         assert raised.value.problems[0].settings == settings
 
 
+@needs_qnn
+def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> None:
+    double = TensorProto.DOUBLE
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"]),
+        helper.make_node("Cast", ["r"], ["d"], to=double),
+        helper.make_node("Exp", ["d"], ["y"]),
+    ]
+    made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
+    path = save(made, tmp_path / "a.onnx")
+    wanted = r"failed: .*\. It refused Exp \(the EP does not take float64\)\."
+    with pytest.raises(BuildError, match=wanted) as raised:
+        compile_context(path, tmp_path / "b.onnx", target("qnn", X_ELITE), key=MODEL)
+    assert raised.value.problems[0].settings == (Setting(MODEL / "cut"),)
+
+
 def test_types_that_do_not_fit_are_explained_with_the_input_that_chooses_the_branch() -> None:
     error = RuntimeError(
         "[ONNXRuntimeError] : 1 : FAIL : Node (If_0) Op (If) [TypeInferenceError] Graph inferencing "

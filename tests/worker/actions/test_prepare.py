@@ -154,6 +154,34 @@ def test_a_model_with_initializers_among_the_inputs_is_prepared(
     assert run(save(made, tmp_path / "a.onnx"), tmp_path, simplifier).nodes == 1
 
 
+@pytest.mark.parametrize("simplifier", SIMPLIFIERS)
+@pytest.mark.parametrize("ir_version", [3, 8])
+def test_initializers_among_the_inputs_are_constants(
+    tmp_path: Path, simplifier: Simplifier, ir_version: int
+) -> None:
+    stored = [weights("w", 4, 3, 3, 3), *(weights(name, 4) for name in ("scale", "bias", "mean"))]
+    stored.append(numpy_helper.from_array(np.ones(4, np.float32), "var"))
+    made = model(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"]),
+            helper.make_node("BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["n"]),
+            helper.make_node("Relu", ["n"], ["y"]),
+        ],
+        [value("x", [1, 3, 8, 8]), *(value(each.name, list(each.dims)) for each in stored)],
+        [value("y", [1, 4, 6, 6])],
+        stored,
+        ir_version,
+    )
+    source = save(made, tmp_path / "a.onnx")
+    before = source.read_bytes()
+    reply = run(source, tmp_path, simplifier)
+    session = open_session(Path(reply.path), cpu_options())
+    assert session.get_overridable_initializers() == []
+    # The normalization is folded into the weights.
+    assert reply.nodes == (3 if simplifier == "none" else 2)
+    assert source.read_bytes() == before
+
+
 @pytest.mark.parametrize("opset", [7, 11, 13, 18, 21])
 def test_old_and_new_opsets_are_prepared(tmp_path: Path, opset: int) -> None:
     made = network(1)
