@@ -83,7 +83,8 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
         if None in freeze.values():
             return hint, tuple(Setting(model / "constants" / name) for name in freeze)
         return hint, (Setting(model / "constants", freeze),)
-    if not target.settings.dequantize and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
+    # Otherwise it was tried.
+    if target.settings.dequantize is False and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
         hint = (
             "The model is dynamically quantized: it measures its activations while it runs, which "
             f"{target.provider.ep} does not do. Undo that."
