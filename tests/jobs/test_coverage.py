@@ -59,7 +59,7 @@ def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
 def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) -> None:
     uncovered = tuple(NodeFacts(name, "LSTM", "no clip") for name in ("a", "b"))
     text = failure(Coverage(3, 1, 1, uncovered), project)
-    assert "LSTM a, LSTM b (no clip)." in text
+    assert "2 LSTM a, b (no clip)." in text
     assert "does not have these operators" not in text
 
 
@@ -86,8 +86,11 @@ def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
         assert "dynamically quantized" not in text
 
 
-def test_of_many_nodes_the_first_are_named(project: Path) -> None:
+def test_all_nodes_are_named_in_groups(project: Path) -> None:
     uncovered = tuple(NodeFacts(f"n{index}", "Op") for index in range(25))
-    text = failure(Coverage(25, 0, 1, uncovered), project)
-    assert "Op n9 and 15 more." in text
-    assert "n10" not in text
+    others = (NodeFacts("", "NonZero", "no shape"), NodeFacts("", "NonZero", "no shape"))
+    text = failure(
+        Coverage(28, 0, 1, (*uncovered, NodeFacts("last", "Op", "no"), *others)), project
+    )
+    assert "25 Op n0, n1," in text
+    assert "n19 and 5 more; Op last (no); 2 NonZero (no shape)." in text
