@@ -73,8 +73,9 @@ class CompileSettings:
     library, which differs between machines. With ``static_shapes`` the model's dims and shapes are
     fixed. ``external_initializers``: bytes from which an initializer outside the contexts goes into
     a file of its own, or None. ``dequantize``: whether dynamic quantization is undone, ``"all"`` for static
-    quantization too. ``quantize``: how floats are quantized, or None; the calibration data is the target's.
-    ``without_rewrites``: those for its number format that are left out.
+    quantization too, None for only where the EP leaves nodes otherwise. ``quantize``: how floats are
+    quantized, or None; the calibration data is the target's. ``without_rewrites``: those for its number
+    format that are left out.
     """
 
     provider: str
@@ -96,7 +97,7 @@ class CompileSettings:
     unroll_limit: int = 5000
     without_rewrites: tuple[RewriteName, ...] = ()
     recompile: bool = False
-    dequantize: Dequantize = False
+    dequantize: Dequantize | None = None
     quantize: Quantize | None = None
 
     @property

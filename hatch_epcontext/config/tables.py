@@ -241,7 +241,7 @@ class NarrowableTable:
     dequantize: Dequantize | None = _key(
         "Undo dynamic quantization, which NPUs do not take: operators compute with floats again, with "
         '`"all"` those of static quantization too. See `docs/quantization.md`.',
-        otherwise=False,
+        when_missing="only where nodes are left to the CPU otherwise",
     )
     quantize: QuantizeTable | Literal[False] | None = _key(
         "Quantize a model of floats for inputs that are typical for it: see `docs/quantization.md`.",

@@ -43,6 +43,12 @@ _NUMBERS = frozenset(
 """The element types of what a quantizer stores, and casts to."""
 
 
+def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
+    """Whether a model is dynamically quantized, at least in parts."""
+    nodes = graph.nodes(onnx_model.graph)
+    return not DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
+
+
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
 

@@ -79,7 +79,8 @@ class Recipe:
     ``fuse``: whether scales are folded into the weights of convolutions. ``changes`` are applied to the
     prepared models one after the other. ``options``: of the EP, in addition to the target's.
     ``takes_control_flow``: whether a model is compiled in which preparation leaves some. ``remedies``: the
-    rewrites for the number format of the EP, see `number_format`; they come last.
+    rewrites for the number format of the EP, see `number_format`; they come last. ``dequantize``: whether
+    dynamic quantization is undone, although the target does not say so.
     """
 
     simplifier: Simplifier
@@ -88,11 +89,17 @@ class Recipe:
     options: tuple[tuple[str, str], ...] = ()
     takes_control_flow: bool = True
     remedies: tuple[RewriteName, ...] = ()
+    dequantize: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether the models are compiled as they are prepared, with the target's options."""
-        return self.fuse and not self.changes and not self.options and not self.last_remedies
+        """Whether the models are compiled as the target says, with its options."""
+        changed = self.changes or self.options or self.last_remedies or self.dequantize
+        return self.fuse and not changed
+
+    def form_of(self, job: Job) -> Job:
+        """``job`` as this recipe compiles and validates it: one of its `Job.forms`."""
+        return job.dequantized if self.dequantize else job
 
     @property
     def last_remedies(self) -> frozenset[RewriteName]:

@@ -11,8 +11,8 @@ from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.facts import Context, Coverage, NodeFacts
 
-_MAX_NODES = 10
-"""The number of uncovered nodes that a message names."""
+_MAX_NODES = 20
+"""The number of uncovered nodes with one operator and reason that a message names."""
 
 
 def describe_coverage(coverage: Coverage | None) -> str:
@@ -37,9 +37,6 @@ def check_coverage(coverage: Coverage | None, target: Target, model: Model) -> N
     """
     if coverage is None or coverage.share >= target.min_coverage:
         return
-    shown = coverage.uncovered[:_MAX_NODES]
-    named = _describe_nodes(shown)
-    more = len(coverage.uncovered) - len(shown)
     hint, settings = _advice(coverage, target, model.key)
     raise BuildError(
         Problem(
@@ -47,7 +44,7 @@ def check_coverage(coverage: Coverage | None, target: Target, model: Model) -> N
             "",
             f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
             f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
-            f"Left to the CPU: {', '.join(named)}{f' and {more} more' if more else ''}.",
+            f"Left to the CPU: {'; '.join(_describe_nodes(coverage.uncovered))}.",
             f"{hint} {_choices(coverage)}",
             settings=(
                 *settings,
@@ -83,7 +80,8 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
         if None in freeze.values():
             return hint, tuple(Setting(model / "constants" / name) for name in freeze)
         return hint, (Setting(model / "constants", freeze),)
-    if not target.settings.dequantize and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
+    # Otherwise it was tried.
+    if target.settings.dequantize is False and any(n.op in DYNAMIC_QUANTIZATION for n in nodes):
         hint = (
             "The model is dynamically quantized: it measures its activations while it runs, which "
             f"{target.provider.ep} does not do. Undo that."
@@ -104,12 +102,13 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
     return hint, ()
 
 
-def _describe_nodes(nodes: Iterable[NodeFacts]) -> list[str]:
-    """The nodes, each reason after all those that it is about."""
-    by_reason: dict[str | None, list[str]] = {}
+def _describe_nodes(nodes: Iterable[NodeFacts]) -> Iterator[str]:
+    """All nodes, in groups with the same operator and reason."""
+    groups: dict[tuple[str, str | None], list[str]] = {}
     for node in nodes:
-        by_reason.setdefault(node.reason, []).append(f"{node.op} {node.name}".rstrip())
-    return [
-        f"{', '.join(names)} ({reason})" if reason else ", ".join(names)
-        for reason, names in by_reason.items()
-    ]
+        groups.setdefault((node.op, node.reason), []).append(node.name)
+    for (op, reason), names in groups.items():
+        shown = ", ".join(filter(None, names[:_MAX_NODES]))
+        more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""
+        number = f"{len(names)} " if len(names) > 1 else ""
+        yield f"{number}{op} {shown}{more}".rstrip() + (f" ({reason})" if reason else "")

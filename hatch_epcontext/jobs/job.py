@@ -134,7 +134,8 @@ class JobRunner:
         validations = {name: run.validation for name, run in runs.items()}
         loads = {name: run.load for name, run in runs.items() if run.load is not None}
         days = {name: run.day for name, run in runs.items() if run.day}
-        return Built(job, artifact, validations, cached, saved, loads, days)
+        form = artifact.record.recipe.form_of(job)
+        return Built(form, artifact, validations, cached, saved, loads, days)
 
     def _chosen(self, job: Job) -> tuple[str, Artifact, bool, Runs]:
         """The key of the job's artifact, the artifact, whether the cache had it, and its validations.
@@ -183,7 +184,7 @@ class JobRunner:
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
         """Compile ``job`` as ``recipe`` says into ``folder``; raises as `Executor.compile` does."""
         with self._unchanged(job):
-            return self.executor.compile(job, recipe, folder)
+            return self.executor.compile(recipe.form_of(job), recipe, folder)
 
     def _alone(self, job: Job) -> Sequence[Built]:
         """The results of `Job.alone`, built once.
@@ -206,7 +207,7 @@ class JobRunner:
         return {
             context.model: self._validation_alone(job, model)
             if job.needs_device
-            else self._validate(job, model, key, artifact, context)
+            else self._validate(artifact.record.recipe.form_of(job), model, key, artifact, context)
             for model, context in zip(job.models, artifact.record.contexts, strict=True)
         }
 
@@ -394,7 +395,9 @@ class _Search:
         """The chosen attempt, its artifact, and its validations; raises BuildError if none is good enough."""
         taken = (
             self._known_partial()
-            or try_recipes(self._job, self._attempts, self._attempt, self._judge)
+            or try_recipes(
+                self._job, self._attempts, self._attempt, self._judge, dynamic=self._is_dynamic()
+            )
             or self._choose()
         )
         runs = self._validated[taken.key]
@@ -403,6 +406,11 @@ class _Search:
             if each is not taken and isinstance(each.result, Artifact):
                 shutil.rmtree(each.result.folder, ignore_errors=True)
         return taken, replace(taken.artifact, record=self._record(taken)), runs
+
+    def _is_dynamic(self) -> bool:
+        """Whether a model is dynamically quantized."""
+        sources = self._runner.sources
+        return any(sources[model.name].facts.dynamic for model in self._job.models)
 
     def _known_partial(self) -> Attempt | None:
         """The best of an earlier build in which nothing was whole, if it is good enough now."""
@@ -444,11 +452,13 @@ class _Search:
             if (error := self._disagreement(attempt)) is not None:
                 raise _with_tried(error, self._notes(attempt))
         if found.may_be_taken:
+            # Of all forms: what is left in this one is the least that is to be solved.
+            most = max(filter(lambda e: e.may_be_taken, self._attempts), key=lambda e: e.share)
             try:
                 # It raises: what covers enough is acceptable, and has disagreed above.
-                _check_coverage(self._job, found.artifact.record)
+                _check_coverage(self._job, most.artifact.record)
             except BuildError as error:
-                raise _with_tried(error, self._notes(found)) from None
+                raise _with_tried(error, self._notes(most)) from None
         first, refused = refusal(self._job, self._attempts)
         raise _with_tried(refused, self._notes(first))
 
@@ -511,7 +521,11 @@ class _Search:
     def _record(self, attempt: Attempt) -> Record:
         """The record of ``attempt`` with what else was tried, and the simplifiers that did not work."""
         record, tried = attempt.artifact.record, self._notes(attempt)
-        unprepared = (each for each in self._attempts if each.stopped_in == "prepare")
+        unprepared = (
+            each
+            for each in self._attempts
+            if each.stopped_in == "prepare" and each.recipe.dequantize == attempt.recipe.dequantize
+        )
         failed = tuple(dict.fromkeys(note for each in unprepared for note in each.notes(None)))
         preparations = (
             replace(
@@ -532,6 +546,7 @@ def _is_large(validation: Validation) -> bool:
 
 def _check_coverage(job: Job, record: Record) -> None:
     """Raise BuildError if less was compiled of a model than the job's target requires."""
+    job = record.recipe.form_of(job)
     for model, context in zip(job.models, record.contexts, strict=True):
         check_coverage(context.coverage, job.target, model)
 

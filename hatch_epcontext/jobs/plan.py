@@ -79,6 +79,21 @@ class Job:
         )
 
     @property
+    def forms(self) -> tuple[Job, ...]:
+        """It, and after it the same with dynamic quantization undone, if the target leaves that open."""
+        settings = self.target.settings
+        is_open = settings.dequantize is None and settings.quantize is None
+        if not is_open or self.target.provider.product != "context":
+            return (self,)
+        return self, self.dequantized
+
+    @property
+    def dequantized(self) -> Job:
+        """The job with the dynamic quantization of its models undone."""
+        settings = dataclasses.replace(self.target.settings, dequantize=True)
+        return dataclasses.replace(self, target=dataclasses.replace(self.target, settings=settings))
+
+    @property
     def folder(self) -> str:
         """The artifact's folder below the output folder, where the jobs of `alone` are not shipped."""
         folder = f"{self.name}/{self.target.name}"

@@ -55,7 +55,7 @@ class Preparations:
         self._failed: dict[str, list[BuildError]] = {}
         self._numbers = itertools.count()
         self._wanted = Counter[tuple[str, str]]()
-        self._keys: dict[tuple[str, str], str] = {}
+        self._keys: dict[tuple[object, ...], str] = {}
         for job in jobs:
             for each in (job, *job.alone):
                 self.want(each)
@@ -63,7 +63,9 @@ class Preparations:
     def want(self, job: Job) -> None:
         """Keep what is prepared for ``job``, which is not one of those known from the beginning."""
         with self._lock:
-            self._wanted.update((self._key(job, model), job.folder) for model in job.models)
+            self._wanted.update(
+                (self._key(form, model), job.folder) for form in job.forms for model in job.models
+            )
 
     def get(self, job: Job, recipe: Recipe, worker: Worker | Workers) -> tuple[Prepared, ...]:
         """The models of ``job`` as ``recipe`` prepares and changes them.
@@ -81,8 +83,8 @@ class Preparations:
 
     def release(self, job: Job) -> None:
         """Remove what was prepared for ``job`` and no other job wants."""
-        for model in job.models:
-            key, folder = self._key(job, model), self._folder_of(job, model)
+        for form, model in itertools.product(job.forms, job.models):
+            key, folder = self._key(form, model), self._folder_of(form, model)
             with self._lock:
                 self._wanted[key, job.folder] -= 1
                 if any(number > 0 for (other, _), number in self._wanted.items() if other == key):
@@ -103,7 +105,7 @@ class Preparations:
 
     def _key(self, job: Job, model: Model) -> str:
         """What identifies how ``job`` wants ``model`` prepared, whatever the recipe."""
-        name = (job.folder, model.name)
+        name = (job.folder, model.name, job.target.settings.dequantize)
         if name not in self._keys:
             plain = to_plain(model.on(job.target))
             self._keys[name] = value_sha256(

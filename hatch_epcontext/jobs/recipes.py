@@ -16,6 +16,9 @@ the job: a broken model, a killed worker, a full disk.
    format of the EP, layers unrolled whose kernels are inexact, and rewrites around other kernels, one more at
    a time; each is kept if it brings the outputs nearer. At last all rewrites together.
 6. Where it still disagrees, or is less exact than its number format: less invasive and unrolled forms of it.
+7. Where nothing is whole without a difference: all of these once more for a model that is dynamically
+   quantized, with that undone, unless its table says something about it. Of what covers only enough, that of
+   the quantized model comes first.
 
 `try_recipes` stops at the first attempt that is whole and agrees with the CPU. What only covers enough, or
 may disagree for other inputs, is chosen when all were tried.
@@ -132,10 +135,18 @@ class Attempt:
         return sum(len(each.uncovered) for each in self._coverages)
 
     @property
-    def quality(self) -> tuple[bool, float, int]:
-        """The larger the better: what may be taken, then how much was compiled, then in how few parts."""
-        share = min((each.share for each in self._coverages), default=0.0)
-        return self.may_be_taken, share, -sum(each.partitions for each in self._coverages)
+    def share(self) -> float:
+        """How much of the models was compiled: of that of which least was."""
+        return min((each.share for each in self._coverages), default=0.0)
+
+    @property
+    def quality(self) -> tuple[bool, bool, bool, float, int]:
+        """The larger the better: what may be taken, what is whole, and what computes as its source does; then
+        how much was compiled, and in how few parts.
+        """
+        parts = sum(each.partitions for each in self._coverages)
+        is_source = not self.recipe.dequantize
+        return self.may_be_taken, self.is_whole, is_source, self.share, -parts
 
     @property
     def uncovered_operators(self) -> tuple[Operators, ...] | None:
@@ -162,9 +173,10 @@ class Attempt:
 
         ``margin``: the decibels by which they are above the limits, if they were compared.
         """
+        names = ["dequantized"] if self.recipe.dequantize else []
         if isinstance(self.result, Artifact):
             done = self.result.record.preparations
-            names = dict.fromkeys(n for each in done for n in (*each.options, *each.rewrites))
+            names += dict.fromkeys(n for each in done for n in (*each.options, *each.rewrites))
             result = f"{count(self.uncovered, 'node')} on the CPU"
             if disagreement is not None:
                 result = _first_line(disagreement.problems[0].message)
@@ -184,7 +196,7 @@ class Attempt:
             result = _first_line(self.result.problems[0].message)
             if self.has_crashed:
                 result = "the EP crashes on this model, in a process of its own"
-            yield f"{'; '.join(self.result.rewrites) or 'unmodified'}: {result}"
+            yield f"{'; '.join((*names, *self.result.rewrites)) or 'unmodified'}: {result}"
 
 
 Judge = Callable[[Attempt], Verdict]
@@ -206,8 +218,8 @@ def best(attempts: Sequence[Attempt]) -> Attempt:
 def recipes(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Recipe]:
     """Yield the recipes for ``job``, in the order above.
 
-    ``attempts`` are those so far: `try_recipes` adds the attempt of each recipe before it asks for the next
-    one. ``judge`` is that of `try_recipes`.
+    ``attempts`` are those of this form of it so far: `try_recipes` adds the attempt of each recipe before it
+    asks for the next one. ``judge`` is that of `try_recipes`.
     """
     yield from _simplifiers(job, attempts)
     if attempts[-1].stopped_in == "prepare":
@@ -229,25 +241,38 @@ def try_recipes(
     attempts: list[Attempt],
     make: Callable[[Recipe, int], Attempt],
     judge: Judge,
+    *,
+    dynamic: bool = False,
 ) -> Attempt | None:
     """Try the recipes for ``job`` until one is whole and agrees with the CPU; None if none is.
 
-    ``attempts`` gets what ``make`` gives for each recipe and its number.
+    ``attempts`` gets what ``make`` gives for each recipe and its number. ``dynamic``: whether a model is
+    dynamically quantized.
     """
-    for number, recipe in enumerate(recipes(job, attempts, judge)):
-        attempt = make(recipe, number)
-        if attempt.stopped_in == "prepare" and attempt.has_crashed:
-            # Perhaps by chance. What happens again is the simplifier's own fault; an EP's crash is a refusal.
+    for form in job.forms if dynamic else (job,):
+        own: list[Attempt] = []
+        for found in recipes(form, own, judge):
+            recipe, number = replace(found, dequantize=form is not job), len(attempts)
             attempt = make(recipe, number)
-        attempts.append(attempt)
-        if attempt.is_whole and judge(attempt).agrees:
-            return attempt
+            if attempt.stopped_in == "prepare" and attempt.has_crashed:
+                # Perhaps by chance. What happens again is the simplifier's own fault; an EP's crash is a
+                # refusal.
+                attempt = make(recipe, number)
+            own.append(attempt)
+            attempts.append(attempt)
+            if attempt.is_whole and judge(attempt).agrees:
+                return attempt
+        if any(each.is_whole and not judge(each).differs for each in own):
+            return None
     return None
 
 
 def refusal(job: Job, attempts: Sequence[Attempt]) -> tuple[Attempt, BuildError]:
-    """What the EP says of the first form that it refuses; or the last simplifier, if none works."""
+    """What the EP says of the first form that it refuses, without dynamic quantization if that was undone;
+    or the last simplifier, if none works.
+    """
     refused = [each for each in attempts if each.stopped_in == "compile"]
+    refused.sort(key=lambda each: not each.recipe.dequantize)
     first = (refused or attempts[-1:])[0]
     assert isinstance(first.result, Refused), "called where something was compiled"
     problem, *others = first.result.problems

@@ -138,14 +138,18 @@ def _job(built: Built, sources: Mapping[str, Source]) -> JobReport:
     )
 
 
-def summarize(built: Built) -> str:
-    """A finished job in one line."""
+def summarize(built: Built, sources: Mapping[str, Source]) -> str:
+    """A finished job in one line; ``sources``: those of its models, by name."""
     record = built.artifact.record
     parts = []
     for preparation, context in zip(record.preparations, record.contexts, strict=True):
         name = f"{context.model} " if built.job.group else ""
         parts.append(name + ", ".join(_summarize_model(built, preparation, context)))
-    parts.append(show_size(built.artifact.size))
+    size = show_size(built.artifact.size)
+    if record.recipe.dequantize:
+        before = sum(sources[model.name].size for model in built.job.models)
+        size = f"{size}, its quantized source {show_size(before)}"
+    parts.append(size)
     if built.saved > 0:
         way = "sharing" if built.job.group else "one context for all chips"
         parts.append(f"{show_size(built.saved)} saved by {way}")
@@ -160,7 +164,9 @@ def _summarize_model(built: Built, preparation: Preparation, context: Context) -
         failed = "; ".join(_short(failure) for failure in preparation.failed)
         yield f"prepared with {preparation.simplifier}, because {failed}"
     if preparation.precision:
-        yield preparation.precision
+        is_last = built.artifact.record.recipe.dequantize
+        because = ", because nodes are left to the CPU otherwise" if is_last else ""
+        yield f"{preparation.precision}{because}"
     if preparation.rewrites:
         yield f"rewritten ({_short('; '.join(preparation.rewrites))})"
     if preparation.options:

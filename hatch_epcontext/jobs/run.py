@@ -196,7 +196,7 @@ def _run(
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)
-                    log(summarize(finished))
+                    log(summarize(finished, runner.sources))
                     for name, validation in finished.validations.items():
                         for warning in validation_warnings(
                             f"{job.target.name}: {name}", validation

@@ -21,6 +21,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements
 from hatch_epcontext.tools.inspect import READING
 from hatch_epcontext.worker.requests import (
+    UNDO,
     FindRefusedReply,
     FindRefusedRequest,
     PreviewReply,
@@ -74,7 +75,7 @@ def preview(config: Config) -> Preview:
     if dynamic and not target.settings.dequantize:
         message = f"{target.provider.ep} does not take all of the model's dynamic quantization."
         setting = Setting(fixed.key / "dequantize", True)
-        problem = Problem.at(fixed.key, Kind.LOW_COVERAGE, message, "Undo that.", setting)
+        problem = Problem.at(fixed.key, Kind.LOW_COVERAGE, message, UNDO, setting)
         known = replace(known, problems=(*known.problems, problem))
     return Preview(target.provider.ep, known, asked, None)
 

@@ -159,6 +159,10 @@ def open_dimension_message(tensor: TensorFacts, ep: str) -> str:
     )
 
 
+_EXAMPLE = 16
+"""The size in an example of a shape, for what only the user knows."""
+
+
 def place_of_sizes(tensor: TensorFacts, model: Model) -> Key:
     """The table with the sizes of ``tensor``: ``shapes``, or ``dims`` if all its dimensions have names."""
     return model.place("shapes" if None in tensor.shape else "dims")
@@ -176,17 +180,26 @@ def how_to_fix(tensor: TensorFacts) -> str:
     """What to do about the open dimensions of ``tensor``: a sentence."""
     if all(_is_batch(tensor, axis) for axis in _open_axes(tensor)):
         return "Fix it, for example with size 1."
-    return "Fix it with the size that the app feeds, such as how wide its images or how long its texts are."
+    example = f" {_EXAMPLE} stands for it here:" if None in tensor.shape else ""
+    return (
+        "Fix it with the size that the app feeds, such as how wide its images or how long its texts are."
+        f"{example}"
+    )
 
 
 def sizes_to_fix(tensor: TensorFacts, model: Model) -> list[Setting]:
-    """The settings that fix ``tensor``: 1 for what is a batch, and all else is for the user to choose."""
+    """The settings that fix ``tensor``: 1 for what is a batch, and all else is for the user to choose.
+
+    In a shape that has an example.
+    """
     axes = _open_axes(tensor)
     known = all(_is_batch(tensor, axis) for axis in axes)
     if None in tensor.shape:
-        shape = [size if isinstance(size, int) else 1 for size in tensor.shape]
-        place = place_of_sizes(tensor, model)
-        return [Setting(place, {tensor.name: shape}) if known else Setting(place / tensor.name)]
+        shape = [
+            size if isinstance(size, int) else 1 if _is_batch(tensor, axis) else _EXAMPLE
+            for axis, size in enumerate(tensor.shape)
+        ]
+        return [Setting(place_of_sizes(tensor, model), {tensor.name: shape})]
     names = {str(tensor.shape[axis]): axis for axis in axes}
     if known:
         return [Setting(place_of_sizes(tensor, model), dict.fromkeys(names, 1))]

@@ -33,7 +33,8 @@ class ModelFacts:
     hold its external data, relative to its folder, with forward slashes.
 
     ``own_inputs`` are those of the file itself; ``constants`` are the values that the configuration
-    gives inputs, each with its dtype and shape. ``license`` is what the file's metadata says.
+    gives inputs, each with its dtype and shape. ``license`` is what the file's metadata says;
+    ``dynamic``: whether it is dynamically quantized.
     """
 
     inputs: tuple[TensorFacts, ...]
@@ -42,6 +43,7 @@ class ModelFacts:
     own_inputs: tuple[TensorFacts, ...] = ()
     constants: tuple[TensorFacts, ...] = ()
     license: str | None = None
+    dynamic: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Precision:
     ``tolerance``: how far the changed model may differ from its reference, None for no further than others.
     """
 
-    dequantize: Dequantize
+    dequantize: Dequantize | None
     quantize: Quantize | None
     calibration: str
     tolerance: Tolerance | None

@@ -392,6 +392,10 @@ class SuggestRequest(Request[SuggestReply], action="suggest"):
     samples: tuple[str, ...] = ()
 
 
+UNDO = "Undo that. Without the key, a build does so where nothing else helps."
+"""What to do about dynamic quantization that an EP leaves to the CPU."""
+
+
 @dataclass(frozen=True)
 class PreviewReply:
     """What is known of a model and a target before anything is compiled.

@@ -59,7 +59,7 @@ def test_the_largest_covered_part_is_named_as_a_cut(project: Path) -> None:
 def test_a_reason_is_given_once_for_all_nodes_that_it_is_about(project: Path) -> None:
     uncovered = tuple(NodeFacts(name, "LSTM", "no clip") for name in ("a", "b"))
     text = failure(Coverage(3, 1, 1, uncovered), project)
-    assert "LSTM a, LSTM b (no clip)." in text
+    assert "2 LSTM a, b (no clip)." in text
     assert "does not have these operators" not in text
 
 
@@ -77,15 +77,20 @@ def test_inputs_that_decide_are_to_be_frozen(project: Path) -> None:
 
 def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
     uncovered = (NodeFacts("conv", "ConvInteger"),)
-    text = failure(Coverage(2, 1, 1, uncovered), project)
+    text = failure(Coverage(2, 1, 1, uncovered), project, "dequantize = false\n")
     assert "The model is dynamically quantized" in text
     assert "dequantize = true" in text
-    text = failure(Coverage(2, 1, 1, uncovered), project, "dequantize = true\n")
-    assert "dynamically quantized" not in text
+    # Without the key it was tried.
+    for toml in ("", "dequantize = true\n"):
+        text = failure(Coverage(2, 1, 1, uncovered), project, toml)
+        assert "dynamically quantized" not in text
 
 
-def test_of_many_nodes_the_first_are_named(project: Path) -> None:
+def test_all_nodes_are_named_in_groups(project: Path) -> None:
     uncovered = tuple(NodeFacts(f"n{index}", "Op") for index in range(25))
-    text = failure(Coverage(25, 0, 1, uncovered), project)
-    assert "Op n9 and 15 more." in text
-    assert "n10" not in text
+    others = (NodeFacts("", "NonZero", "no shape"), NodeFacts("", "NonZero", "no shape"))
+    text = failure(
+        Coverage(28, 0, 1, (*uncovered, NodeFacts("last", "Op", "no"), *others)), project
+    )
+    assert "25 Op n0, n1," in text
+    assert "n19 and 5 more; Op last (no); 2 NonZero (no shape)." in text

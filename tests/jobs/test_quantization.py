@@ -16,13 +16,17 @@ from onnxruntime.quantization import quantize_dynamic
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import EpcontextError
-from hatch_epcontext.jobs.artifact import Result, ValidationStatus
+from hatch_epcontext.files import FileRecord
+from hatch_epcontext.jobs.artifact import Result, Source, ValidationStatus
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.report import summarize
 from hatch_epcontext.jobs.run import build, dry_run
 from hatch_epcontext.jobs.validation import describe_validation, validation_warnings
+from hatch_epcontext.worker.facts import ModelFacts
 from tests.conftest import needs_qnn, newer_runtime
+from tests.graph.test_dequantize import recurrent
 from tests.models import network, save
 
 CPU = """
@@ -38,6 +42,8 @@ QNN = QUANTIZE.replace(
     'provider = "cpu"', 'provider = "qnn"\nprovider-options = { soc_model = 60 }'
 )
 
+QNN_ALONE = QNN.replace('quantize = { inputs = "samples" }', "")
+
 Run = Callable[[str], Result]
 
 
@@ -48,9 +54,9 @@ def write_samples(folder: Path, seed: int = 0) -> None:
         np.savez(folder / f"{index}.npz", x=rng.standard_normal((1, 1, 8, 8)).astype(np.float32))
 
 
-def save_dynamic(project: Path) -> onnx.ModelProto:
-    """Save the network with dynamic quantization as the project's model."""
-    source = save(network(), project / "float.onnx")
+def save_dynamic(project: Path, made: onnx.ModelProto | None = None) -> onnx.ModelProto:
+    """Save the network, or what was ``made``, with dynamic quantization as the project's model."""
+    source = save(made or network(), project / "float.onnx")
     logging.disable(logging.WARNING)
     try:
         quantize_dynamic(source, project / "models" / "a.onnx")
@@ -179,6 +185,37 @@ def test_qnn_is_compared_with_the_float_form_of_a_dynamically_quantized_model(
     assert not list(validation_warnings("a", validation))
     (warning,) = validation_warnings("a", replace(validation, float_form_db=3.4))
     assert "3 dB" in warning
+
+
+@needs_qnn
+@newer_runtime
+def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, project: Path) -> None:
+    save_dynamic(project, recurrent())
+    toml = QNN_ALONE.replace("dims = { batch = 1 }", "")
+    (built,) = run(toml).built
+    (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
+    assert preparation.precision == "dequantized (1 operator)"
+    assert preparation.tried[0].startswith("unmodified: QNNExecutionProvider compiled no node")
+    assert context.coverage is not None
+    assert not context.coverage.uncovered
+    assert "agrees with its float form" in describe_validation(built.validations["a"])
+    # Whoever validates the wheel again compares with the float form too.
+    assert built.job.target.settings.dequantize is True
+    source = Source(
+        built.job.models[0], ModelFacts((), (), ()), "", {"a.onnx": FileRecord(9000, "")}
+    )
+    line = summarize(built, {"a": source})
+    assert "dequantized (1 operator), because nodes are left to the CPU otherwise" in line
+    assert "kB, its quantized source 9.0 kB" in line
+    (again,) = run(toml).built
+    assert again.cached
+    assert again.validations == built.validations
+    # It is compared anew, and from the cache, with other limits.
+    (other,) = run(f"{toml}validate = {{ tolerance = {{ snr = 5 }} }}").built
+    assert other.cached
+    assert other.validations["a"].float_form_db == built.validations["a"].float_form_db
+    with pytest.raises(EpcontextError, match="It is dynamically quantized"):
+        run(f"{toml}dequantize = false")
 
 
 @needs_qnn

@@ -57,8 +57,11 @@ GROUPS = dict(zip(("ranges", "barrier", "kernels"), REMEDIES, strict=True))
 
 
 def name_of(recipe: Recipe) -> str:
-    """A short name: the simplifier if it is not the first, the options, changes and groups of remedies."""
-    parts: list[str] = [] if recipe.simplifier == "onnxruntime" else [recipe.simplifier]
+    """A short name: of floats or not, the simplifier if it is not the first, the options, changes and groups
+    of remedies.
+    """
+    parts: list[str] = ["floats"] if recipe.dequantize else []
+    parts += [] if recipe.simplifier == "onnxruntime" else [recipe.simplifier]
     parts += [] if recipe.fuse else ["unfused"]
     parts += [f"{name}={value}" for name, value in recipe.options]
     parts += [each.kind for each in recipe.changes]
@@ -170,6 +173,7 @@ class Builder:
     staging: Path
 
     toml: str = TOML
+    dynamic: bool = False
 
     def job(self, keys: str = "") -> Job:
         toml = f"{self.toml}{keys}\n"
@@ -180,7 +184,8 @@ class Builder:
         job = self.job(keys)
         (model,) = job.models
         record = record_file(model.path)
-        source = Source(model, ModelFacts((), (), ()), record.sha256, {model.path.name: record})
+        facts = ModelFacts((), (), (), dynamic=self.dynamic)
+        source = Source(model, facts, record.sha256, {model.path.name: record})
         kept = Cache(cache, pytest.fail)
         runner = JobRunner(
             {model.name: source}, kept, kept.index(), compiler, self.staging, pytest.fail
@@ -324,6 +329,93 @@ def test_the_first_error_stands_if_nothing_helps(builder: Builder) -> None:
     assert problem.kind is Kind.WORKER_CRASHED
     assert problem.message == "the compiler crashed."
     assert problem.tried[0] == "unmodified: the EP crashes on this model, in a process of its own"
+
+
+PARTIAL = ("MatMulInteger", "Gather")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "keys", "taken"),
+    [
+        ({"plain": (), "floats": ()}, "", "plain"),
+        ({"plain": PARTIAL, "rewrite": (), "floats": ()}, "", "rewrite"),
+        ({"plain": CRASH, "floats": ()}, "", "floats"),
+        ({"plain": PARTIAL, "floats": ("Gather",), "floats rewrite": ()}, "", "floats rewrite"),
+        # What is whole comes before what only covers enough, and of that the source's own form.
+        ({"plain": PARTIAL, "floats": ()}, "min-coverage = 0.5", "floats"),
+        ({"plain": PARTIAL, "floats": ("Gather",)}, "min-coverage = 0.5", "plain"),
+        ({"plain": PARTIAL, "floats": ("Gather",)}, "min-coverage = 0.9", "floats"),
+        ({"plain": PARTIAL, "floats": ()}, "min-coverage = 0.5\ndequantize = false", "plain"),
+    ],
+)
+def test_dynamic_quantization_is_undone_where_nothing_else_is_whole(
+    builder: Builder, outcomes: Mapping[str, Outcome], keys: str, taken: str
+) -> None:
+    builder.dynamic = True
+    compiler = Compiler(outcomes)
+    built = builder.build(compiler, keys)
+    assert builder.name(built) == taken
+    # It is validated, reported and validated again as if its table said so.
+    undone = taken.startswith("floats")
+    assert (built.job.target.settings.dequantize is True) is undone
+
+
+@pytest.mark.parametrize(("dynamic", "keys"), [(False, ""), (True, "dequantize = false")])
+def test_nothing_is_undone_in_a_model_of_floats_or_against_its_table(
+    builder: Builder, dynamic: bool, keys: str
+) -> None:
+    builder.dynamic = dynamic
+    compiler = Compiler({"plain": PARTIAL, "floats": ()})
+    with pytest.raises(BuildError) as raised:
+        builder.build(compiler, keys)
+    assert not any(each.dequantize for each in compiler.recipes)
+    assert ("dequantize" in str(raised.value)) is dynamic
+
+
+def test_what_differs_is_not_taken_because_its_floats_are_whole(builder: Builder) -> None:
+    builder.dynamic = True
+    compiler = Compiler({"plain": PARTIAL, "floats": ()}, wrong=["floats"])
+    assert builder.name(builder.build(compiler, "min-coverage = 0.5")) == "plain"
+    assert compiler.tried[:2] == ["plain", "rewrite"]
+
+
+@pytest.mark.parametrize(
+    ("floats", "message", "tried"),
+    [
+        (("Gather",), "9 of 10 nodes", "unmodified: 2 nodes on the CPU"),
+        (("Gather",) * 3, "8 of 10 nodes", "dequantized: 3 nodes on the CPU"),
+        (
+            CRASH,
+            "8 of 10 nodes",
+            "dequantized: the EP crashes on this model, in a process of its own",
+        ),
+    ],
+)
+def test_the_error_is_that_of_the_form_that_covers_most(
+    builder: Builder, floats: Outcome, message: str, tried: str
+) -> None:
+    builder.dynamic = True
+    with pytest.raises(BuildError) as raised:
+        builder.build(Compiler({"plain": PARTIAL, "floats": floats}))
+    (problem,) = raised.value.problems
+    assert message in problem.message
+    assert tried in problem.tried
+    assert "dequantize = " not in str(problem)
+
+
+def test_the_choice_to_undo_quantization_is_kept(builder: Builder, tmp_path: Path) -> None:
+    cache, outcomes = tmp_path / "cache", {"plain": PARTIAL, "floats": ()}
+    builder.dynamic = True
+    builder.build(Compiler(outcomes), cache=cache)
+    again = Compiler(outcomes)
+    warm = Builder(builder.project, tmp_path / "warm", dynamic=True)
+    built = warm.build(again, cache=cache)
+    assert built.cached
+    assert built.job.target.settings.dequantize is True
+    assert again.tried == again.validated == []
+    # Against its table it is not taken from there.
+    with pytest.raises(BuildError):
+        warm.build(again, "dequantize = false", cache=cache)
 
 
 @pytest.mark.parametrize("kind", [Kind.WORKER_TIMEOUT, Kind.WORKER_KILLED])

@@ -26,7 +26,7 @@ def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifa
 
 def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
     (built,) = resulting(configured(project), artifact).built
-    assert summarize(built) == (
+    assert summarize(built, {}) == (
         "a -> cpu (cpu): optimized graph, structure checked, NOT run, 407 bytes, opens in 0.200 s, "
         "compiled in 0.5 s"
     )
@@ -42,7 +42,7 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
     cached = dataclasses.replace(
         built, artifact=artifact, validations={"a": validation}, cached=True
     )
-    assert summarize(cached) == (
+    assert summarize(cached, {}) == (
         "a -> cpu (cpu): 10/12 nodes in 2 contexts, "
         "ran and agrees with the CPU on 1 synthetic input (cosine 0.99876, largest difference 0.013), "
         "407 bytes, opens in 0.200 s, from the cache"
@@ -60,7 +60,7 @@ def test_another_simplifier_is_reported_with_the_failure_before_it(
     (built,) = resulting(configured(project), artifact).built
     assert (
         "prepared with onnxslim, because onnxruntime failed: the graph cannot be loaded,"
-        in summarize(built)
+        in summarize(built, {})
     )
 
 
@@ -73,7 +73,7 @@ def test_what_was_rewritten_is_in_the_line_and_what_was_tried_in_the_report(
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
     artifact = dataclasses.replace(artifact, record=record)
     result = resulting(configured(project), artifact)
-    assert "rewritten (Clip as Max and Min), optimized graph" in summarize(result.built[0])
+    assert "rewritten (Clip as Max and Min), optimized graph" in summarize(result.built[0], {})
     page = render(make_report(result), "a")
     assert "Clip as Max and Min" in page
     assert "as it is: 1 node left" in page

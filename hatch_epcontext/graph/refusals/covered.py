@@ -13,8 +13,11 @@ from hatch_epcontext.graph.cutting import part_between
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.scope import Scope
 
-_SMALLEST = 0.2
-"""The share of all nodes from which a part is worth naming."""
+_SMALLEST = 0.5
+"""The share of all nodes above which a part is worth naming."""
+
+_MOST_ENDS = 4
+"""Inputs, and outputs, up to which an app can be asked to do the rest."""
 
 
 def largest_covered(
@@ -26,6 +29,7 @@ def largest_covered(
 ) -> Cut | None:
     """Return where to cut the ``source`` so that an EP covers what is left, which is as large as possible.
 
+    It is more than half of it, and has few ends.
     ``uncovered``: the nodes that the EP left of ``prepared``, which was made of the source.
     ``open_values``: the values of ``prepared`` without a fixed shape, where a part cannot begin. Ends that
     are those of the source itself are not named. ``frozen``: the inputs with a constant. None if there is no
@@ -38,9 +42,7 @@ def largest_covered(
     parts = sorted(
         (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
     )
-    cuts = (
-        _cut(flow, part, source) for part in parts if len(part) >= _SMALLEST * len(flow.numbers)
-    )
+    cuts = (_cut(flow, part, source) for part in parts if len(part) > _SMALLEST * len(flow.numbers))
     return next((cut for cut in cuts if cut and _is_possible(source, cut, frozen)), None)
 
 
@@ -54,7 +56,12 @@ def _cut(flow: _Flow, part: set[int], source: onnx.GraphProto) -> Cut:
 
 
 def _is_possible(source: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> bool:
-    """Whether the source can be cut so: before its preparation, more may depend on its inputs."""
+    """Whether the source can be cut so, with few ends.
+
+    Before its preparation, more may depend on its inputs.
+    """
+    if max(len(cut.inputs), len(cut.outputs)) > _MOST_ENDS:
+        return False
     try:
         part_between(source, cut, frozen, Key())
     except ModelError:

@@ -131,7 +131,8 @@ class LocalExecutor:
         if isinstance(prepared, Refused):
             return prepared
         dropped = tuple(f"{name} (not taken)" for each in prepared for name in each.dropped)
-        if not any(each.changed for each in prepared):
+        is_other_form = not recipe.dequantize or any(p.preparation.precision for p in prepared)
+        if not is_other_form or not any(each.changed for each in prepared):
             return Refused("change", _problems(dropped))
         prepare_seconds = time.monotonic() - start
         options = tuple(f"{name} = {value}" for name, value in recipe.options)
@@ -160,10 +161,10 @@ class LocalExecutor:
         plain = replace(recipe, changes=(), fuse=True)
         try:
             prepared = self.preparations.get(job, plain, worker)
-        except ModelError:
-            raise
         except BuildError as error:
-            if not error.is_only(_FAULTS_OF_SIMPLIFIERS):
+            known = error.is_only(_FAULTS_OF_SIMPLIFIERS) and not isinstance(error, ModelError)
+            # What the float form of a model lacks says nothing about the model.
+            if _has_accident(error) or not (known or recipe.dequantize):
                 raise
             return Refused("prepare", error.problems)
         control_flow = dict.fromkeys(n for each in prepared for n in each.preparation.control_flow)

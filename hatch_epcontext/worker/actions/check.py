@@ -10,6 +10,7 @@ import onnx
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.refusals import known_limits as refusals
 from hatch_epcontext.graph.scope import Scope
@@ -89,7 +90,15 @@ def _check_model(model: Model) -> ModelFacts:
         for value in onnx_model.graph.initializer
         if value.name == facts.name and facts.name in model.constants
     )
-    return ModelFacts(inputs, outputs, data, own_inputs, constants, graph.license_of(onnx_model))
+    return ModelFacts(
+        inputs,
+        outputs,
+        data,
+        own_inputs,
+        constants,
+        graph.license_of(onnx_model),
+        is_dynamic(onnx_model),
+    )
 
 
 def not_compilable(

@@ -13,13 +13,13 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.quantized import (
     float_form_reference,
-    is_dynamic,
     with_noise,
     within_noise,
     write_float_form,

@@ -15,7 +15,7 @@ from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.worker.actions.check import check_fixed, not_compilable
 from hatch_epcontext.worker.configured import fix_inputs
 from hatch_epcontext.worker.facts import NodeFacts
-from hatch_epcontext.worker.requests import PreviewReply, PreviewRequest
+from hatch_epcontext.worker.requests import UNDO, PreviewReply, PreviewRequest
 
 
 def _likely(
@@ -36,7 +36,7 @@ def _likely(
             model.key,
             Kind.LOW_COVERAGE,
             "the model quantizes its activations while it runs, which NPUs do not take.",
-            "Undo that.",
+            UNDO,
             Setting(model.key / "dequantize", True),
         )
 

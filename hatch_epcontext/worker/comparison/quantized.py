@@ -22,9 +22,8 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
-from hatch_epcontext.graph.dequantize import dequantize
+from hatch_epcontext.graph.dequantize import dequantize, is_dynamic
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
-from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.side_by_side import Undone, add_floats
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
@@ -71,12 +70,6 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
     if undone := dequantize(onnx_model, static=static):
         _save(onnx_model, result)
     return undone
-
-
-def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
-    """Whether a model is dynamically quantized, at least in parts."""
-    nodes = graph.nodes(onnx_model.graph)
-    return not DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
 
 
 def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool) -> Reference:

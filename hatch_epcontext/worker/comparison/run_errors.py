@@ -16,7 +16,7 @@ from hatch_epcontext.graph.limits import FIXED_SHAPES
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.configured import place_of_sizes, sizes_to_fix
+from hatch_epcontext.worker.configured import how_to_fix, place_of_sizes, sizes_to_fix
 from hatch_epcontext.worker.dummy.inputs import sized
 
 _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
@@ -98,7 +98,7 @@ def _without_size(model: Model, message: str, inputs: Sequence[TensorFacts]) -> 
         place_of_sizes(inputs[0], model),
         Kind.SOURCE_FAILED,
         f"{message}\nOpen dimensions {dimensions} no size in the configuration, and get 1.",
-        "Give them the sizes that the app feeds.",
+        "\n".join(dict.fromkeys(map(how_to_fix, inputs))),
         *settings,
     )
 

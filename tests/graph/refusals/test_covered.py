@@ -26,20 +26,26 @@ def largest(source: onnx.ModelProto, *uncovered: int, **more: object) -> Cut | N
 @pytest.mark.parametrize(
     ("uncovered", "expected"),
     [
-        ((4,), Cut(outputs=("Relu3",))),
+        ((6,), Cut(outputs=("Relu5",))),
         ((0,), Cut(inputs=("Relu0",))),
-        ((1, 4), Cut(inputs=("Relu1",), outputs=("Relu3",))),
+        ((1, 6), Cut(inputs=("Relu1",), outputs=("Relu5",))),
         ((1,), Cut(inputs=("Relu1",))),
-        ((0, 1, 2, 3, 4), None),
+        # A half is too little.
+        ((3,), None),
+        ((0, 1, 2, 3, 4, 5, 6), None),
     ],
 )
 def test_the_longest_part_of_a_chain(uncovered: tuple[int, ...], expected: Cut | None) -> None:
-    assert largest(chain(*["Relu"] * 5), *uncovered) == expected
+    assert largest(chain(*["Relu"] * 7), *uncovered) == expected
 
 
 def test_a_part_is_not_left_and_entered_again() -> None:
     # Hardmax takes `b`, and what it makes is added to `b`: "sum" is not in one part with "relu".
-    assert largest(interrupted(), 2) == Cut(outputs=("b",))
+    made = interrupted()
+    for name in "ef":
+        made.graph.node.insert(0, helper.make_node("Relu", ["x"], [name]))
+        made.graph.node[1].input[0] = name
+    assert largest(made, 4) == Cut(outputs=("b",))
 
 
 @pytest.mark.parametrize("outputs", [("selected",), ("selected", "boxes")])
@@ -58,16 +64,30 @@ def test_all_that_an_uncovered_node_reads_is_an_output(outputs: tuple[str, ...])
 
 
 def test_a_part_begins_where_shapes_are_fixed() -> None:
-    made = chain(*["Relu"] * 6)
+    made = chain(*["Relu"] * 7)
     assert largest(made, 1) == Cut(inputs=("Relu1",))
     assert largest(made, 1, open_values={"Relu1"}) == Cut(inputs=("Relu2",))
 
 
 def test_it_ends_at_tensors_that_the_source_has() -> None:
-    prepared, source = chain(*["Relu"] * 6), chain(*["Relu"] * 6)
-    source.graph.node[3].output[0] = source.graph.node[4].input[0] = "other"
-    found = largest_covered(prepared.graph, [prepared.graph.node[4]], source.graph)
-    assert found == Cut(outputs=("Relu2",))
+    prepared, source = chain(*["Relu"] * 7), chain(*["Relu"] * 7)
+    source.graph.node[4].output[0] = source.graph.node[5].input[0] = "other"
+    found = largest_covered(prepared.graph, [prepared.graph.node[5]], source.graph)
+    assert found == Cut(outputs=("Relu3",))
+
+
+@pytest.mark.parametrize("ends", [4, 5])
+def test_a_part_with_many_ends_is_none(ends: int) -> None:
+    names = [f"n{index}" for index in range(ends)]
+    made = model(
+        [
+            *(helper.make_node("Relu", ["x"], [name]) for name in names),
+            helper.make_node("NonMaxSuppression", names, ["y"]),
+        ],
+        [value("x", [1, 9, 4])],
+        [value("y", [None, 3])],
+    )
+    assert largest(made, ends) == (Cut(outputs=tuple(names)) if ends == 4 else None)
 
 
 def test_more_of_the_source_can_depend_on_its_inputs() -> None:

@@ -35,7 +35,9 @@ from hatch_epcontext.jobs.processes import process
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import DryRun, build, dry_run, open_cache
-from tests.conftest import REPOSITORY, needs_qnn
+from tests.conftest import REPOSITORY, needs_qnn, newer_runtime
+from tests.graph.test_dequantize import recurrent
+from tests.jobs.test_quantization import save_dynamic
 from tests.models import network, save, save_with_data, unknown_operator
 
 PRELOAD = """
@@ -249,6 +251,19 @@ def test_the_result_is_that_of_a_local_build(run: Builder, tmp_path: Path) -> No
     for name in local.artifact.record.files:
         ours, theirs = (each.artifact.folder / name for each in (built, local))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+@needs_qnn
+@newer_runtime
+def test_quantization_is_undone_on_a_cluster_as_locally(run: Builder) -> None:
+    save_dynamic(run.root, recurrent())
+    toml = CPU.replace('"cpu"', '"qnn"\nprovider-options = { soc_model = 60 }')
+    (built,) = run(toml).built
+    assert built.artifact.record.recipe.dequantize
+    assert built.validations["a"].float_form_db is not None
+    (local,) = run(toml, LOCAL).built
+    assert local.cached
+    assert local.validations == built.validations
 
 
 def test_jobs_run_where_their_resources_are(run: Builder) -> None:

@@ -10,11 +10,10 @@ from onnx import helper, numpy_helper
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.graph.dequantize import dequantize
+from hatch_epcontext.graph.dequantize import dequantize, is_dynamic
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.quantized import (
     float_form_reference,
-    is_dynamic,
     source_reference,
     with_noise,
     within_noise,

@@ -159,4 +159,7 @@ def test_open_dimensions_without_a_size_are_the_likely_cause() -> None:
     found = problem(made, x=np.ones((1, 1), np.float32))
     assert "Open dimensions of the input 'x' have no size in the configuration" in found.message
     assert found.key == Key(("models", 0, "shapes"))
-    assert [str(each) for each in found.settings] == ["tool.epcontext.models[0].shapes.x"]
+    (setting,) = found.settings
+    assert str(setting) == "tool.epcontext.models[0].shapes = { x = [1, 16] }"
+    assert found.hint is not None
+    assert "16 stands for it here:" in found.hint
