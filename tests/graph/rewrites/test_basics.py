@@ -84,6 +84,57 @@ def test_places_are_gathered_from_a_list(
     assert operators(rewritten(model, SIMPLER)) == ["Reshape", "Gather", "Reshape"]
 
 
+def _scattering(
+    wide: str, to: list[int], rows: list[int], kind: str, data: Any = None, axis: int = 0
+) -> onnx.ModelProto:
+    """Rows joined with those at computed indices, which count from both ends; ``wide`` makes them wide."""
+    nodes = [
+        helper.make_node("Mod", ["i", "count"], ["near"], fmod=1),
+        helper.make_node("Unsqueeze", ["near", "last"], ["column"]),
+        helper.make_node(wide, ["column", "counts"], ["wide"]),
+        helper.make_node("ScatterElements", ["x", "wide", "u"], ["y"], axis=axis, reduction=kind),
+    ]
+    counts = rows if wide != "Tile" else [1, *rows[1:]]
+    stored = {
+        "count": np.array([to[axis]]),
+        "last": np.arange(1, len(rows)),
+        "counts": np.array(counts),
+    }
+    inputs = {"i": (INT64, [rows[0]]), "u": (FLOAT, rows)}
+    if data is None:
+        inputs["x"] = (FLOAT, to)
+    else:
+        stored["x"] = np.full(to, data, np.float32)
+    return made(nodes, inputs, {"y": (FLOAT, to)}, stored, opset=18)
+
+
+@pytest.mark.parametrize("wide", ["Expand", "Tile", "Reshape"])
+@pytest.mark.parametrize(("kind", "neutral"), [("add", 0), ("max", -np.inf)])
+@pytest.mark.parametrize(("to", "rows"), [([4, 3], [9, 3]), ([2, 3, 2], [5, 3, 2]), ([4], [9])])
+def test_rows_are_scattered_by_a_product_or_a_maximum(
+    wide: str, kind: str, neutral: float, to: list[int], rows: list[int]
+) -> None:
+    if wide == "Reshape":
+        to, rows = [*to[:1], *[1] * len(to[1:])], [*rows[:1], *[1] * len(rows[1:])]
+    for data in (None, 0.5, neutral):
+        after = operators(rewritten(_scattering(wide, to, rows, kind, data), SIMPLER))
+        joining = {"add": ("MatMul", "Add"), "max": ("ReduceMax", "Max")}[kind]
+        assert "ScatterElements" not in after
+        assert joining[0] in after
+        assert (joining[1] in after) == (data != neutral)
+
+
+def test_rows_that_are_scattered_in_another_way_stay() -> None:
+    for kind in ("none", "mul"):
+        assert untouched(_scattering("Expand", [4, 3], [9, 3], kind), SIMPLER)
+    # Only a part of each row, along its features, and not by rows.
+    assert untouched(_scattering("Expand", [4, 3], [9, 2], "add"), SIMPLER)
+    assert untouched(_scattering("Expand", [4, 3], [4, 3], "add", axis=1), SIMPLER)
+    node = helper.make_node("ScatterElements", ["x", "i", "u"], ["y"], reduction="add")
+    shapes = {"x": (FLOAT, [4, 3]), "i": (INT64, [9, 3]), "u": (FLOAT, [9, 3])}
+    assert untouched(made([node], shapes, {"y": (FLOAT, [4, 3])}, opset=18), SIMPLER)
+
+
 def test_a_computed_depth_stays() -> None:
     node = helper.make_node("OneHot", ["x", "depth", "levels"], ["y"])
     inputs = {"x": (INT64, [2]), "depth": (INT64, [])}
