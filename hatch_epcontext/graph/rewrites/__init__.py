@@ -12,6 +12,7 @@ from hatch_epcontext.graph.builder import Rewrite
 from hatch_epcontext.graph.rewrites.basics import (
     COMPUTED_BOUNDS,
     DEFAULT_ACTIVATIONS,
+    ERROR_FUNCTION,
     INTEGER_CASTS,
     REVERSED,
     SHAPES,
@@ -33,6 +34,7 @@ REWRITES: tuple[Rewrite, ...] = (
     FUNCTIONS,
     DEFINITIONS,
     SIMPLER,
+    ERROR_FUNCTION,
     COMPUTED_BOUNDS,
     INTEGER_CASTS,
     EINSUM,

@@ -8,9 +8,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.rewrites import rewrite
 from hatch_epcontext.graph.rewrites.basics import (
     COMPUTED_BOUNDS,
     DEFAULT_ACTIVATIONS,
+    ERROR_FUNCTION,
     INTEGER_CASTS,
     REVERSED,
     SHAPES,
@@ -18,7 +20,7 @@ from hatch_epcontext.graph.rewrites.basics import (
 )
 from hatch_epcontext.graph.rewrites.fused import DEFINITIONS
 from tests.conftest import newer_runtime
-from tests.graph.rewrites.equal import made, operators, rewritten, untouched
+from tests.graph.rewrites.equal import check_equal, made, operators, rewritten, untouched
 from tests.graph.unrolling.models import parsed
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -133,6 +135,26 @@ def test_rows_that_are_scattered_in_another_way_stay() -> None:
     node = helper.make_node("ScatterElements", ["x", "i", "u"], ["y"], reduction="add")
     shapes = {"x": (FLOAT, [4, 3]), "i": (INT64, [9, 3]), "u": (FLOAT, [9, 3])}
     assert untouched(made([node], shapes, {"y": (FLOAT, [4, 3])}, opset=18), SIMPLER)
+
+
+@pytest.mark.parametrize("opset", [9, 17])
+@pytest.mark.parametrize("elem_type", [FLOAT, TensorProto.FLOAT16])
+def test_an_error_function_is_exact_in_its_dtype(opset: int, elem_type: int) -> None:
+    """Casts give it either dtype in a model of float32."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["a"], to=elem_type),
+        helper.make_node("Erf", ["a"], ["b"]),
+        helper.make_node("Cast", ["b"], ["y"], to=FLOAT),
+    ]
+    model = made(nodes, {"x": (FLOAT, [9999])}, {"y": (FLOAT, [9999])}, opset=opset)
+    after = onnx.ModelProto.FromString(model.SerializeToString())
+    assert rewrite(after, frozenset({"Erf"}), {}, (ERROR_FUNCTION,))
+    assert {"Tanh", "Clip"} < {*operators(after)}
+    assert "Erf" not in operators(after)
+    onnx.checker.check_model(after)
+    tolerance = 2e-7 if elem_type == FLOAT else 1e-3
+    for scale in (0.01, 1, 9, 6e4):
+        check_equal(model, after, tolerance, scale)
 
 
 def test_a_computed_depth_stays() -> None:
