@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
@@ -15,6 +17,9 @@ from hatch_epcontext.graph.unrolling.activations import DEFAULTS, named_activati
 
 _MAX_VALUES = 2**24
 """Values of a mask that is stored: 16 MB."""
+
+_NEUTRAL = {"add": 0, "max": -np.inf}
+"""What changes nothing, for each way to join rows."""
 
 
 def _gemm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -58,16 +63,55 @@ def _one_hot(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     depth, levels = scope.constant(depth_name), scope.constant(levels_name)
     if shape is None or dtype is None or dtype.kind not in "iu" or depth is None or levels is None:
         return None
-    count = int(depth.item())
     axis = graph.number(node, "axis", -1) % (len(shape) + 1)
     wide = builder.reshape(indices, [*shape[:axis], 1, *shape[axis:]])
-    # Indices count from the end too.
-    positions = np.arange(count).reshape([count if i == axis else 1 for i in range(len(shape) + 1)])
-    sides = (positions, positions - count) if dtype.kind == "i" else (positions,)
-    equal = [builder.add("Equal", wide, builder.store(side.astype(dtype))) for side in sides]
-    hit = equal[0] if len(equal) == 1 else builder.add("Or", *equal)
+    after = [1] * (len(shape) - axis)
+    hit = _is_at(wide, np.arange(depth.item()).reshape(-1, *after), dtype, builder)
     low, high = (builder.store(levels[i : i + 1]) for i in (0, 1))
     return [builder.add("Where", hit, high, low)]
+
+
+def _is_at(indices: str, places: NDArray[Any], dtype: np.dtype[Any], builder: Builder) -> str:
+    """Where ``indices``, which count from the end too, are each of all ``places``."""
+    sides = (places, places - places.size) if dtype.kind == "i" else (places,)
+    equal = [builder.add("Equal", indices, builder.store(side.astype(dtype))) for side in sides]
+    return equal[0] if len(equal) == 1 else builder.add("Or", *equal)
+
+
+def _scattered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Rows that are added to those of ``data``, or whose maximum with these is taken."""
+    data, indices, rows = node.input
+    to, shape = scope.shape(data), scope.shape(rows)
+    if not to or shape is None or graph.number(node, "axis", 0) or builder.dtype.kind != "f":
+        return None
+    made = scope.maker(indices)
+    if made is not None and made.op_type in ("Expand", "Tile"):
+        indices = made.input[0]
+    given, dtype = scope.shape(indices), scope.dtype(indices)
+    if given is None or dtype is None or 0 in (*to, *shape):
+        return None
+    # All of a row have one index, and are a whole row.
+    (count, *inner), wide = shape, [*[1] * (len(shape) - len(given)), *given]
+    if wide != [count, *[1] * len(inner)] or inner != [*to[1:]]:
+        return None
+    size, start = math.prod(inner), scope.constant(data)
+    kind = graph.text(node, "reduction")
+    if kind not in _NEUTRAL or to[0] * count * (size if kind == "max" else 1) > _MAX_VALUES:
+        return None
+    places = np.arange(to[0]).reshape(-1, 1)
+    hit = _is_at(builder.reshape(indices, [1, count]), places, dtype, builder)
+    if kind == "add":
+        ones = builder.add("Cast", hit, to=scope.elem_type(rows))
+        result = builder.add("MatMul", ones, builder.reshape(rows, [count, size]))
+    else:
+        each = builder.reshape(rows, [1, count, size])
+        other = builder.reshape(data, [to[0], 1, size])
+        result = builder.add("Where", builder.unsqueeze(hit, 2), each, other)
+        result = builder.reduced("ReduceMax", result, [1], keepdims=0)
+    result = builder.reshape(result, to)
+    if start is not None and (start == _NEUTRAL[kind]).all():
+        return [result]
+    return [builder.add(kind.capitalize(), data, result)]
 
 
 def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -89,12 +133,13 @@ def _gathered(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 SIMPLER = by_node(
-    "GatherND, Gemm, Mean, OneHot or Trilu as simpler operators",
+    "GatherND, Gemm, Mean, OneHot, ScatterElements or Trilu as simpler operators",
     {
         "GatherND": _gathered,
         "Gemm": _gemm,
         "Mean": _mean,
         "OneHot": _one_hot,
+        "ScatterElements": _scattered,
         "Trilu": _triangle,
     },
 )
@@ -139,6 +184,21 @@ def _as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 COMPUTED_PLACES = by_node("Slice as Gather", {"Slice": _as_gather})
+_OF_ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.1057926, 10.6676264)
+"""Of the polynomial p for which tanh(x p(x²)) is erf(4x) up to 1, where that is 1 in float32."""
+
+
+def _error(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """An Erf by the Tanh of a polynomial, whose factors float16 has too."""
+    value = builder.clip(builder.scaled(node.input[0], 0.25), -1.0, 1.0)
+    square = builder.add("Mul", value, value)
+    *others, factor = map(builder.number, _OF_ERF)
+    for each in reversed(others):
+        factor = builder.add("Add", builder.add("Mul", square, factor), each)
+    return [builder.add("Tanh", builder.add("Mul", value, factor))]
+
+
+ERROR_FUNCTION = by_node("Erf as the Tanh of a polynomial", {"Erf": _error})
 
 
 def _reversed(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 import onnx.inliner
+from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, Rewrite, by_node
@@ -138,6 +139,68 @@ def _normalized(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     return [result, mean, inverse] if "bias" in given else [result, inverse]
 
 
+def _attention(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Attention whose query, key and value are one product with ``weights``."""
+    value, weights, bias, mask, past, added, *others = graph.operands(node, 8)
+    shape, wide = scope.shape(value), scope.shape(weights)
+    if past or any(others) or shape is None or wide is None:
+        return None
+    sizes = graph.attribute(node, "qkv_hidden_sizes", None) or [wide[1] // 3] * 3
+    product = builder.add("MatMul", value, weights)
+    if bias:
+        product = builder.add("Add", product, bias)
+    parts = builder.split(product, 2, sizes)
+    shapes = [[*shape[:2], size] for size in sizes]
+    return _attended(node, scope, builder, parts, shapes, mask, added)
+
+
+def _multi_head_attention(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    *parts, bias, mask, added = graph.operands(node, 10)[:6]
+    shapes = [scope.shape(name) for name in parts]
+    known = [[*each] for each in shapes if each is not None and len(each) == 3]
+    if any(graph.operands(node, 10)[6:]) or len(known) < len(parts):
+        return None
+    if bias:
+        biases = builder.split(bias, 0, [each[2] for each in known])
+        parts = [builder.add("Add", *each) for each in zip(parts, biases, strict=True)]
+    return _attended(node, scope, builder, parts, known, mask, added)
+
+
+def _attended(
+    node: onnx.NodeProto,
+    scope: Scope,
+    builder: Builder,
+    parts: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    mask: str,
+    added: str,
+) -> Outputs:
+    """What all heads read of the value, for query, key and value as three ``parts`` of three dimensions."""
+    heads, masked = graph.number(node, "num_heads", 1), scope.shape(mask) if mask else None
+    (batch, length, width), (_, keys, _), (*_, result) = shapes
+    unknown = any(node.output[1:]) or any(
+        graph.number(node, name, 0) for name in ("unidirectional", "do_rotary")
+    )
+    if unknown or (mask and masked != (batch, keys)):
+        return None
+    query, key, value = (
+        builder.transpose(builder.reshape(part, [*shape[:2], heads, shape[2] // heads]), perm)
+        for part, shape, perm in zip(
+            parts, shapes, ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]), strict=True
+        )
+    )
+    scale = graph.attribute(node, "scale", 0.0) or (width // heads) ** -0.5
+    scores = builder.scaled(builder.add("MatMul", query, key), scale)
+    if mask:
+        kept = builder.add("Cast", builder.reshape(mask, [batch, 1, 1, keys]), to=TensorProto.BOOL)
+        low = builder.number(graph.attribute(node, "mask_filter_value", -10000.0))
+        scores = builder.add("Add", scores, builder.add("Where", kept, builder.number(0), low))
+    if added:
+        scores = builder.add("Add", scores, added)
+    read = builder.add("MatMul", builder.add("Softmax", scores, axis=-1), value)
+    return [builder.reshape(builder.transpose(read, [0, 2, 1, 3]), [batch, length, result])]
+
+
 FUSED = by_node(
     "operators that ONNX Runtime has fused, taken apart",
     {
@@ -145,6 +208,8 @@ FUSED = by_node(
         "com.microsoft.FusedGemm": _gemm,
         "com.microsoft.FusedMatMul": _matmul,
         "com.microsoft.TransposeMatMul": _matmul,
+        "com.microsoft.Attention": _attention,
+        "com.microsoft.MultiHeadAttention": _multi_head_attention,
         "com.microsoft.QuickGelu": _quick_gelu,
         "com.microsoft.Gelu": _gelu,
         "com.microsoft.BiasGelu": _gelu,

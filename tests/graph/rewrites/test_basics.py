@@ -8,10 +8,12 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.rewrites import rewrite
 from hatch_epcontext.graph.rewrites.basics import (
     COMPUTED_BOUNDS,
     COMPUTED_PLACES,
     DEFAULT_ACTIVATIONS,
+    ERROR_FUNCTION,
     INTEGER_CASTS,
     REVERSED,
     SHAPES,
@@ -20,7 +22,7 @@ from hatch_epcontext.graph.rewrites.basics import (
 )
 from hatch_epcontext.graph.rewrites.fused import DEFINITIONS
 from tests.conftest import newer_runtime
-from tests.graph.rewrites.equal import made, operators, rewritten, untouched
+from tests.graph.rewrites.equal import check_equal, made, operators, rewritten, untouched
 from tests.graph.unrolling.models import parsed
 from tests.models import Shape
 
@@ -85,6 +87,77 @@ def test_places_are_gathered_from_a_list(
     given = {"x": (elem_type, [2, 3, 4])}
     model = made([node], given, {"y": (elem_type, shape)}, {"i": np.array(indices)})
     assert operators(rewritten(model, SIMPLER)) == ["Reshape", "Gather", "Reshape"]
+
+
+def _scattering(
+    wide: str, to: list[int], rows: list[int], kind: str, data: Any = None, axis: int = 0
+) -> onnx.ModelProto:
+    """Rows joined with those at computed indices, which count from both ends; ``wide`` makes them wide."""
+    nodes = [
+        helper.make_node("Mod", ["i", "count"], ["near"], fmod=1),
+        helper.make_node("Unsqueeze", ["near", "last"], ["column"]),
+        helper.make_node(wide, ["column", "counts"], ["wide"]),
+        helper.make_node("ScatterElements", ["x", "wide", "u"], ["y"], axis=axis, reduction=kind),
+    ]
+    counts = rows if wide != "Tile" else [1, *rows[1:]]
+    stored = {
+        "count": np.array([to[axis]]),
+        "last": np.arange(1, len(rows)),
+        "counts": np.array(counts),
+    }
+    inputs = {"i": (INT64, [rows[0]]), "u": (FLOAT, rows)}
+    if data is None:
+        inputs["x"] = (FLOAT, to)
+    else:
+        stored["x"] = np.full(to, data, np.float32)
+    return made(nodes, inputs, {"y": (FLOAT, to)}, stored, opset=18)
+
+
+@pytest.mark.parametrize("wide", ["Expand", "Tile", "Reshape"])
+@pytest.mark.parametrize(("kind", "neutral"), [("add", 0), ("max", -np.inf)])
+@pytest.mark.parametrize(("to", "rows"), [([4, 3], [9, 3]), ([2, 3, 2], [5, 3, 2]), ([4], [9])])
+def test_rows_are_scattered_by_a_product_or_a_maximum(
+    wide: str, kind: str, neutral: float, to: list[int], rows: list[int]
+) -> None:
+    if wide == "Reshape":
+        to, rows = [*to[:1], *[1] * len(to[1:])], [*rows[:1], *[1] * len(rows[1:])]
+    for data in (None, 0.5, neutral):
+        after = operators(rewritten(_scattering(wide, to, rows, kind, data), SIMPLER))
+        joining = {"add": ("MatMul", "Add"), "max": ("ReduceMax", "Max")}[kind]
+        assert "ScatterElements" not in after
+        assert joining[0] in after
+        assert (joining[1] in after) == (data != neutral)
+
+
+def test_rows_that_are_scattered_in_another_way_stay() -> None:
+    for kind in ("none", "mul"):
+        assert untouched(_scattering("Expand", [4, 3], [9, 3], kind), SIMPLER)
+    # Only a part of each row, along its features, and not by rows.
+    assert untouched(_scattering("Expand", [4, 3], [9, 2], "add"), SIMPLER)
+    assert untouched(_scattering("Expand", [4, 3], [4, 3], "add", axis=1), SIMPLER)
+    node = helper.make_node("ScatterElements", ["x", "i", "u"], ["y"], reduction="add")
+    shapes = {"x": (FLOAT, [4, 3]), "i": (INT64, [9, 3]), "u": (FLOAT, [9, 3])}
+    assert untouched(made([node], shapes, {"y": (FLOAT, [4, 3])}, opset=18), SIMPLER)
+
+
+@pytest.mark.parametrize("opset", [9, 17])
+@pytest.mark.parametrize("elem_type", [FLOAT, TensorProto.FLOAT16])
+def test_an_error_function_is_exact_in_its_dtype(opset: int, elem_type: int) -> None:
+    """Casts give it either dtype in a model of float32."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["a"], to=elem_type),
+        helper.make_node("Erf", ["a"], ["b"]),
+        helper.make_node("Cast", ["b"], ["y"], to=FLOAT),
+    ]
+    model = made(nodes, {"x": (FLOAT, [9999])}, {"y": (FLOAT, [9999])}, opset=opset)
+    after = onnx.ModelProto.FromString(model.SerializeToString())
+    assert rewrite(after, frozenset({"Erf"}), {}, (ERROR_FUNCTION,))
+    assert {"Tanh", "Clip"} < {*operators(after)}
+    assert "Erf" not in operators(after)
+    onnx.checker.check_model(after)
+    tolerance = 2e-7 if elem_type == FLOAT else 1e-3
+    for scale in (0.01, 1, 9, 6e4):
+        check_equal(model, after, tolerance, scale)
 
 
 def test_a_computed_depth_stays() -> None:

@@ -166,3 +166,69 @@ def test_a_layer_normalization_is_taken_apart(opset: int, axis: int) -> None:
         opset=opset,
     )
     assert "LayerNormalization" not in operators(rewritten(model, FUNCTIONS))
+
+
+BOOL = TensorProto.BOOL
+
+
+def _attention(
+    given: dict[str, bool], parts: dict[str, list[int]], stored: dict[str, Any], **attributes: Any
+) -> onnx.ModelProto:
+    """Attention for two batches of 5 queries, of each of two heads; ``given`` says what else it reads."""
+    merged = "w" in stored
+    operator = "Attention" if merged else "MultiHeadAttention"
+    keys = [*parts.values()][-1][1]
+    names = [*parts, *(["w"] if merged else []), "b" if given["bias"] else ""]
+    names += ["m" if given["mask"] else "", *([""] if merged else [])]
+    names += ["z"] if given["added"] else []
+    nodes = [ours(operator, names, num_heads=2, **attributes)]
+    inputs = {name: (FLOAT, shape) for name, shape in parts.items()}
+    if given["mask"]:
+        nodes.insert(0, helper.make_node("Cast", ["kept"], ["m"], to=TensorProto.INT32))
+        inputs["kept"] = (BOOL, [2, keys])
+    if given["added"]:
+        inputs["z"] = (FLOAT, [2, 2, 5, keys])
+    width = stored["b"].size // 3 if merged else parts["v"][2]
+    return made(nodes, inputs, {"y": (FLOAT, [2, 5, width])}, stored)
+
+
+EXTRAS = [
+    {"bias": bias, "mask": mask, "added": added}
+    for bias, mask, added in [(1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)]
+]
+
+
+@pytest.mark.parametrize("given", EXTRAS)
+@pytest.mark.parametrize("attributes", [{}, {"scale": 0.2}, {"mask_filter_value": -9.0}])
+def test_attention_is_taken_apart(given: dict[str, bool], attributes: Any) -> None:
+    stored = {"w": array(6, 24), "b": array(24)}
+    model = _attention(given, {"x": [2, 5, 6]}, stored, **attributes)
+    after = operators(rewritten(model, FUSED))
+    assert (after.count("MatMul"), after.count("Softmax")) == (3, 1)
+    assert not any("Attention" in each for each in after)
+
+
+@pytest.mark.parametrize("given", [*EXTRAS, {"bias": False, "mask": False, "added": False}])
+@pytest.mark.parametrize("attributes", [{}, {"scale": 0.2}, {"mask_filter_value": -9.0}])
+def test_attention_of_several_heads_is_taken_apart(given: dict[str, bool], attributes: Any) -> None:
+    parts = {"q": [2, 5, 8], "k": [2, 7, 8], "v": [2, 7, 4]}
+    model = _attention(given, parts, {"b": array(20)}, **attributes)
+    after = operators(rewritten(model, FUSED))
+    assert (after.count("MatMul"), after.count("Softmax")) == (2, 1)
+
+
+@pytest.mark.parametrize("attributes", [{"unidirectional": 1}, {"do_rotary": 1}])
+def test_attention_that_sees_positions_stays(attributes: Any) -> None:
+    stored = {"w": array(6, 24), "b": array(24)}
+    given = {"bias": True, "mask": False, "added": False}
+    assert untouched(_attention(given, {"x": [2, 5, 6]}, stored, **attributes), FUSED)
+
+
+def test_attention_with_a_cache_or_packed_parts_stays() -> None:
+    node = ours("MultiHeadAttention", ["q", "k", "v"], "y", "key", "value", num_heads=2)
+    given = {name: (FLOAT, [2, 5, 8]) for name in "qkv"}
+    outputs = {"y": (FLOAT, [2, 5, 8]), **{n: (FLOAT, [2, 2, 5, 4]) for n in ("key", "value")}}
+    assert untouched(made([node], given, outputs), FUSED)
+    packed = ours("MultiHeadAttention", ["q"], num_heads=2)
+    model = made([packed], {"q": (FLOAT, [2, 5, 2, 3, 4])}, {"y": (FLOAT, [2, 5, 8])})
+    assert untouched(model, FUSED)
