@@ -49,6 +49,12 @@ def is_dynamic(onnx_model: onnx.ModelProto) -> bool:
     return not DYNAMIC_QUANTIZATION.isdisjoint(map(graph.operator, nodes))
 
 
+def is_noisy(onnx_model: onnx.ModelProto) -> bool:
+    """Whether a model rounds values to integers: what changes one in its last bits changes others more."""
+    operators = {node.op_type for node in graph.nodes(onnx_model.graph)}
+    return "QuantizeLinear" in operators or is_dynamic(onnx_model)
+
+
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
 

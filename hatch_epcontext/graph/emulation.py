@@ -47,8 +47,9 @@ def emulate(
     """Round the floats of ``model`` as ``format_`` does, in place; its shapes are fixed.
 
     ``types``: those of its values, as far as they are known. ``skipped``: the names of nodes that the EP does
-    not compute. What is computed with integers between quantized values is not rounded, nor are their
-    scales, the graphs inside of nodes, and stored numbers that a node which is not rounded reads too.
+    not compute: what these make is rounded where others read it, as inputs are. What is computed with
+    integers between quantized values is not rounded, nor are their scales, the graphs inside of nodes, and
+    stored numbers that a node which is not rounded reads too.
     """
     for each in model.opset_import:
         if not each.domain and each.version in (_WHERE - 2, _WHERE - 1):
@@ -77,11 +78,18 @@ class _Emulation:
         self._constants: dict[float, str] = {}
         self._data: set[str] = set()
         self._exact: set[str] = set()
+        self._outside = {each.name for each in graph.inputs(model.graph)}
+        self._entered: dict[str, str] = {}
 
     def add(self, node: onnx.NodeProto, *, rounds: bool) -> None:
         """Add ``node``, and with ``rounds`` what rounds its results."""
         copy = copy_of(node)
-        if rounds and node.op_type == "Div" and self._format.has_reciprocals:
+        if not rounds:
+            self._outside.update(node.output)
+        elif graph.operator(node) not in _QUANTIZES:
+            copy.input[:] = map(self._enter, node.input)
+        is_float = self._scope.elem_type(node.output[0]) == TensorProto.FLOAT
+        if rounds and node.op_type == "Div" and is_float and self._format.has_reciprocals:
             self._multiply(copy)
         self._builder.append(copy)
         is_data = rounds and graph.operator(node) not in _QUANTIZES | _DEQUANTIZES
@@ -107,13 +115,21 @@ class _Emulation:
                 tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
         self._builder.write()
 
+    def _enter(self, name: str) -> str:
+        """``name`` as the EP reads it: rounded, if it is a float that comes from outside."""
+        if name not in self._outside or self._scope.elem_type(name) != TensorProto.FLOAT:
+            return name
+        if name not in self._entered:
+            self._entered[name] = self._builder.fresh(f"{name}/rounded")
+            self._round(name, self._entered[name], wide=False)
+        return self._entered[name]
+
     def _multiply(self, node: onnx.NodeProto) -> None:
-        """Let a division of floats multiply by the rounded reciprocal, so that 0 / 0 is 0."""
+        """Let a division multiply by the rounded reciprocal, so that 0 / 0 is 0."""
         divisor = node.input[1]
-        if self._scope.elem_type(divisor) == TensorProto.FLOAT:
-            inverse = self._builder.fresh(f"{divisor}/inverse")
-            self._round(self._builder.add("Reciprocal", divisor), inverse, wide=False)
-            node.op_type, node.input[1] = "Mul", inverse
+        inverse = self._builder.fresh(f"{divisor}/inverse")
+        self._round(self._builder.add("Reciprocal", divisor), inverse, wide=False)
+        node.op_type, node.input[1] = "Mul", inverse
 
     def _is_inside(self, node: onnx.NodeProto, name: str) -> bool:
         """Whether a value is never one of the format: it is quantized at once, or added to at once."""

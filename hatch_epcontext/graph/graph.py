@@ -98,6 +98,19 @@ def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return [node for node in nodes(graph) if node.op_type != "Constant"]
 
 
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Give the nodes of ``graph`` that have no name that of their first output, in place."""
+    found = compute_nodes(graph)
+    taken = {node.name for node in found}
+    for node in found:
+        if not node.name:
+            name = next(filter(None, node.output), node.op_type)
+            while name in taken:
+                name += "_"
+            node.name = name
+            taken.add(name)
+
+
 def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return the EPContext nodes of ``graph``, nested ones too."""
     return [node for node in nodes(graph) if node.op_type == CONTEXT_OP]

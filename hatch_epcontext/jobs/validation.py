@@ -84,11 +84,11 @@ def _own_noise(decibels: float) -> str:
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     """What the validation of the model ``name`` leaves open, each in one line."""
+    where = "(validate.inputs, or --inputs on the command line)"
     for each in validation.inconclusive:
-        yield (
-            f"{name}: the comparison of the output {each.output!r} proves nothing, because {each.reason}; "
-            "give real inputs (validate.inputs, or --inputs on the command line)"
-        )
+        hint = f"; give real inputs {where}" if validation.synthetic else ""
+        reason = f"is inconclusive, because {each.reason}{hint}"
+        yield f"{name}: the comparison of the output {each.output!r} {reason}"
     if (decibels := validation.float_form_db) is not None and decibels < QUANTIZED.snr:
         yield (
             f"{name}: it agrees with its float form, and {_own_noise(decibels)}, because its quantization "
@@ -100,7 +100,7 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     if emulation is not None and emulation.reason and not reasons:
         # Of a format that was not measured: it only warns.
         reasons = [emulation.reason]
-    real = "; compare with real ones (validate.inputs, or --inputs on the command line)"
+    real = f"; compare with real ones {where}"
     for reason in dict.fromkeys(reasons):
         if any(each != reason and each.startswith(reason) for each in reasons):
             # Of another output, with a node to blame.
@@ -118,7 +118,7 @@ def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
             Problem(
                 Kind.INCONCLUSIVE,
                 "",
-                f"the comparison of the output {each.output!r} proves nothing, because {each.reason}, and "
+                f"the comparison of the output {each.output!r} is inconclusive, because {each.reason}, and "
                 'validate is "require".',
                 "Give real inputs:",
                 settings=(Setting(model.key / "validate" / "inputs"),),

@@ -98,20 +98,9 @@ def refused_nodes(prepared: Path, target: Target) -> str:
 
 
 def name_nodes(path: Path, result: Path) -> None:
-    """Write the model at ``path`` to ``result``; nodes without a name get that of their first output.
-
-    The EP says by their names which nodes it refuses.
-    """
+    """Write the model at ``path`` to ``result`` with names for all nodes: the EP says which it refuses."""
     model = onnx.load(path, load_external_data=False)
-    nodes = graph.compute_nodes(model.graph)
-    taken = {node.name for node in nodes}
-    for node in nodes:
-        if not node.name:
-            name = next(filter(None, node.output), node.op_type)
-            while name in taken:
-                name += "_"
-            node.name = name
-            taken.add(name)
+    graph.name_nodes(model.graph)
     onnx.save(model, result)
 
 

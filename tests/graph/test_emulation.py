@@ -89,6 +89,18 @@ def test_stored_numbers_are_rounded_as_data_only() -> None:
     assert found(on_cpu, [third], skipped="n") == np.float32(third)
 
 
+def test_what_comes_from_outside_is_rounded_where_it_enters() -> None:
+    scaled = [helper.make_node("Mul", ["x", "k"], ["y"])]
+    # 1e-10 is nothing, and 2e5 is cut off, before anything is computed.
+    assert emulated(scaled, [1e-10, 2e5, 1.0], k=0.5) == [0.0, 32752.0, 0.5]
+    nodes = [helper.make_node("Add", ["x", "k"], ["a"], name="first"), *scaled]
+    nodes[1] = helper.make_node("Mul", ["a", "two"], ["y"])
+    assert emulated(nodes, [0.0], k=1e-10, two=2.0, skipped=frozenset({"first"})) == [0.0]
+    on_cpu = frozenset({"first", "second"})
+    nodes[1].name = "second"
+    assert emulated(nodes, [0.0], k=1e-10, two=2.0, skipped=on_cpu)[0] == pytest.approx(2e-10)
+
+
 def test_a_division_can_be_a_product_with_the_reciprocal() -> None:
     nodes = [helper.make_node("Mul", ["x", "k"], ["a"]), helper.make_node("Div", ["x", "a"], ["y"])]
     format_ = replace(FLOAT16, has_reciprocals=True)

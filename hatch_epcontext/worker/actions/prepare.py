@@ -13,7 +13,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph, reading
-from hatch_epcontext.graph.dequantize import is_dynamic
+from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
@@ -131,7 +131,7 @@ def _reference(
     if request.reference is not None:
         return read_reference(request.reference)
     model = request.model
-    if not is_dynamic(onnx_model):
+    if not is_noisy(onnx_model):
         return reference(model, onnx_model)
     if fixed != integers:
         return float_form_reference(model, integers, fixed)

@@ -49,6 +49,9 @@ _JUMPS = (10.0, 3.0)
 """How much larger the error of a value is than those of the values that it is computed from, where a node is
 to blame."""
 
+_MAX_CUTS = 3
+"""Nodes behind which a cut is tried."""
+
 _MAX_CUT = 4
 """Tensors at which a cut is proposed: an app has to compute them."""
 
@@ -105,6 +108,7 @@ class Emulator:
         self._expected, self._tolerance = expected, tolerance
         step(f"emulating {format_.name} on the CPU")
         self._prepared = onnx.load(path)
+        graph.name_nodes(self._prepared.graph)
         self._types = value_types(self._prepared, path)
         emulated = self._copy()
         emulate(emulated, self._types, format_, skipped)
@@ -252,10 +256,20 @@ class Emulator:
         return None if node is None or inner is None else self._words(node, inner)
 
     def _cut(self, run: Run) -> str:
-        """The cut behind the first diverging node, if the rest of the model is right then: a sentence."""
+        """The first cut behind the first diverging node from which on the model is right: a sentence."""
         node = self._diverging(run)
-        if node is None:
-            return ""
+        for _ in range(_MAX_CUTS):
+            if node is None:
+                break
+            if text := self._cut_behind(node):
+                return text
+            # What the format lacks is lost at the cut too, as far as it is in what is read there.
+            readers = [*self.scope.readers.get(node.output[0], ())]
+            node = self.scope.nodes[readers[0]] if len(readers) == 1 else None
+        return ""
+
+    def _cut_behind(self, node: onnx.NodeProto) -> str:
+        """The cut behind ``node``, if the rest of the model is right then: a sentence."""
         before = set(self.scope.above(node.output))
         exact = [self.scope.nodes[index] for index in before]
         behind = [each for i, each in enumerate(self.scope.nodes) if i not in before]
@@ -266,8 +280,12 @@ class Emulator:
         known = {name for each in source.node for name in each.output} | given
         inputs = sorted(read & (made | given))
         outputs = {each.name for each in source.output}
-        has_names = all(each.name for each in exact) and known.issuperset(inputs)
-        if not has_names or not read & made or len(inputs) > _MAX_CUT or outputs & made:
+        if (
+            not known.issuperset(inputs)
+            or not read & made
+            or len(inputs) > _MAX_CUT
+            or outputs & made
+        ):
             return ""
         emulated = self._copy()
         skipped = {*self._skipped, *(each.name for each in exact)}
@@ -279,7 +297,7 @@ class Emulator:
             return ""
         left = f"at least {level.snr:.0f} dB" if math.isfinite(level.snr) else "no error"
         return (
-            f" If the app computes what is before {' and '.join(map(repr, inputs))} itself (cut = "
+            f" If the app computes {' and '.join(map(repr, inputs))} itself (cut = "
             f"{to_toml({'inputs': inputs})}), {self._format.name} leaves {left}."
         )
 
@@ -454,14 +472,12 @@ class Emulator:
             run_steps(each, self._shifted(steps), facts.states, self._model, "the emulated model")
             for each in (open_session(self._path, cpu_options()), session)
         )
-        # Some models take no more steps, such as those that count the places of a table.
-        with contextlib.suppress(Exception):
-            for number, (wanted, own) in enumerate(zip(exact, emulated, strict=True), 1):
-                if number & (number - 1) == 0 or number == facts.long_steps:
-                    run = Run(f"step {number:,}", (), (), "long", usual=True, on_target=False)
-                    found.append(replace(self._compared(run, own, wanted, {}), step=number))
-                    if found[-1].margin < 0:
-                        return found[-1]
+        for number, (wanted, own) in enumerate(zip(_possible(exact), emulated, strict=False), 1):
+            if number & (number - 1) == 0 or number == facts.long_steps:
+                run = Run(f"step {number:,}", (), (), "long", usual=True, on_target=False)
+                found.append(replace(self._compared(run, own, wanted, {}), step=number))
+                if found[-1].margin < 0:
+                    return found[-1]
         return min(found, key=lambda each: each.margin, default=None)
 
     def _shifted(self, steps: Sequence[Arrays]) -> Iterator[Arrays]:
@@ -495,6 +511,12 @@ class Emulator:
             if found.margin < level.margin:
                 level = Level(run, name, found.margin, found.snr)
         return level
+
+
+def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:
+    """Those of ``steps`` that a model takes: some end, such as those that count the places of a table."""
+    with contextlib.suppress(Exception):
+        yield from steps
 
 
 def _open(model: onnx.ModelProto) -> ort.InferenceSession:

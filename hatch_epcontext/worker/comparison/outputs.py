@@ -18,6 +18,9 @@ _SAME_VALUES = graph.RESHAPING | {
 }
 """Operators whose results are some of the values of their first input, or means of them."""
 
+_MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
+"""Those that make means, which have finer steps."""
+
 _WHOLE = _SAME_VALUES - {"Slice", "Gather", "Split", "ReduceMean", "ReduceMax", "ReduceMin"}
 """Those that leave the shares of a Softmax together."""
 
@@ -44,7 +47,8 @@ def _names(main: onnx.GraphProto, more: Sequence[str]) -> tuple[str, ...]:
 
 
 def _quantization_step(name: str, scope: Scope) -> float:
-    while (node := scope.maker(name)) is not None and node.op_type in _SAME_VALUES and node.input:
+    values = _SAME_VALUES - _MEANS
+    while (node := scope.maker(name)) is not None and node.op_type in values and node.input:
         if node.op_type == "QuantizeLinear":
             return 1.0
         if node.op_type == "DequantizeLinear":

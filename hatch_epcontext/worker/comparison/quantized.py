@@ -22,7 +22,7 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, Settin
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
-from hatch_epcontext.graph.dequantize import dequantize, is_dynamic
+from hatch_epcontext.graph.dequantize import dequantize, is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.side_by_side import Undone, add_floats
 from hatch_epcontext.providers import QUANTIZED, Tolerance
@@ -78,7 +78,7 @@ def source_reference(model: Model, fixed: onnx.ModelProto, *, dequantized: bool)
     ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
     `float_form_reference` does.
     """
-    if not is_dynamic(onnx.load(model.path, load_external_data=False)):
+    if not is_noisy(onnx.load(model.path, load_external_data=False)):
         return reference(model, fixed)
     whole = onnx.load(model.path)
     fix_inputs(whole, model)
@@ -111,11 +111,11 @@ def float_form_reference(model: Model, integers: Path, floats: Path) -> Referenc
         raise ModelError(source_failed(model, source, error)) from error
     facts = replace(expected.facts, float_form_db=decibels)
     expected = Reference(expected.runs, facts)
-    return with_noise(model, floats, expected) if is_dynamic(float_form) else expected
+    return with_noise(model, floats, expected) if is_noisy(float_form) else expected
 
 
 def with_noise(model: Model, path: Path, expected: Reference) -> Reference:
-    """``expected``, the reference of the dynamically quantized model at ``path``, with its noise."""
+    """``expected``, the reference of the quantized model at ``path``, with its noise."""
     step("measuring the noise of the source model")
     rng = np.random.default_rng(0)
     onnx_model = onnx.load(path)

@@ -211,13 +211,17 @@ def _choose_given(runs: Sequence[Run]) -> list[Run]:
 
 def _scoring_first(runs: Sequence[Run], kinds: Mapping[str, Nature]) -> list[Run]:
     """``runs``, first one in which all scores say something, or most: zeros are right by accident."""
-    scores = [name for name, kind in kinds.items() if kind in ("unit", "probabilities")]
+    first = runs[0]
+    scores = [
+        name
+        for name, kind in kinds.items()
+        if kind in ("unit", "probabilities") and is_float(first.outputs[0][name].dtype)
+    ]
 
     def score(run: Run) -> float:
         found = (np.abs(run.outputs[0][name]).max(initial=0) for name in scores)
         return min(map(float, found), default=math.inf)
 
-    first = runs[0]
     if score(first) < _NO_SCORE:
         single = (each for each in runs if each.usual and len(each.feeds) == 1)
         first = max(single, key=score, default=first)

@@ -330,14 +330,23 @@ def _finite(array: Array) -> Numbers:
     return np.nan_to_num(np.asarray(array, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
 
 
+_LOST = 0.01
+"""The noise of the CPU's own choices from which they are no numbers of candidates."""
+
+
 def _choose(choice: Choice, own: Array, result: Selected, candidates: Array, unit: float) -> None:
     wanted = result.wanted[choice.output]
     table = _below_the_best(choice, candidates, unit)
     if not 0 < len(table) == own.size or own.shape != wanted.shape:
         return
+    places = np.arange(len(table))
+    right, best = _by_number(choice, wanted, table)
+    if right[places, best.ravel()].max() > _LOST:
+        # Not the numbers themselves: a Cast behind them loses some.
+        return
     table, numbers = _by_number(choice, own, table)
     result.wanted[choice.output] = choice.values(numbers).astype(wanted.dtype)
-    noise = table[np.arange(len(table)), numbers.ravel()]
+    noise = table[places, numbers.ravel()]
     # As of slices, one of so many may be anything.
     noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
     rows = own.shape[-1] if own.shape else 1

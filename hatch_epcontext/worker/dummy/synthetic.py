@@ -144,6 +144,8 @@ def _times(count: int) -> Numbers:
 
 def _pink(count: int, rng: np.random.Generator) -> Numbers:
     """Noise whose power falls with its frequency, as in speech and music."""
+    if not count:
+        return np.zeros(0)
     frequencies = np.fft.rfftfreq(count)
     frequencies[0] = frequencies[1] if count > 1 else 1.0
     found = np.fft.irfft(_complex(frequencies.shape, rng) / np.sqrt(frequencies), count)

@@ -369,7 +369,7 @@ def test_a_cut_behind_the_first_diverging_node_is_proposed(tmp_path: Path) -> No
     run = min((each for each in found.levels if each.run.usual), key=lambda each: each.margin).run
     text = found.explanation(run, found.level(run).margin)
     assert "Add floor uses 1e-10" in text
-    assert '(cut = { inputs = ["positive"] })' in text
+    assert '(cut = { inputs = ["level"] })' in text
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,16 @@ def test_the_first_sample_is_one_in_which_scores_say_something(tmp_path: Path) -
     assert len(expected.runs) == len({each.name for each in expected.runs})
 
 
+def test_a_text_has_no_score(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Sigmoid", ["x"], ["score"]),
+        helper.make_node("Cast", ["score"], ["y"], to=TensorProto.STRING),
+    ]
+    outputs = [value("y", [1, 4], TensorProto.STRING)]
+    _, expected = referred(model(nodes, [value("x", [1, 4])], outputs), tmp_path)
+    assert expected.runs[0].name == "random"
+
+
 def test_a_constant_that_no_input_decides_is_compared(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Shape", ["x"], ["length"]),

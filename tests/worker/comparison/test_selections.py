@@ -446,6 +446,18 @@ def test_masked_classes_excuse_no_wrong_one() -> None:
     assert not agrees(scores, np.argsort(scores, axis=1)[:, 2], wanted)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_classes_of_which_a_cast_loses_some_are_compared_as_they_are(scale: float) -> None:
+    scores, best = classes()
+    found = Selections(choices=(Choice("y", "scores", 1, False, scale),))
+    wanted = np.multiply(scale, best).astype(np.int64 if scale < 1 else np.bool_)
+    for output, agreeing in ((wanted, True), (np.zeros_like(wanted), False)):
+        chosen = select(found, {"y": output}, {"y": wanted}, {"scores": scores}, 0.1)
+        assert "y" not in chosen.rows
+        made = compare("y", output, chosen.wanted["y"], HALF)
+        assert (not made.excesses) is agreeing
+
+
 SUPPRESSED = {
     "rows": [value("rows", [None, 3], TensorProto.INT64)],
     "gathered": [value("y", [None, 6])],
