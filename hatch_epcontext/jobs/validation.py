@@ -121,7 +121,7 @@ def check_conclusive(job: Job, model: Model, validation: Validation) -> None:
                 f"the comparison of the output {each.output!r} is inconclusive, because {each.reason}, and "
                 'validate is "require".',
                 "Give real inputs:",
-                settings=(Setting(model.key / "validate" / "inputs"),),
+                settings=(Setting(model.key / "validate" / "inputs", "samples.npz"),),
                 step="validation",
             )
             for each in validation.inconclusive

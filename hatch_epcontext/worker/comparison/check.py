@@ -251,7 +251,7 @@ def _differs(
             "",
             message,
             f"Nothing in the graph bounds {names}, which got values up to 255. Feed real inputs:",
-            settings=(Setting(key / "inputs"),),
+            settings=(Setting(key / "inputs", "samples.npz"),),
         )
     if _is_wrong(compared):
         wrong = f"{what[0].upper()}{what[1:]} is wrong there"
@@ -259,7 +259,13 @@ def _differs(
             advice = ": do not ship it for this target" if what == "the compiled model" else ""
             return Problem(Kind.OUTPUT_DIFFERS, "", message, f"{wrong}{advice}.")
         hint = f"{wrong}. If the app never has such inputs, give its real ones:"
-        return Problem(Kind.OUTPUT_DIFFERS, "", message, hint, settings=(Setting(key / "inputs"),))
+        return Problem(
+            Kind.OUTPUT_DIFFERS,
+            "",
+            message,
+            hint,
+            settings=(Setting(key / "inputs", "samples.npz"),),
+        )
     allowed = {name: _rounded(name, limit) for name, limit in compared.needed.items()}
     limits: dict[str, Any] = {"outputs": {agreement.output: allowed}}
     if only_target is not None:

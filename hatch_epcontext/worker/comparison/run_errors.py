@@ -130,7 +130,7 @@ def _other_sizes(inputs: Sequence[TensorFacts], model: Model) -> tuple[str, tupl
     sizes = ", ".join(f"{each.name}: {each.shape_text}" for each in given)
     whole = f"No values help: the model does not take inputs of these sizes ({sizes})."
     if model.validate.inputs not in SYNTHETIC:
-        return f"{whole} Give others.", (Setting(model.key / "validate" / "inputs"),)
+        return f"{whole} Give others.", (Setting(model.key / "validate" / "inputs", "samples.npz"),)
     if not all(each.is_fixed for each in given):
         whole = (
             f"No values help: the sizes that were chosen for open dimensions ({sizes}) do not fit."
@@ -170,7 +170,7 @@ def _hint(named: Sequence[TensorFacts], model: Model) -> str:
 
 
 def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:
-    yield Setting(model.key / "validate" / "inputs")
+    yield Setting(model.key / "validate" / "inputs", "samples.npz")
     if any(_is_number(each) for each in named):
         yield Setting(model.key / "constants")
     if model.dims:

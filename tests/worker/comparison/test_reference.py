@@ -107,7 +107,7 @@ def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:
     assert problem.hint == (
         "Nothing in the graph bounds 'ids', which got values up to 255. Feed real inputs:"
     )
-    assert str(problem.settings[0]) == "tool.epcontext.models[0].validate.inputs"
+    assert str(problem.settings[0].key) == "tool.epcontext.models[0].validate.inputs"
 
 
 def test_states_are_fed_back(tmp_path: Path) -> None:

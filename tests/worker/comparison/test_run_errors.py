@@ -43,7 +43,7 @@ def test_the_node_its_input_and_what_to_set_are_named() -> None:
     assert found.message.endswith("It depends on the input 'sid'.")
     assert "a value that never changes for 'sid', or other sizes" in (found.hint or "")
     assert [str(each) for each in found.settings] == [
-        "tool.epcontext.models[0].validate.inputs",
+        'tool.epcontext.models[0].validate.inputs = "samples.npz"',
         "tool.epcontext.models[0].constants",
         "tool.epcontext.models[0].dims",
         "tool.epcontext.models[0].validate.tolerance = false",
@@ -144,7 +144,7 @@ def test_where_values_decide_sizes_other_values_may_help(decides: str) -> None:
     made = model(nodes, inputs, [value("y", [2, 3])], [weights("w", 4, 3)])
     spec = Model("a", Path("a.onnx"), Key(("models", 0)), dims={"n": 2})
     error = RuntimeError("running MatMul node. Name:'product' Status Message: no")
-    settings = [str(each) for each in source_failed(spec, made, error).settings]
+    settings = [str(each.key) for each in source_failed(spec, made, error).settings]
     assert "tool.epcontext.models[0].validate.inputs" in settings
 
 
