@@ -30,7 +30,7 @@ from hatch_epcontext.worker.comparison.diverging import (
     named,
     relative,
 )
-from hatch_epcontext.worker.comparison.measures import compare
+from hatch_epcontext.worker.comparison.measures import Numbers, compare
 from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.comparison.suppression import expose_reads
@@ -345,14 +345,13 @@ class Emulator:
         runs, facts = self._expected.runs, self._expected.facts
         for name, first in runs[0].outputs[0].items():
             is_any = facts.natures.get(name, "any") == "any" and name not in facts.random
-            if not is_any or not is_float(first.dtype):
+            usual = (each.outputs[0][name] for each in runs if each.usual)
+            found = [each for each in usual if each.shape == first.shape]
+            if not is_any or not is_float(first.dtype) or not found:
                 continue
-            found = (each.outputs[0][name] for each in runs if each.usual)
-            values = np.stack(
-                [each.astype(np.float64) for each in found if each.shape == first.shape]
-            )
-            middle, changes = values.mean(0).ravel(), values.std(0).ravel()
-            smallest = 2.0 ** (np.frexp(middle)[1] - 1 - _BITS[self._format.name])
+            middle, changes = _spread(found)
+            bits = _BITS[self._format.name]
+            smallest = np.where(middle == 0, 0.0, 2.0 ** (np.frexp(middle)[1] - 1 - bits))
             flat = np.flatnonzero((changes > 0) & (changes < smallest))
             if flat.size > _FLAT * changes.size:
                 place = flat[np.argmin((changes / smallest)[flat])]
@@ -511,6 +510,17 @@ class Emulator:
             if found.margin < level.margin:
                 level = Level(run, name, found.margin, found.snr)
         return level
+
+
+def _spread(values: Sequence[Array]) -> tuple[Numbers, Numbers]:
+    """The mean and the standard deviation in each place of ``values``, which may be large: one at a time."""
+    total, squares = np.zeros(values[0].size), np.zeros(values[0].size)
+    for each in values:
+        total += each.ravel()
+    middle = total / len(values)
+    for each in values:
+        squares += np.square(np.subtract(each.ravel(), middle, dtype=np.float64))
+    return middle, np.sqrt(squares / len(values))
 
 
 def _possible(steps: Iterator[Arrays]) -> Iterator[Arrays]:

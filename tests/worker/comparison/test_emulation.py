@@ -379,6 +379,7 @@ def test_a_cut_behind_the_first_diverging_node_is_proposed(tmp_path: Path) -> No
         ([1000, -1000] * 8, True),
         ([10] * 16, False),
         ([1000, *[10] * 15], False),
+        ([0] * 16, False),
     ],
 )
 def test_an_output_that_changes_by_less_than_a_step_is_sensitive(
