@@ -516,10 +516,10 @@ def _spread(values: Sequence[Array]) -> tuple[Numbers, Numbers]:
     """The mean and the standard deviation in each place of ``values``, which may be large: one at a time."""
     total, squares = np.zeros(values[0].size), np.zeros(values[0].size)
     for each in values:
-        total += each.ravel()
+        total += np.asarray(each, np.float64).ravel()
     middle = total / len(values)
     for each in values:
-        squares += np.square(np.subtract(each.ravel(), middle, dtype=np.float64))
+        squares += (np.asarray(each, np.float64).ravel() - middle) ** 2
     return middle, np.sqrt(squares / len(values))
 
 
