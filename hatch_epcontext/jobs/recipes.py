@@ -10,7 +10,7 @@ the job: a broken model, a killed worker, a full disk.
 
 1. Simplifiers, until one works; without one only where none does.
 2. Options with which the EP takes operators that it leaves without them.
-3. Rewrites of what the EP leaves or refuses, and then of what it leaves of those.
+3. Rewrites of what the EP leaves or refuses, and then of what it leaves of those, with these options too.
 4. Loops and recurrent layers unrolled, and rewrites of these.
 5. Where the best attempt covers enough, and disagrees with the CPU or may do so: rewrites for the number
    format of the EP, layers unrolled whose kernels are inexact, and rewrites around other kernels, one more at
@@ -229,6 +229,7 @@ def recipes(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[Rec
         return
     yield from _options(job, attempts)
     yield from _rewrites(attempts)
+    yield from _options(job, attempts)
     yield from _unrolled(job, attempts)
     # Of groups and of contexts for several chips other jobs are compared: see `Job.alone`.
     if job.group is None and not job.has_several_chips:
@@ -314,11 +315,17 @@ def _options(job: Job, attempts: Sequence[Attempt]) -> Iterator[Recipe]:
 
     Not where it refuses everything: then no operator is known for which they would help.
     """
-    more, last = job.target.provider.more_coverage, attempts[-1]
-    if more is None or not more.options.keys().isdisjoint(job.target.settings.provider_options):
+    more, last = job.target.provider.more_coverage, best(attempts)
+    if (
+        more is None
+        or last.recipe.options
+        or not more.options.keys().isdisjoint(job.target.settings.provider_options)
+    ):
         return
     if any(more.operators.intersection(each) for each in last.uncovered_operators or ()):
-        yield replace(last.recipe, options=tuple(sorted(more.options.items())))
+        recipe = replace(last.recipe, options=tuple(sorted(more.options.items())))
+        if _is_new(recipe, attempts):
+            yield recipe
 
 
 def _rewrites(attempts: Sequence[Attempt]) -> Iterator[Recipe]:

@@ -442,6 +442,8 @@ MORE = "backend=a"
         ({"plain": ("QuantizeLinear", "Clip"), "{}": ("Clip",), "{} rewrite": ()}, "{} rewrite"),
         ({"plain": ("QuantizeLinear",), "{}": ("QuantizeLinear", "If"), "rewrite": ()}, "rewrite"),
         ({"plain": ("Clip",), "rewrite": ()}, "rewrite"),
+        # Where everything is refused before it is rewritten they come after that.
+        ({"plain": CRASH, "rewrite": ("QuantizeLinear",), "{} rewrite": ()}, "{} rewrite"),
     ],
 )
 def test_options_with_which_an_ep_takes_more_are_tried_first(

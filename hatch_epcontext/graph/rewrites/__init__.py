@@ -23,6 +23,7 @@ from hatch_epcontext.graph.rewrites.basics import (
 from hatch_epcontext.graph.rewrites.branches import BRANCHES
 from hatch_epcontext.graph.rewrites.einsum import EINSUM
 from hatch_epcontext.graph.rewrites.fused import DEFINITIONS, FUNCTIONS, FUSED
+from hatch_epcontext.graph.rewrites.integers import INTEGERS
 from hatch_epcontext.graph.rewrites.old import GIVEN_UP, NEWER
 from hatch_epcontext.graph.rewrites.ranks import FEW_DIMENSIONS
 from hatch_epcontext.graph.rewrites.sequences import SEQUENCES
@@ -38,6 +39,7 @@ REWRITES: tuple[Rewrite, ...] = (
     FUSED,
     FUNCTIONS,
     DEFINITIONS,
+    INTEGERS,
     SIMPLER,
     UNDILATED,
     ERROR_FUNCTION,

@@ -1,0 +1,150 @@
+"""Operators of integers (QOperator graphs) as those of floats between DequantizeLinear and QuantizeLinear.
+
+EPs fuse these three into their own operator of integers. ONNX Runtime's `ContribOperators.md` and ONNX's
+`Operators.md` say which operands have which scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs, Rule, by_node
+from hatch_epcontext.graph.scope import Scope
+
+_AXIS = 13
+"""The opset since which DequantizeLinear takes a scale for each channel, and Softmax is over one axis."""
+
+_BEGINS: Mapping[str, int] = {
+    **dict.fromkeys(("QLinearAdd", "QLinearMul", "QLinearConv", "QLinearMatMul"), 6),
+    "QGemm": 7,
+    "QLinearConcat": 0,
+}
+"""Where the scale of the results is among the inputs, if that is not 3; their zero point is behind it."""
+
+_BIASES: Mapping[str, int] = {"QLinearConv": 8, "QGemm": 6}
+"""The operand that is added to a product."""
+
+_MOVING = graph.RESHAPING | {"MaxPool", "Transpose"}
+"""Operators that give the same with integers, and that EPs take with floats."""
+
+_OWN = frozenset({"channels_last", "opset"})
+"""Attributes that only the operators of integers have."""
+
+
+def _real(
+    operands: Sequence[str], scope: Scope, builder: Builder, axis: int | None = None
+) -> str | None:
+    """The floats of ``operands``: integers, their scale and their zero point; with ``axis`` per channel."""
+    scale = scope.constant(operands[1])
+    if scale is None or scale.size == 1:
+        return builder.add("DequantizeLinear", *operands)
+    if axis is None or builder.opset < _AXIS:
+        return None
+    return builder.add("DequantizeLinear", *operands, axis=axis)
+
+
+def _bias(node: onnx.NodeProto, scope: Scope, builder: Builder) -> str | None:
+    """The floats of what is added to a product, whose scale is that of both operands; empty without any."""
+    name = graph.operand(node, _BIASES[node.op_type]) if node.op_type in _BIASES else ""
+    if not name:
+        return ""
+    one, other = (scope.constant(node.input[each]) for each in (1, 4))
+    array = scope.stored.get(name)
+    if one is None or other is None or array is None:
+        return None
+    integers = graph.array_of(array)
+    return None if integers is None else builder.store((integers * one * other).astype(one.dtype))
+
+
+def _product(
+    operator: str, axis: int | None, node: onnx.NodeProto, scope: Scope, builder: Builder
+) -> Outputs:
+    """A product of integers with weights, which may have a scale per channel: along ``axis``, or the last."""
+    if node.op_type == "QGemm":
+        axis = 0 if graph.number(node, "transB", 0) else 1
+    elif axis is None:
+        axis = len(scope.sizes(node.input[3]) or (0,)) - 1
+    operands = (
+        _real(node.input[:3], scope, builder),
+        _real(node.input[3:6], scope, builder, axis),
+        _bias(node, scope, builder),
+    )
+    return _quantized(operator, operands, node, builder)
+
+
+def _of_each(
+    operator: str, count: int, node: onnx.NodeProto, scope: Scope, builder: Builder
+) -> Outputs:
+    """An operator of ``count`` operands, each with a scale and a zero point."""
+    parts = (node.input[3 * each : 3 * each + 3] for each in range(count))
+    return _quantized(operator, [_real(each, scope, builder) for each in parts], node, builder)
+
+
+def _concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    parts = (node.input[each : each + 3] for each in range(2, len(node.input), 3))
+    return _quantized("Concat", [_real(each, scope, builder) for each in parts], node, builder)
+
+
+def _quantized(
+    operator: str, operands: Sequence[str | None], node: onnx.NodeProto, builder: Builder
+) -> Outputs:
+    """The result of ``operator`` with the attributes of ``node``: integers, or floats without a scale."""
+    is_old = operator == "Softmax" and graph.number(node, "opset", builder.opset) < _AXIS
+    known = [each for each in operands if each is not None]
+    if is_old or graph.number(node, "channels_last", 0) or len(known) < len(operands):
+        return None
+    made = builder.add(operator, *known)
+    kept = [each for each in node.attribute if each.name not in _OWN]
+    builder.nodes[-1].attribute.extend(kept)
+    by = _scale_of_result(node)
+    return [builder.add("QuantizeLinear", made, *by) if by else made]
+
+
+def _moved(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """An operator that moves integers, as one that moves their floats."""
+    by = _scale_of(node.input[0], scope)
+    if not by or len(node.output) > 1:
+        return None
+    real = builder.add("DequantizeLinear", node.input[0], *by)
+    (moved,) = builder.add_like(node, node.op_type, [real, *node.input[1:]])
+    return [builder.add("QuantizeLinear", moved, *by)]
+
+
+def _scale_of(name: str, scope: Scope) -> Sequence[str]:
+    """The scale and the zero point of integers; empty if they are not known, or are floats."""
+    while (node := scope.maker(name)) is not None and node.op_type in _MOVING:
+        name = node.input[0]
+    if node is None:
+        return ()
+    if node.op_type == "QuantizeLinear":
+        return node.input[1:3]
+    return _scale_of_result(node) if graph.operator(node) in _RULES else ()
+
+
+def _scale_of_result(node: onnx.NodeProto) -> Sequence[str]:
+    begin = _BEGINS.get(node.op_type, 3)
+    return [each for each in node.input[begin : begin + 2] if each]
+
+
+_RULES: Mapping[str, Rule] = {
+    "QLinearConv": partial(_product, "Conv", 0),
+    "QLinearMatMul": partial(_product, "MatMul", None),
+    f"{graph.MICROSOFT}.QGemm": partial(_product, "Gemm", None),
+    f"{graph.MICROSOFT}.QLinearConcat": _concat,
+    **{
+        f"{graph.MICROSOFT}.QLinear{each}": partial(_of_each, each, count)
+        for each, count in (
+            *(("Add", 2), ("Mul", 2), ("Sigmoid", 1), ("LeakyRelu", 1), ("Softmax", 1)),
+            *(("AveragePool", 1), ("GlobalAveragePool", 1), ("ReduceMean", 1)),
+        )
+    },
+}
+
+INTEGERS = by_node(
+    "integers between QuantizeLinear and DequantizeLinear",
+    {**_RULES, **dict.fromkeys(_MOVING, _moved)},
+)
