@@ -48,7 +48,7 @@ def _real(
 
 
 def _bias(node: onnx.NodeProto, scope: Scope, builder: Builder) -> str | None:
-    """The floats of what is added to a product, whose scale is that of both operands; empty without any."""
+    """The floats of what is added to a product, whose scale is that of the product; empty without any."""
     name = graph.operand(node, _BIASES[node.op_type]) if node.op_type in _BIASES else ""
     if not name:
         return ""
@@ -57,7 +57,8 @@ def _bias(node: onnx.NodeProto, scope: Scope, builder: Builder) -> str | None:
     if one is None or other is None or array is None:
         return None
     integers = graph.array_of(array)
-    return None if integers is None else builder.store((integers * one * other).astype(one.dtype))
+    scale = one * other * graph.attribute(node, "alpha", 1.0)
+    return None if integers is None else builder.store((integers * scale).astype(one.dtype))
 
 
 def _product(

@@ -120,3 +120,35 @@ def test_a_scale_that_is_not_known_keeps_the_operator() -> None:
         ],
     )
     assert rewrite(made, frozenset({"QLinearConv"}), {}) == ()
+
+
+def test_what_is_added_to_a_product_has_its_factor() -> None:
+    made = model(
+        [
+            node("QuantizeLinear", ["x", "s", "z"], "q"),
+            node("Flatten", ["q"], "f"),
+            helper.make_node(
+                "QGemm",
+                ["f", "s", "z", "w", "s", "wz", "c", "s", "z"],
+                ["g"],
+                domain=graph.MICROSOFT,
+                alpha=0.5,
+            ),
+            node("DequantizeLinear", ["g", "s", "z"], "y"),
+        ],
+        [value("x", [1, 4, 8, 8])],
+        [value("y", [1, 2])],
+        [
+            numpy_helper.from_array(np.float32(0.02), "s"),
+            numpy_helper.from_array(np.uint8(10), "z"),
+            numpy_helper.from_array(RNG.integers(-9, 9, (256, 2)).astype(np.int8), "w"),
+            numpy_helper.from_array(np.int8(0), "wz"),
+            numpy_helper.from_array(np.array([5000, -9000], np.int32), "c"),
+        ],
+        domain=graph.MICROSOFT,
+    )
+    wanted = run(made)
+    assert rewrite(made, frozenset({f"{graph.MICROSOFT}.QGemm"}), {}) == (INTEGERS.name,)
+    for one, other in zip(wanted, run(made), strict=True):
+        assert np.abs(one - other).max() <= 0.0201
+    assert np.ptp(wanted) > 0.5
