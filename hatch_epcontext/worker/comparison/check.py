@@ -57,9 +57,9 @@ def check_runs(
 
     ``first``: its outputs for the first sample, if it was run on it already. ``only_target``: the target that
     is to allow more, if others are not. ``emulator``: that of its number format, corrected by the runs.
-    ``explain``: where there is
-    none, it says where the model begins to differ. Raises BuildError when an output has NaN or Inf where the
-    reference has none, or leaves the tolerance; ModelError when it takes too long.
+    ``explain``: where there is none, it says where the model begins to differ. Raises BuildError when an
+    output has NaN or Inf where the reference has none, or leaves the tolerance; ModelError when it takes too
+    long.
     """
     found: list[Agreement] = []
     warnings: list[str] = []

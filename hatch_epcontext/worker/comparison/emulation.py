@@ -199,11 +199,12 @@ class Emulator:
         """Take the levels that samples had on the target. If all that seemed to suffer are right there, which
         are the worst ones of different natures, those of no others count.
         """
-        seen = {each.run.name: each for each in ran}
         suffering = [each for each in ran if self.level(each.run).margin < SENSITIVE]
         if suffering and all(each.margin >= SENSITIVE for each in suffering):
             self.levels = [*ran]
-        self.levels = [seen.get(each.run.name, each) for each in self.levels]
+        else:
+            seen = {each.run.name: each for each in ran}
+            self.levels = [seen.get(each.run.name, each) for each in self.levels]
 
     def result(self) -> Emulation:
         """What is to be said of it."""
@@ -518,8 +519,10 @@ def _spread(values: Sequence[Array]) -> tuple[Numbers, Numbers]:
     for each in values:
         total += np.asarray(each, np.float64).ravel()
     middle = total / len(values)
-    for each in values:
-        squares += (np.asarray(each, np.float64).ravel() - middle) ** 2
+    # Places with Inf have no spread.
+    with np.errstate(invalid="ignore"):
+        for each in values:
+            squares += (np.asarray(each, np.float64).ravel() - middle) ** 2
     return middle, np.sqrt(squares / len(values))
 
 

@@ -61,8 +61,8 @@ class Facts:
     ``long_steps``: how many steps show what becomes of states that last; 0 where they do not, as of an LSTM.
     ``unbounded``: the synthetic floats that nothing bounds. ``possible_state``: see there.
 
-    Of dynamically quantized models: ``float_form_db``, the decibels by which the integers differ from the
-    float form, if that is the reference; ``noise``, those by which outputs differ after other rounding.
+    Of quantized models: ``float_form_db``, the decibels by which dynamic integers differ from the float form,
+    if that is the reference; ``noise``, those by which outputs differ after other rounding.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)

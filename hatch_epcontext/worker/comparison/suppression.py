@@ -7,7 +7,6 @@ compared with the CPU's, and what it selects of that must be what the CPU select
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -64,7 +63,7 @@ def rest_of(model: onnx.ModelProto) -> Rest | None:
     None without one, and if it reads inputs of the model, is large, or reads values of unknown types.
     """
     scope = Scope.of(model)
-    made = set(_made(scope))
+    made = _made(scope)
     outputs = [value for value in model.graph.output if value.name in made]
     inputs = {value.name for value in graph.inputs(model.graph)}
     read = dict.fromkeys(
@@ -95,13 +94,13 @@ def rest_of(model: onnx.ModelProto) -> Rest | None:
     return Rest(reads, shapes, names, base64.b64encode(rest.SerializeToString()).decode())
 
 
-def _made(scope: Scope) -> Iterator[str]:
+def _made(scope: Scope) -> set[str]:
     """The values that depend on what a NonMaxSuppression selects."""
     made: set[str] = set()
     for node, reads in zip(scope.nodes, scope.reads, strict=True):
         if node.op_type == "NonMaxSuppression" or not made.isdisjoint(reads):
             made.update(name for name in node.output if name)
-    yield from made
+    return made
 
 
 def expose_reads(model: onnx.ModelProto, rest: Rest) -> None:
