@@ -68,14 +68,14 @@ class FlagNames(KeyNames):
         return ""
 
     def setting(self, setting: Setting) -> str:
-        """The sentence with the flags for ``setting``, and its value if it has one."""
+        """The sentence with the flags for ``setting``; dots stand for a value that the user has to know."""
         return f"Add {self._flags(setting)}"
 
     def _flags(self, setting: Setting) -> str:
         index, parts = _split(setting.key)
         name, value = parts[0] if parts else "provider", setting.value
         if name in _OF_MODELS and len(parts) > 1 and isinstance(parts[1], int):
-            return f"--set {name}"
+            return f"--set {name}=..."
         if name in _PAIRS:
             several = index is not None and name in _OF_MODELS and len(self.models) > 1
             model = f"{list(self.models)[index or 0]}:" if several else ""
@@ -84,7 +84,7 @@ class FlagNames(KeyNames):
             return f"--no-{name}" if value is False else _SWITCHES[str(name)]
         if name in _VALUES or parts == _INPUTS:
             flag = _flag(parts or (name,))
-            return flag if value is None else f"{flag} {shlex.quote(_text(value))}"
+            return f"{flag} {'...' if value is None else shlex.quote(_text(value))}"
         return _pairs("--set", "", dotted(parts), value)
 
 
@@ -113,10 +113,10 @@ def _flag(parts: _Parts) -> str:
 def _pairs(flag: str, model: str, name: str, value: Any) -> str:
     """``flag`` with ``name`` and ``value``; without a name, for each name and value of a table.
 
-    ``model`` comes before each name.
+    ``model`` comes before each name. Dots stand for what the user has to know.
     """
     if value is None:
-        return f"{flag} {model}{name}" if name else flag
+        return f"{flag} {model}{name or 'NAME'}=..."
     pairs = {name: value} if name else value
     text = _sizes if flag == "--shape" else _text
     return " ".join(

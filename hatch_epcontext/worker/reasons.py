@@ -71,16 +71,8 @@ def explained(
 
 def refused_nodes(prepared: Path, target: Target) -> str:
     """Which nodes of ``prepared`` the EP refuses and why, as a sentence; empty if it gives no reasons."""
-    # Beside its external data.
-    handle, path = tempfile.mkstemp(".onnx", dir=prepared.parent)
-    os.close(handle)
-    named = Path(path)
-    try:
-        name_nodes(prepared, named)
-        logged = ask(named, target)
-        main = onnx.load(named, load_external_data=False).graph
-    finally:
-        named.unlink()
+    logged = ask(prepared, target)
+    main = onnx.load(prepared, load_external_data=False).graph
     nodes = [
         NodeFacts(node.name, graph.operator(node)) for node in main.node if node.name in logged
     ]
@@ -95,13 +87,6 @@ def refused_nodes(prepared: Path, target: Target) -> str:
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
     return f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
-
-
-def name_nodes(path: Path, result: Path) -> None:
-    """Write the model at ``path`` to ``result`` with names for all nodes: the EP says which it refuses."""
-    model = onnx.load(path, load_external_data=False)
-    graph.name_nodes(model.graph)
-    onnx.save(model, result)
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

@@ -85,28 +85,28 @@ def test_a_job_is_named_as_in_the_log_with_target_and_step() -> None:
     ("place", "value", "flags"),
     [
         (key("models", 0, "dims"), {"batch": 1, "n": 1}, "--dim batch=1 --dim n=1"),
-        (key("models", 0, "dims"), None, "--dim"),
+        (key("models", 0, "dims"), None, "--dim NAME=..."),
         (key("models", 0, "dims", "n"), 3, "--dim n=3"),
         (key("models", 0, "shapes"), {"x": [1, 3]}, "--shape x=1,3"),
         (key("models", 0, "shapes"), {"a b": (1, 3)}, "--shape 'a b=1,3'"),
-        (key("models", 0, "constants"), None, "--constant"),
+        (key("models", 0, "constants"), None, "--constant NAME=..."),
         (key("models", 0, "constants", "sr"), [1, 2], "--constant 'sr=[1, 2]'"),
         (key("models", 0, "validate"), "auto", "--set validate=auto"),
-        (key("models", 0, "validate", "inputs"), None, "--inputs"),
+        (key("models", 0, "validate", "inputs"), None, "--inputs ..."),
         (key("models", 0, "validate", "inputs"), "x.npz", "--inputs x.npz"),
-        (key("models", 0, "validate", "tolerance"), None, "--set validate.tolerance"),
+        (key("models", 0, "validate", "tolerance"), None, "--set validate.tolerance=..."),
         (key("models", 0, "validate", "tolerance"), False, "--set validate.tolerance=false"),
         (key("models", 0, "external-initializers"), True, "--set external-initializers=true"),
         (key("targets", "qnn", "min-coverage"), 0.9, "--set min-coverage=0.9"),
         (key("provider-options", "soc_model"), 60, "--option soc_model=60"),
-        (key("provider-options", "soc_model"), None, "--option soc_model"),
+        (key("provider-options", "soc_model"), None, "--option soc_model=..."),
         (key("session-options", "a.b"), "1", "--config a.b=1"),
         (key("allow-unknown-options"), True, "--set allow-unknown-options=true"),
-        (key("build", "timeout"), None, "--set build.timeout"),
+        (key("build", "timeout"), None, "--set build.timeout=..."),
         (key("device"), "npu", "--device npu"),
         (key("embed"), False, "--no-embed"),
         (key("embed"), True, "--embed"),
-        (key(), None, "--provider"),
+        (key(), None, "--provider ..."),
     ],
 )
 def test_a_setting_is_written_with_its_flag(place: Key, value: Any, flags: str) -> None:
@@ -116,13 +116,15 @@ def test_a_setting_is_written_with_its_flag(place: Key, value: Any, flags: str) 
 def test_a_setting_of_a_model_among_several_has_the_models_name() -> None:
     dims = Setting(key("models", 1, "dims"), {"batch": 1, "n": 1})
     assert NAMES.setting(dims) == "Add --dim b:batch=1 --dim b:n=1"
-    assert NAMES.setting(Setting(key("models", 1, "dims"))) == "Add --dim"
+    assert NAMES.setting(Setting(key("models", 1, "dims"))) == "Add --dim b:NAME=..."
 
 
 def test_settings_follow_the_hint() -> None:
     setting = Setting(key("models", 1, "validate", "tolerance"))
     problem = Problem(Kind.OUTPUT_DIFFERS, "x", "y", "Accept it:", settings=(setting,))
-    assert printed(BuildError(problem)).endswith("    Accept it:\n    Add --set validate.tolerance")
+    assert printed(BuildError(problem)).endswith(
+        "    Accept it:\n    Add --set validate.tolerance=..."
+    )
     problem = Problem(Kind.MISSING_REQUIREMENT, "x", "y", "Install what it needs.")
     assert printed(BuildError(problem)).endswith("    Install what it needs.")
 

@@ -164,7 +164,7 @@ def test_constants_must_be_given_again(cli: Cli, context: Path, source: Path) ->
     save(made, source)
     printed = cli("validate", context, "-s", source, code=1).stderr
     assert "the source model has the input 'scale'" in printed
-    assert "Give the values to which they were frozen.\n    Add --constant\n" in printed
+    assert "Give the values to which they were frozen.\n    Add --constant NAME=...\n" in printed
     cli("validate", context, "-s", source, "--constant", "scale=1.0")
 
 

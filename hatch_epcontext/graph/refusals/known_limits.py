@@ -160,7 +160,11 @@ def _advice(
     refused = {name for each in findings.refused for name in each.node.output if name}
     rest = [n for n in findings.flow.counted if not refused.intersection(n.output)]
     if all(node.op_type in _TRIVIAL for node in rest):
-        return 'Nothing else is worth compiling: use the cpu provider (provider = "cpu").', ()
+        hint = (
+            "Nothing else is worth compiling: ship the model as it is, or let ONNX Runtime optimize it "
+            'with the cpu provider (provider = "cpu"; not tried).'
+        )
+        return hint, ()
     made = {name for node in rest for name in node.output if name}
     if refused.isdisjoint(findings.flow.ancestors(made)):
         outputs = _last_outputs(model, rest, findings, refused)

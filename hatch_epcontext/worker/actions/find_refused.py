@@ -9,7 +9,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions import prepare
 from hatch_epcontext.worker.facts import NodeFacts
-from hatch_epcontext.worker.reasons import ask, explained, name_nodes
+from hatch_epcontext.worker.reasons import ask, explained
 from hatch_epcontext.worker.requests import FindRefusedReply, FindRefusedRequest, PrepareRequest
 
 
@@ -18,7 +18,6 @@ def handle(request: FindRefusedRequest) -> FindRefusedReply:
     # Not compared with the source, which would have to run.
     wanted = PrepareRequest(request.model, "onnxruntime", request.folder, compare=False)
     prepared = Path(prepare.handle(wanted).path)
-    name_nodes(prepared, prepared)
     logged = ask(prepared, request.target)
     main = onnx.load(prepared, load_external_data=False).graph
     nodes = graph.compute_nodes(main)

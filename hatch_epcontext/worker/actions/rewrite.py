@@ -382,5 +382,6 @@ class _RewriteSession:
             (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
             if not (path.parent / name).exists():
                 link_or_copy(source / name, path.parent / name)
+        graph.name_nodes(model.graph)
         onnx.save(model, path)
         return path

@@ -284,6 +284,8 @@ class Emulator:
         if (
             not known.issuperset(inputs)
             or not read & made
+            # Less is not worth a model of its own.
+            or len(behind) <= len(exact)
             or len(inputs) > _MAX_CUT
             or outputs & made
         ):

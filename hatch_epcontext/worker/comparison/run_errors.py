@@ -24,6 +24,8 @@ _FAILED = re.compile(r"running (\S+) node\. Name:'([^']*)' Status Message: ")
 _NOT_LOADED = " failed:"
 """What ONNX Runtime writes after "Load model from" and the file; the reason follows it."""
 
+_UNCOMPARED = "switch off the comparison (not tried: the EP may fail at the same node)"
+
 _OTHER_LAYOUT = "_nchwc"
 """What ONNX Runtime adds to the name of an output for a node that it runs in another memory layout."""
 
@@ -51,8 +53,7 @@ def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pro
             Kind.SOURCE_FAILED,
             "the source model itself cannot be run on the CPU, because ONNX Runtime cannot load it: "
             f"{reason}",
-            "Mend the model, or switch off the comparison.",
-            Setting(model.key / "validate" / "tolerance", False),
+            "Mend the model: no EP gets what ONNX Runtime cannot load.",
         )
     message = f"the source model itself cannot be run on the CPU: {text}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
@@ -160,13 +161,13 @@ def _is_number(facts: TensorFacts) -> bool:
 def _hint(named: Sequence[TensorFacts], model: Model) -> str:
     given = "random" if model.validate.inputs == "random" else model.validate.inputs
     if not named:
-        return "Give inputs that the model takes, or switch off the comparison."
+        return f"Give inputs that the model takes, or {_UNCOMPARED}."
     numbers = [each.name for each in named if _is_number(each)]
     whole = f"Give inputs that it takes instead of {given} ones"
     if numbers:
         whole += f", or a value that never changes for {listing(map(repr, numbers))}"
     sizes = ", or other sizes" if model.dims or model.shapes else ""
-    return f"{whole}{sizes}, or switch off the comparison."
+    return f"{whole}{sizes}, or {_UNCOMPARED}."
 
 
 def _settings(named: Sequence[TensorFacts], model: Model) -> Iterator[Setting]:

@@ -247,7 +247,7 @@ def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> 
     nodes = [
         helper.make_node("Relu", ["x"], ["r"]),
         helper.make_node("Cast", ["r"], ["d"], to=double),
-        helper.make_node("Exp", ["d"], ["y"]),
+        helper.make_node("Exp", ["d"], ["y"], name="exp"),
     ]
     made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
     path = save(made, tmp_path / "a.onnx")

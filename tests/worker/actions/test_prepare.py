@@ -139,6 +139,12 @@ def choosing() -> onnx.ModelProto:
     )
 
 
+def test_all_nodes_get_names_by_which_an_ep_can_refuse_them(tmp_path: Path) -> None:
+    made = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [2])], [value("y", [2])])
+    reply = run(save(made, tmp_path / "a.onnx"), tmp_path, "onnxruntime")
+    assert [node.name for node in onnx.load(reply.path).graph.node] == ["y"]
+
+
 def test_the_simplifier_removes_a_constant_condition(tmp_path: Path) -> None:
     path = save(choosing(), tmp_path / "a.onnx")
     reply = run(path, tmp_path, "onnxruntime", constants={"rate": 16000})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -353,23 +354,27 @@ def test_integers_are_left_alone(tmp_path: Path) -> None:
     assert found.levels[0].margin > 20
 
 
-def test_a_cut_behind_the_first_diverging_node_is_proposed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "is_worth_it"), [(1, False), (5, True)])
+def test_a_cut_behind_the_first_diverging_node_is_proposed(
+    tmp_path: Path, layers: int, is_worth_it: bool
+) -> None:
+    names = ["level", *(f"h{index}" for index in range(1, layers)), "y"]
     made = model(
         [
             helper.make_node("Mul", ["x", "x"], ["power"], name="square"),
             helper.make_node("Add", ["power", "floor"], ["positive"], name="floor"),
             helper.make_node("Log", ["positive"], ["level"], name="log"),
-            helper.make_node("MatMul", ["level", "w"], ["y"], name="layer"),
+            *(helper.make_node("MatMul", [a, "w"], [b], name=b) for a, b in pairwise(names)),
         ],
         [value("x", [1, 64])],
-        [value("y", [1, 8])],
-        [numpy_helper.from_array(np.float32(1e-10), "floor"), weights("w", 64, 8)],
+        [value("y", [1, 64])],
+        [numpy_helper.from_array(np.float32(1e-10), "floor"), weights("w", 64, 64)],
     )
     found = emulator(made, tmp_path)
     run = min((each for each in found.levels if each.run.usual), key=lambda each: each.margin).run
     text = found.explanation(run, found.level(run).margin)
     assert "Add floor uses 1e-10" in text
-    assert '(cut = { inputs = ["level"] })' in text
+    assert ('(cut = { inputs = ["level"] })' in text) == is_worth_it
 
 
 @pytest.mark.parametrize(
