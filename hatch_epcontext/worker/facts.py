@@ -155,7 +155,7 @@ GAIN = 6.0
 
 
 FEW_SAMPLES = 8
-"""The natures that every model is tried with, however much a run of it takes."""
+"""The natures that models are tried with of which a run takes much."""
 
 NOTHING = -1000.0
 """Decibels for outputs of which nothing is right: JSON has no infinity."""
