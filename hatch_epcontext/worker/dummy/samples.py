@@ -46,7 +46,7 @@ _BUDGET = 4e9
 second of a processor's time, and the same number of samples on all machines."""
 
 _LIMIT, _LEAST = 1e12, 2
-"""The same for `FEW_SAMPLES`: some minutes, as simulators need. Of larger models there are fewer, at least two:
+"""The same for `FEW_SAMPLES`: some minutes, as simulators need. Larger models get fewer, and at least two:
 one cannot show that an output changes."""
 
 
