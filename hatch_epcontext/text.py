@@ -220,4 +220,13 @@ def count(number: int, noun: str) -> str:
 
 def file_name(text: str, filler: str) -> str:
     """``text`` as a portable file name, with ``filler`` for every other character."""
-    return re.sub(r"[^A-Za-z0-9._-]", filler, text).strip("._-") or "model"
+    name = re.sub(r"[^A-Za-z0-9._-]", filler, text).strip("._-") or "model"
+    return f"model{filler}{name}" if is_device(name) else name
+
+
+def is_device(name: str) -> bool:
+    """Whether Windows takes ``name``, with anything behind a dot, for a device, and makes no such file.
+
+    Source: "Naming Files, Paths, and Namespaces" in Microsoft's documentation.
+    """
+    return bool(re.fullmatch(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", name, re.IGNORECASE))

@@ -143,6 +143,7 @@ def test_numbers_with_their_noun() -> None:
         ("..", "model"),
         ("", "model"),
         ("-x-", "x"),
+        ("Con.v2", "model_Con.v2"),
     ],
 )
 def test_file_names_are_portable(text: str, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
@@ -89,13 +89,14 @@ class Finder:
             )
 
     def _is_allowed(self, key: Key, path: str) -> Diagnosed[bool]:
-        pure = Path(path)
+        # What leaves the project on Windows leaves it everywhere: also "C:x.onnx" and "\\x.onnx".
+        pure = PureWindowsPath(path)
         if not path:
             yield Problem.at(key, Kind.MISSING_KEY, "is required: a path inside the project.")
             return False
         if not self.confined:
             return True
-        if not pure.is_absolute() and path[0] not in "/~" and ".." not in pure.parts:
+        if not pure.anchor and path[0] != "~" and ".." not in pure.parts:
             return True
         yield Problem.at(
             key,

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import tomlkit
@@ -276,7 +276,8 @@ def _listed(root: Path, table: Mapping[str, Any] | None) -> Iterator[tuple[str, 
         if isinstance(model, dict):
             path, name = model.get("path"), model.get("name")
         if isinstance(path, str):
-            found = root.glob(path) if any(each in path for each in "*?[") else ()
+            is_glob = any(each in path for each in "*?[") and not PureWindowsPath(path).anchor
+            found = root.glob(path) if is_glob else ()
             for each in [file.relative_to(root).as_posix() for file in found] or [path]:
                 pure = PurePosixPath(each)
                 yield pure.as_posix(), name if isinstance(name, str) else pure.stem

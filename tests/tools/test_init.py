@@ -285,11 +285,12 @@ def test_a_project_of_another_build_backend_gets_only_the_configuration(
 
 
 def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> None:
-    for name in ("my model", "A"):
+    files = ("a", "A", "my model", "con")
+    for name in files:
         (project / "models" / f"{name}.onnx").touch()
-    models = [new("models/a.onnx"), new("models/A.onnx"), new("models/my model.onnx")]
+    models = [new(f"models/{name}.onnx") for name in files]
     made = add_models(project, "", models, [CPU])
-    assert [model.get("name") for model in models_of(made)] == [None, "A-2", "my-model"]  # type: ignore[attr-defined]
+    assert [model.get("name") for model in models_of(made)] == [None, "A-2", "my-model", "model-con"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

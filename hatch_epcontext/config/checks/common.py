@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hatch_epcontext.errors import Key, KeyNames, Kind, Problem
-from hatch_epcontext.text import show, toml_key
+from hatch_epcontext.text import is_device, show, toml_key
 
 LONGEST_NAME = 150
 """Characters of a name: with what files add to it, their names fit every file system."""
@@ -45,6 +45,11 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
             f"{show(name)} cannot be the name of a folder in the wheel.",
             "Use letters, digits, '.', '_' and '-', with a letter or digit first.",
         )
+    elif is_device(name):
+        message = (
+            f"{show(name)} is the name of a device on Windows, which could not unpack the wheel."
+        )
+        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
     elif len(name) > LONGEST_NAME:
         message = f"has {len(name)} characters, and files are called after it: {show(name)}."
         yield Problem.at(

@@ -21,7 +21,8 @@ from hatch_epcontext.text import listing, show, suggestion, toml_key
 def check_target_name(key: Key, name: str, provider: str) -> Iterator[Problem]:
     """The name of the target at ``key``, and that of its provider."""
     yield from check_name(key, name)
-    if name == SOURCE:
+    # Windows makes one folder of names that differ in case only.
+    if name.casefold() == SOURCE:
         message = f'"{SOURCE}" is reserved for the source model.'
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
     if name == ALL:
