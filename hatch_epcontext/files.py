@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, BinaryIO
 
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.text import show_size
+from hatch_epcontext.text import is_device, show_size
 
 _CHUNK = 1 << 20
 
@@ -417,10 +417,6 @@ def stream_sha256(file: IO[bytes]) -> str:
     return digest.hexdigest()
 
 
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", re.IGNORECASE)
-"""How the names begin that are devices in every folder of Windows."""
-
-
 def is_lfs_pointer(path: Path) -> bool:
     """Whether Git LFS has left a pointer in place of the file at ``path``."""
     with path.open("rb") as file:
@@ -431,7 +427,7 @@ def is_portable(name: str) -> bool:
     """Whether ``name`` is a relative path that stays below its folder, and names a file, on every system."""
     # A part may not end with a dot: that also refuses "..". Surrogates are bytes that are no text.
     return not re.search(r'[\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]', name) and all(
-        part and part[-1] not in ". " and not _DEVICES.match(part) for part in name.split("/")
+        part and part[-1] not in ". " and not is_device(part) for part in name.split("/")
     )
 
 

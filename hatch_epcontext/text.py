@@ -225,8 +225,8 @@ def file_name(text: str, filler: str) -> str:
 
 
 def is_device(name: str) -> bool:
-    """Whether Windows takes ``name``, with anything behind a dot, for a device, and makes no such file.
+    """Whether Windows takes ``name`` for a device, whatever follows a dot, and makes no file of that name.
 
     Source: "Naming Files, Paths, and Namespaces" in Microsoft's documentation.
     """
-    return bool(re.fullmatch(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", name, re.IGNORECASE))
+    return bool(re.match(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", name, re.IGNORECASE))

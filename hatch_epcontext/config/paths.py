@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cached_property
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 
 from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
-from hatch_epcontext.files import Rejection, is_missing, is_regular, unreadable
+from hatch_epcontext.files import Rejection, is_inside, is_missing, is_regular, unreadable
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show
 
@@ -89,14 +89,12 @@ class Finder:
             )
 
     def _is_allowed(self, key: Key, path: str) -> Diagnosed[bool]:
-        # What leaves the project on Windows leaves it everywhere: also "C:x.onnx" and "\\x.onnx".
-        pure = PureWindowsPath(path)
         if not path:
             yield Problem.at(key, Kind.MISSING_KEY, "is required: a path inside the project.")
             return False
         if not self.confined:
             return True
-        if not pure.anchor and path[0] != "~" and ".." not in pure.parts:
+        if is_inside(path) and path[0] != "~":
             return True
         yield Problem.at(
             key,

@@ -290,7 +290,8 @@ def test_invalid_and_duplicate_names_of_files_are_replaced(project: Path) -> Non
         (project / "models" / f"{name}.onnx").touch()
     models = [new(f"models/{name}.onnx") for name in files]
     made = add_models(project, "", models, [CPU])
-    assert [model.get("name") for model in models_of(made)] == [None, "A-2", "my-model", "model-con"]  # type: ignore[attr-defined]
+    named = [model.get("name") for model in models_of(made)]  # type: ignore[attr-defined]
+    assert named == [None, "A-2", "my-model", "model-con"]
 
 
 @pytest.mark.parametrize(
