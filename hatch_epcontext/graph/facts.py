@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hatch_epcontext.errors import Key, Setting
+
 Size = int | str | None
 
 PROTOBUF_LIMIT = 2**31 - 1
@@ -69,3 +71,8 @@ class Cut:
 
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs)
+
+    def setting(self, model: Key) -> Setting:
+        """What to set for this cut of the model at the key ``model``."""
+        ends = {"inputs": list(self.inputs), "outputs": list(self.outputs)}
+        return Setting(model / "cut", {end: names for end, names in ends.items() if names})

@@ -7,12 +7,16 @@ from collections.abc import Iterable, Iterator
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
+from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
 from hatch_epcontext.worker.facts import Context, Coverage, NodeFacts
 
 _MAX_NODES = 20
 """The number of uncovered nodes with one operator and reason that a message names."""
+
+_MAX_GROUPS = 20
+"""Groups of these up to which all are shown; of more, those of each operator are one."""
 
 
 def describe_coverage(coverage: Coverage | None) -> str:
@@ -66,17 +70,16 @@ def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
     if (largest := coverage.largest) is None:
         return
     # Ends that are not named are those of the model, which is perhaps cut already.
-    inputs = largest.inputs or model.cut.inputs
-    outputs = largest.outputs or model.cut.outputs
-    ends = {"inputs": list(inputs), "outputs": list(outputs)}
-    yield Setting(model.key / "cut", {end: names for end, names in ends.items() if names})
+    cut = Cut(largest.inputs or model.cut.inputs, largest.outputs or model.cut.outputs)
+    yield cut.setting(model.key)
 
 
 def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[Setting, ...]]:
     """What to do about the uncovered nodes: in words, and what to set."""
     nodes = coverage.uncovered
     if freeze := {name: value for node in nodes for name, value in node.freeze.items()}:
-        hint = f"Freeze what decides them ({listing(map(repr, freeze))})."
+        which = "them" if all(node.freeze for node in nodes) else "some of them"
+        hint = f"Freeze what decides {which} ({listing(map(repr, freeze))})."
         if None in freeze.values():
             return hint, tuple(Setting(model / "constants" / name) for name in freeze)
         return hint, (Setting(model / "constants", freeze),)
@@ -107,6 +110,13 @@ def _describe_nodes(nodes: Iterable[NodeFacts]) -> Iterator[str]:
     groups: dict[tuple[str, str | None], list[str]] = {}
     for node in nodes:
         groups.setdefault((node.op, node.reason), []).append(node.name)
+    if len(groups) > _MAX_GROUPS:
+        # Most have a reason of their own, with the shapes of one node.
+        firsts: dict[str, str | None] = {}
+        for op, reason in [*groups]:
+            first = firsts.setdefault(op, reason)
+            if reason != first:
+                groups[op, first] += groups.pop((op, reason))
     for (op, reason), names in groups.items():
         shown = ", ".join(filter(None, names[:_MAX_NODES]))
         more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""

@@ -439,8 +439,8 @@ class _Search:
     def _choose(self) -> Attempt:
         """The attempt that covers most of those that cover enough and do not differ from the CPU.
 
-        Raises BuildError if there is none: with the first disagreement, with what is left to the CPU, or with
-        what the EP has refused, in that order.
+        Raises BuildError if there is none: with the disagreement that is nearest to the limits, with what is
+        left to the CPU, or with what the EP has refused, in that order.
         """
         found = best(self._attempts)
         if found.may_be_taken and not found.is_whole:
@@ -448,9 +448,11 @@ class _Search:
             self._cache.set_latest(self._partial, found.key)
         if (taken := chosen(self._job, self._attempts, self._judge)) is not None:
             return taken
-        for attempt in self._attempts:
-            if (error := self._disagreement(attempt)) is not None:
-                raise _with_tried(error, self._notes(attempt))
+        if wrong := [each for each in self._attempts if self._disagreement(each) is not None]:
+            nearest = max(wrong, key=lambda each: self._margin(each) or 0.0)
+            error = self._disagreement(nearest)
+            assert error is not None, "it differs"
+            raise _with_tried(error, self._notes(nearest))
         if found.may_be_taken:
             # Of all forms: what is left in this one is the least that is to be solved.
             most = max(filter(lambda e: e.may_be_taken, self._attempts), key=lambda e: e.share)

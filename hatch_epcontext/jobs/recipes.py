@@ -375,7 +375,9 @@ def _remedies(job: Job, attempts: Sequence[Attempt], judge: Judge) -> Iterator[R
         if verdict.agrees:
             return
         unrolled = found.recipe.with_change("unroll", None)
-        is_inexact = group is not FOR_RANGES and verdict.in_kernels and verdict.in_layers
+        # What is wrong in a layer is also in the emulation, as far as its kernel is known.
+        in_kernels = verdict.in_kernels or verdict.differs
+        is_inexact = group is not FOR_RANGES and in_kernels and verdict.in_layers
         if is_inexact and job.target.settings.unroll_limit and _is_new(unrolled, attempts):
             yield unrolled
             found = _nearer(job, found, attempts[-1], judge)

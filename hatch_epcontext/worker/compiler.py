@@ -17,8 +17,8 @@ from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.graph.refusals.conditions import advice
 from hatch_epcontext.providers import Provider, missing
-from hatch_epcontext.worker.reasons import refused_nodes
-from hatch_epcontext.worker.session import LEVELS, open_session, options
+from hatch_epcontext.worker.reasons import RefusedNodes, refused_nodes
+from hatch_epcontext.worker.session import LEVELS, near, open_session, options
 
 _IR_VERSION = 10
 """The IR version that the oldest supported ONNX Runtime and all newer ones read."""
@@ -45,7 +45,7 @@ def compile_context(
     provider = target.provider
     optimizes = target.settings.optimization != "none"
 
-    def refused() -> str:
+    def refused() -> RefusedNodes:
         return refused_nodes(prepared, target)
 
     with explained(provider, lambda: _graph(prepared), key, refused, optimizes=optimizes):
@@ -59,7 +59,7 @@ def compile_context(
         elif provider.own_context_options is None:
             _with_model_compiler(prepared, result, target, session_options or {})
         else:
-            own = provider.own_context_options(str(result), target.settings.embed)
+            own = provider.own_context_options(near(result), target.settings.embed)
             provider_options = {**target.settings.provider_options, **own}
             _with_session(prepared, options(target, provider_options, session_options), target)
     if not result.is_file():
@@ -112,7 +112,7 @@ def explained(
     provider: Provider,
     graph_of: Callable[[], onnx.GraphProto],
     key: Key | None = None,
-    refused: Callable[[], str] = str,
+    refused: Callable[[], RefusedNodes] = RefusedNodes,
     *,
     optimizes: bool = True,
 ) -> Iterator[None]:
@@ -144,7 +144,7 @@ def _with_model_compiler(
     threshold = settings.external_initializers
     compiler = ort.ModelCompiler(
         options(target, settings.provider_options, session_options),
-        str(prepared),
+        near(prepared),
         embed_compiled_data_into_model=settings.embed,
         # Relative, which means beside the context model; ONNX Runtime takes no other path.
         external_initializers_file_path=None
@@ -156,7 +156,7 @@ def _with_model_compiler(
         # By default it optimizes nothing, and EPs leave most real models to the CPU.
         graph_optimization_level=LEVELS[settings.optimization],
     )
-    compiler.compile_to_file(str(result))
+    compiler.compile_to_file(near(result))
 
 
 def _with_session(prepared: Path, session_options: ort.SessionOptions, target: Target) -> None:
@@ -174,7 +174,7 @@ def _explanation(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], str],
+    refused: Callable[[], RefusedNodes],
 ) -> Problem | None:
     """Return what an error of ONNX Runtime or the EP means; None where that is not known."""
     if "Unable to compile any nodes" in message:
@@ -206,7 +206,7 @@ def _refused_graph(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], str],
+    refused: Callable[[], RefusedNodes],
 ) -> Problem | None:
     """The problem of a graph that ONNX Runtime or the EP's compiler refuses, where a node is known."""
     settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
@@ -218,11 +218,14 @@ def _refused_graph(
         return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
     if not_inferred := _NOT_INFERRED.search(message):
         return _not_inferred(not_inferred, source, key)
-    if nodes := refused():
+    if (nodes := refused()).text:
         # What it leaves to the CPU can be what it fails with: a type that the rest makes for it.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
-        words = f"{provider.ep} failed: {reason}. {nodes}"
-        return Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, settings=settings)
+        words, hint = f"{provider.ep} failed: {reason}. {nodes.text}", _CHANGE
+        if nodes.cut and key is not None:
+            hint = "Change the model there, or keep the part that it may take (not tried):"
+            settings = (nodes.cut.setting(key),)
+        return Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings)
     return None
 
 
@@ -271,7 +274,10 @@ def _broken_graph(found: re.Match[str], key: Key | None, *, optimizes: bool) -> 
 
 
 def _nothing_compiled(
-    provider: Provider, source: onnx.GraphProto, key: Key | None, refused: Callable[[], str]
+    provider: Provider,
+    source: onnx.GraphProto,
+    key: Key | None,
+    refused: Callable[[], RefusedNodes],
 ) -> Problem:
     message = f"{provider.ep} compiled no node of the model."
     hint = (
@@ -286,8 +292,8 @@ def _nothing_compiled(
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = advice(source, key) or ("Remove them from the model.", ())
-    if nodes := refused():
-        message += f" {nodes}"
+    if text := refused().text:
+        message += f" {text}"
         # With reasons for its nodes the chip is not the reason.
         hint = hint if settings else "Change the model at these nodes."
     return Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings)

@@ -10,18 +10,19 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import onnx
 
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dependencies import Dependencies
-from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.graph.refusals.conditions import Decided, decided
+from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.graph.refusals.known_limits import numbered
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.text import listing
+from hatch_epcontext.text import listing, narrow
 from hatch_epcontext.worker.facts import Context, NodeFacts
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, open_session, options
@@ -69,24 +70,38 @@ def explained(
     return tuple(_with_reason(node, reasons, deciders.get(node.name)) for node in nodes)
 
 
-def refused_nodes(prepared: Path, target: Target) -> str:
-    """Which nodes of ``prepared`` the EP refuses and why, as a sentence; empty if it gives no reasons."""
-    logged = ask(prepared, target)
-    main = onnx.load(prepared, load_external_data=False).graph
-    nodes = [
-        NodeFacts(node.name, graph.operator(node)) for node in main.node if node.name in logged
-    ]
-    if not nodes:
-        return ""
+class RefusedNodes(NamedTuple):
+    """Which nodes the EP refuses and why, as a sentence, empty if it gives no reasons; and where to cut the
+    model so that it has the rest, if that is most of it.
+    """
+
+    text: str = ""
+    cut: Cut | None = None
+
+
+def refused_nodes(prepared: Path, target: Target) -> RefusedNodes:
+    """Which nodes of ``prepared`` the EP refuses, or cannot take because of their types."""
+    provider = target.provider
+    logged = dict(ask(prepared, target))
+    if not logged:
+        return RefusedNodes()
+    model = onnx.load(prepared, load_external_data=False)
+    main, typed = model.graph, graph.inferred(model)
+    for name, tensors in _tensors(typed, {node.name for node in main.node}).items():
+        if {each.dtype for some in tensors for each in some} & provider.lacks_dtypes:
+            logged.setdefault(name, "")
+    refused = [node for node in main.node if node.name in logged]
+    nodes = [NodeFacts(node.name, graph.operator(node)) for node in refused]
     operators: dict[str | None, Counter[str]] = {}
-    for node in explained(nodes, logged, main, main, target.provider):
+    for node in explained(nodes, logged, main, typed, provider):
         operators.setdefault(node.reason, Counter())[node.op] += 1
     parts = [
         f"{listing(numbered(ops))} ({reason or 'no reason is known'})"
         for reason, ops in operators.items()
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
-    return f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
+    text = f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
+    return RefusedNodes(text, largest_covered(main, refused, main))
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:
@@ -107,7 +122,7 @@ def ask(prepared: Path, target: Target) -> Mapping[str, str]:
         with contextlib.suppress(Exception):
             open_session(prepared, session_options)
         file.seek(0)
-        return provider.reasons(file.read().decode("utf-8", "replace"))
+        return provider.reasons(narrow(file.read()).decode("utf-8", "replace"))
 
 
 @contextlib.contextmanager

@@ -80,13 +80,13 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     assert ask(path, target("qnn", X_ELITE)) == {"hardmax": "the EP does not have this operator"}
     assert "LogNodeSupport" not in "".join(capfd.readouterr())
     refused = refused_nodes(path, target("qnn", X_ELITE))
-    assert refused == "It refused Hardmax (the EP does not have this operator)."
+    assert refused.text == "It refused Hardmax (the EP does not have this operator)."
 
 
 @needs_qnn
 def test_an_ep_that_refuses_nothing_gives_no_reasons(tmp_path: Path) -> None:
     path = save(network(1), tmp_path / "a.onnx")
-    assert refused_nodes(path, target("qnn", X_ELITE)) == ""
+    assert refused_nodes(path, target("qnn", X_ELITE)).text == ""
 
 
 @needs_qnn
@@ -97,7 +97,7 @@ def test_a_refused_node_has_a_reason(tmp_path: Path) -> None:
     ]
     path = save(model(nodes, [value("x", [2, 4])], [value("y", [2, 4])]), tmp_path / "a.onnx")
     refused = refused_nodes(path, target("qnn", X_ELITE))
-    assert refused == "It refused Hardmax (the EP does not have this operator)."
+    assert refused.text == "It refused Hardmax (the EP does not have this operator)."
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
 
 

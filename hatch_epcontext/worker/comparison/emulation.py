@@ -15,8 +15,10 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
+from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays, is_float
+from hatch_epcontext.graph.cutting import part_between
 from hatch_epcontext.graph.emulation import applies, emulate, expose, hidden_faults, rounded
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
@@ -278,17 +280,20 @@ class Emulator:
         made = {name for each in exact for name in each.output}
         given = {each.name for each in graph.inputs(self._prepared.graph)}
         source = onnx.load(self._model.path, load_external_data=False).graph
-        known = {name for each in source.node for name in each.output} | given
         inputs = sorted(read & (made | given))
-        outputs = {each.name for each in source.output}
         if (
-            not known.issuperset(inputs)
+            # An operator that the EP computes less exactly is not emulated.
+            self.optimistic
             or not read & made
             # Less is not worth a model of its own.
             or len(behind) <= len(exact)
             or len(inputs) > _MAX_CUT
-            or outputs & made
         ):
+            return ""
+        cut = replace(self._model.cut, inputs=tuple(inputs))
+        try:
+            part_between(source, cut, self._model.constants, self._model.key)
+        except ModelError:
             return ""
         emulated = self._copy()
         skipped = {*self._skipped, *(each.name for each in exact)}
@@ -313,7 +318,7 @@ class Emulator:
         grown = [
             (each, inner.behind(each), inner.before(each))
             for each in self.scope.nodes
-            if inner.behind(each) > wrong
+            if inner.behind(each) > wrong and not self._is_hidden(each, inner)
         ]
         for jump in _JUMPS:
             to_blame = {node.output[0] for node, behind, before in grown if behind > jump * before}
@@ -324,6 +329,10 @@ class Emulator:
             return None
         node, *_ = max(grown, key=lambda each: each[1] / max(each[2], 1e-9))
         return node
+
+    def _is_hidden(self, node: onnx.NodeProto, inner: Inner) -> bool:
+        """Whether only the ends of the format change the values of ``node``, without effect, as in a mask."""
+        return inner.largest(node) > self._format.largest and not inner.matters(node, self.scope)
 
     def _final(self, run: Run, inner: Inner) -> float:
         """The largest error of what is compared."""
@@ -340,7 +349,7 @@ class Emulator:
                 return
             for node in self.scope.nodes:
                 is_cut = inner.largest(node) > self._format.largest
-                if (is_cut and inner.matters(node, self.scope)) or self._misses(node, inner):
+                if (is_cut and not self._is_hidden(node, inner)) or self._misses(node, inner):
                     yield self._words(node, inner)
 
     def _flat(self) -> str | None:

@@ -245,13 +245,13 @@ def test_nothing_compiled_with_control_flow_names_the_constants_of_the_model(dty
 def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> None:
     double = TensorProto.DOUBLE
     nodes = [
-        helper.make_node("Relu", ["x"], ["r"]),
-        helper.make_node("Cast", ["r"], ["d"], to=double),
+        helper.make_node("Relu", ["x"], ["r"], name="relu"),
+        helper.make_node("Cast", ["r"], ["d"], to=double, name="cast"),
         helper.make_node("Exp", ["d"], ["y"], name="exp"),
     ]
     made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
     path = save(made, tmp_path / "a.onnx")
-    wanted = r"failed: .*\. It refused Exp \(the EP does not take float64\)\."
+    wanted = r"failed: .*\. It refused Cast and Exp \(the EP does not take float64\)\."
     with pytest.raises(BuildError, match=wanted) as raised:
         compile_context(path, tmp_path / "b.onnx", target("qnn", X_ELITE), key=MODEL)
     assert raised.value.problems[0].settings == (Setting(MODEL / "cut"),)

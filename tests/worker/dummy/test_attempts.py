@@ -14,7 +14,7 @@ from hatch_epcontext.worker.dummy.samples import Sample
 SPEC = Model("a", Path("a.onnx"), Key(("models", 0)))
 X = TensorFacts("x", "float32", (1, 7, 12))
 N = TensorFacts("n", "int64", (1,))
-COSTLY = 10**12
+COSTLY = 10**11
 """Multiplications of a model that gets few samples."""
 RANGES = {
     "x": Range(-8, 8, known=False),
