@@ -12,18 +12,24 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, TypeVar
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import is_device, show_size
+
+T = TypeVar("T")
 
 _CHUNK = 1 << 20
 
 _LFS = b"version https://git-lfs"
 """How the file begins that Git LFS leaves in place of another one."""
+
+TEMPORARY = "TEMP" if sys.platform == "win32" else "TMPDIR"
+"""The variable that names the folder for temporary files."""
 
 STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
 """How the names of temporary folders begin: in the system's folder for them, and beside a user's files."""
@@ -48,6 +54,13 @@ MAX_BYTES = 256 * 10**9
 _NAMED = 40
 """Characters of a file's name that are in that of the file from which it is renamed."""
 
+_IN_USE = frozenset({5, 32, 33})
+"""Windows errors for what another program has open: access denied, sharing violation, lock violation."""
+
+_PATIENCE, _PAUSE = 2.0, 0.05
+"""Seconds for which something is tried again while a file is in use, and between two attempts: virus scanners
+and indexers open what was just written."""
+
 _LARGE = 10**9
 """Bytes from which a file is read only if it is known to be needed."""
 
@@ -61,6 +74,26 @@ class FileRecord:
 
     size: int
     sha256: str
+
+
+def patiently(action: Callable[[], T]) -> T:
+    """Return what ``action`` does, tried again for some time while another program has its file open.
+
+    Only Windows refuses to replace, rename and remove such files. Raises OSError.
+    """
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if not is_in_use(error) or time.monotonic() > end:
+                raise
+        time.sleep(_PAUSE)
+
+
+def is_in_use(error: OSError) -> bool:
+    """Whether another program may have the file open that ``error`` is about. Only Windows says so."""
+    return getattr(error, "winerror", None) in _IN_USE
 
 
 def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
@@ -83,7 +116,7 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
                 os.fsync(handle.fileno())
         if file.exists():
             shutil.copymode(file, temporary)
-        return temporary.replace(file)
+        return patiently(lambda: temporary.replace(file))
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # A write does not say to which file.
@@ -118,7 +151,7 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     if parent is None and not is_text(place := Path(tempfile.gettempdir())):
         raise OSError(
             f"the folder for temporary files, {place}, has a path that is not UTF-8, and ONNX Runtime "
-            "cannot open such paths. Set TMPDIR to another folder."
+            f"cannot open such paths. Set {TEMPORARY} to another folder."
         )
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:

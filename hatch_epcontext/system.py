@@ -7,13 +7,12 @@ import errno
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, Output
+from hatch_epcontext.files import STAGING_PREFIX, TEMPORARY, Output, is_in_use
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -108,7 +107,10 @@ def system_problem(
     full = error.errno in _FULL or _FULL_IN_WORDS.search(reason) is not None
     if full:
         message += f"\n{_room(place)}"
-    return Problem(Kind.SYSTEM_ERROR, location, message, _advice(place, full=full))
+    advice = _advice(place, full=full)
+    if is_in_use(error) and not full:
+        advice = f"If another program has it open, close that, or try again. Else: {advice}"
+    return Problem(Kind.SYSTEM_ERROR, location, message, advice)
 
 
 def _path_and_reason(error: OSError) -> tuple[str, str]:
@@ -117,7 +119,7 @@ def _path_and_reason(error: OSError) -> tuple[str, str]:
         # Of a whole folder: (source, target, reason) for each file.
         _, target, reason = error.args[0][0]
         # The reason is the text of an OSError, which names the files too.
-        found = re.match(r"\[Errno -?\d+\] ([^:]+)", str(reason))
+        found = re.match(r"\[(?:Errno|WinError) -?\d+\] ([^:]+)", str(reason))
         return str(target), found[1] if found else str(reason)
     name = error.filename2 or error.filename
     path = os.fsdecode(name) if isinstance(name, str | bytes) else ""
@@ -145,7 +147,7 @@ def is_refusal(error: OSError) -> bool:
 def removed_problem(folder: Path, location: str) -> Problem:
     """The problem when somebody has removed the temporary ``folder`` of a step."""
     message = f"the temporary folder {folder} was removed while the build was running."
-    hint = "Keep programs that clean temporary folders away from it, or set TMPDIR to another one."
+    hint = f"Keep programs that clean temporary folders away from it, or set {TEMPORARY} to another one."
     return Problem(Kind.SYSTEM_ERROR, location, message, hint)
 
 
@@ -181,10 +183,9 @@ def _room(folder: Path) -> str:
 
 
 def _advice(folder: Path, *, full: bool) -> str:
-    variable = "TEMP" if sys.platform == "win32" else "TMPDIR"
     is_temporary = any(part.startswith(STAGING_PREFIX) for part in folder.parts)
     if is_temporary or folder == Path(tempfile.gettempdir()):
-        other = f"set {variable} to another folder"
+        other = f"set {TEMPORARY} to another folder"
     else:
         other = "choose another folder"
     if full:

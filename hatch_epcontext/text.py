@@ -218,6 +218,17 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def narrow(log: bytes) -> bytes:
+    """``log``, in which some lines may be UTF-16, as UTF-8: so ONNX Runtime writes on Windows, beside others.
+
+    A part of a log is enough. Of the wide characters only those of Latin-1 stay readable.
+    """
+    if b"\0" not in log:
+        return log
+    wide = re.sub(rb"([\x80-\xff])\0", lambda found: found[1].decode("latin-1").encode(), log)
+    return wide.replace(b"\0", b"")
+
+
 def file_name(text: str, filler: str) -> str:
     """``text`` as a portable file name, with ``filler`` for every other character."""
     name = re.sub(r"[^A-Za-z0-9._-]", filler, text).strip("._-") or "model"

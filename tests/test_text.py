@@ -17,6 +17,7 @@ from hatch_epcontext.text import (
     hide_credentials,
     hide_values,
     listing,
+    narrow,
     pairs,
     parse_size,
     printable,
@@ -313,3 +314,15 @@ def test_what_a_terminal_obeys_is_shown_as_an_escape(lines: bool) -> None:
     assert printable("a \\x1b [red] ä 模型 🙂") == "a \\x1b [red] ä 模型 🙂"
     # What is shown twice is shown the same.
     assert printable(shown, lines=lines) == shown
+
+
+def test_wide_lines_of_a_log_are_read_beside_others() -> None:
+    wide = "[W:onnxruntime] C:\\Müller\n".encode("utf-16-le")
+    log = b"\xc3\xbc says Python\r\n" + wide + b"end\n"
+    assert narrow(log).decode().splitlines() == [
+        "ü says Python",
+        "[W:onnxruntime] C:\\Müller",
+        "end",
+    ]
+    halves = [narrow(log[:cut]) + narrow(log[cut:]) for cut in range(len(log))]
+    assert all(b"C:\\M" in each and b"\0" not in each for each in halves)

@@ -38,7 +38,8 @@ def _tolerant(stream: TextIO) -> tuple[TextIO, _Pipe | None]:
     tolerant = io.TextIOWrapper(
         io.BufferedWriter(pipe),
         encoding=stream.encoding,
-        errors=stream.errors,
+        # On Windows a pipe has the code page of the system: what it lacks is no reason to fail.
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -448,7 +448,7 @@ class BuildTable:
     )
     timeout: float = _key("Seconds for one worker.", 1800.0, check=_SECONDS)
     memory_limit: int | str | None = _key(
-        'Memory for one worker: bytes, or a size such as `"8 GB"`. Linux only.',
+        'Memory for one worker: bytes, or a size such as `"8 GB"`. Not on macOS.',
         when_missing="no limit",
         check=_size,
     )

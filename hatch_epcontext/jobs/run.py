@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,9 @@ from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.jobs.sources import read_sources
 from hatch_epcontext.jobs.validation import validation_warnings
 from hatch_epcontext.text import count
+
+_STEP = 0.5
+"""Seconds for which a build waits for a job at once."""
 
 
 class IncompleteError(BuildError):
@@ -186,6 +189,9 @@ def _run(
                 future.add_done_callback(stop_if_failed)
             for job, future in running:
                 try:
+                    # On Windows nothing interrupts a wait, and Ctrl-C counts at its end.
+                    while not future.done():
+                        wait([future], _STEP)
                     finished = future.result()
                 except CancelledError:
                     continue

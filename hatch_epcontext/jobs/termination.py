@@ -1,4 +1,4 @@
-"""SIGTERM as an error: workers are stopped and temporary folders removed before the process ends."""
+"""SIGTERM, and Ctrl-Break, as an error: workers are stopped and temporary folders removed at the end."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from types import FrameType
 def terminated_as_error() -> Iterator[None]:
     """While it is entered, SIGTERM raises SystemExit with the exit code of a shell, 143; a second one kills.
 
-    Not where the process has a handler of its own, and not outside of its main thread, which handles
-    signals. The earlier handler is restored.
+    So does Ctrl-Break on Windows, where nobody sends SIGTERM. Not where the process has a handler of its own,
+    and not outside of its main thread, which handles signals. The earlier handlers are restored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    found = [each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    if not in_main_thread or not found:
         yield
         return
-    signal.signal(signal.SIGTERM, _end)
+    for each in found:
+        signal.signal(each, _end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in found:
+            signal.signal(each, signal.SIG_DFL)
+
+
+_SIGNALS = (signal.SIGTERM, *(s for s in signal.Signals if s.name == "SIGBREAK"))
 
 
 def _end(signal_number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal_number, signal.SIG_DFL)
     raise SystemExit(128 + signal_number)

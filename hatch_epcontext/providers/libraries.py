@@ -42,7 +42,9 @@ _SUPPLIERS = (
 _MISSING = re.compile(
     r"(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
     # Windows names the library that it was asked for, which is there if another one is missing.
-    r"|\b(?:error|code):? 126\b.*?(?P<dll>[^\s/\\\"']+\.dll)\b",
+    r"|\b(?:error|code):? 126\b.*?(?P<dll>[^\s/\\\"']+\.dll)\b"
+    # So does Python.
+    r"|Could not find module '(?:[^']*[/\\])?(?P<module>[^'/\\]+)' \(or one of its dependencies\)",
     re.IGNORECASE,
 )
 
@@ -79,7 +81,7 @@ def missing(message: str) -> MissingLibrary | None:
     found = _MISSING.search(message)
     if found is None:
         return None
-    name = found["name"] or found["dll"]
+    name = found["name"] or found["dll"] or found["module"]
     stem = name.removeprefix("lib")
     suppliers = (supplier for prefix, supplier in _SUPPLIERS if stem.startswith(prefix))
     return MissingLibrary(name, next(suppliers, None), or_below=found["name"] is None)

@@ -6,11 +6,12 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, OutputError, Problem
-from hatch_epcontext.files import temp_dir
+from hatch_epcontext.files import patiently, temp_dir
 from hatch_epcontext.jobs.artifact import Built, Result, Source
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import Report, make_report
@@ -154,4 +155,4 @@ def _publish(files: Mapping[Path, Path], *, overwrite: bool) -> None:
                         shutil.copyfile(source, staged[target])
         for target, copy in staged.items():
             with writing("a result", target.parent, str(target), OutputError):
-                copy.replace(target)
+                patiently(partial(copy.replace, target))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import Kind, OutputError, Problem
-from hatch_epcontext.files import temp_dir
+from hatch_epcontext.files import patiently, temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.report import make_report
@@ -146,9 +146,9 @@ def _replace(place: Path, made: Bundle) -> None:
             shutil.copyfile(made.folder / name, copy / name)
         made.check_sources(copy)
         if place.exists():
-            place.rename(earlier)
+            patiently(lambda: place.rename(earlier))
         try:
-            copy.rename(place)
+            patiently(lambda: copy.rename(place))
         except BaseException:
             if earlier.exists():
                 earlier.rename(place)

@@ -10,7 +10,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph.builder import renamed
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, options
+from hatch_epcontext.worker.session import LEVELS, cpu_options, near, open_session, options
 
 _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
 """ONNX Runtime's names of what folds other nodes into the weights of convolutions."""
@@ -42,7 +42,7 @@ def optimize(
     else:
         session_options = options(target, target.settings.provider_options)
     session_options.graph_optimization_level = LEVELS[level]
-    session_options.optimized_model_filepath = str(result)
+    session_options.optimized_model_filepath = near(result)
     model = onnx.load(source, load_external_data=False)
     threshold = target.settings.external_initializers if target else None
     if threshold is not None or external_data(model, source.parent, source.name):

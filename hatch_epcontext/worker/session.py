@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,10 @@ def open_session(
     ``without``: the names of optimizations of ONNX Runtime that are left out.
     """
     return ort.InferenceSession(
-        model, session_options, enable_fallback=0, disabled_optimizers=[*without]
+        model if isinstance(model, bytes) else near(model),
+        session_options,
+        enable_fallback=0,
+        disabled_optimizers=[*without],
     )
 
 
@@ -126,10 +131,23 @@ def set_model_path(path: Path, session_options: ort.SessionOptions) -> None:
     The bytes have no path, but the sidecars and the external data beside the file must be found. The
     second option alone would apply to sidecars too, and a file name would be taken for a folder.
     """
-    session_options.add_session_config_entry("ep.context_file_path", str(path))
+    session_options.add_session_config_entry("ep.context_file_path", near(path))
     session_options.add_session_config_entry(
-        "session.model_external_initializers_file_folder_path", str(path.parent)
+        "session.model_external_initializers_file_folder_path", near(path.parent)
     )
+
+
+def near(path: Path) -> str:
+    """``path`` for ONNX Runtime and EPs: on Windows from the working directory, in which a worker works.
+
+    There `ModelCompiler` and EPs read paths in the system's code page, and the folders above, such as that of
+    the user, may have letters that it reads as others, or does not have.
+    """
+    if sys.platform == "win32":
+        # One on another drive has no such path.
+        with contextlib.suppress(ValueError):
+            return os.path.relpath(path)
+    return str(path)
 
 
 def add_built_in(
@@ -161,7 +179,9 @@ def add_built_in(
     except Exception as error:
         # ONNX Runtime writes the reason only to its log.
         stem = provider.ep.removesuffix("ExecutionProvider").lower()
-        library = Path(ort.__file__).parent / "capi" / f"libonnxruntime_providers_{stem}.so"
+        name = f"onnxruntime_providers_{stem}"
+        name = f"{name}.dll" if sys.platform == "win32" else f"lib{name}.so"
+        library = Path(ort.__file__).parent / "capi" / name
         raise UnavailableError(unloadable(provider.ep, str(error), library)) from error
 
 

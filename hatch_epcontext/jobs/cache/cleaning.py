@@ -10,9 +10,10 @@ import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from hatch_epcontext.files import Output, is_sha256, sweep
+from hatch_epcontext.files import Output, is_sha256, patiently, sweep
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
@@ -86,7 +87,7 @@ class Store:
         self._remove_cut_models(datetime.datetime.max.replace(tzinfo=datetime.timezone.utc))
         self._remove_leftovers()
         for file in self._small_files(*_SMALL_FILES):
-            file.unlink(missing_ok=True)
+            patiently(partial(file.unlink, missing_ok=True))
         for file in _inside(self.root / "reports"):
             with contextlib.suppress(FileNotFoundError):
                 if file.suffix == ".json" and Output.REPORT.is_at(file):
@@ -128,8 +129,14 @@ class Store:
             yield from filter(_is_temporary, _inside(folder))
 
     def _remove(self, entries: list[Entry]) -> list[Entry]:
+        failed: list[OSError] = []
         for entry in entries:
-            discard(entry.folder)
+            try:
+                discard(entry.folder)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
         return entries
 
 

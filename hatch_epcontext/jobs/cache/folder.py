@@ -20,7 +20,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from hatch_epcontext.files import link_or_copy, read_regular, sync, temp_dir, write_atomically
+from hatch_epcontext.files import (
+    link_or_copy,
+    patiently,
+    read_regular,
+    sync,
+    temp_dir,
+    write_atomically,
+)
 from hatch_epcontext.jobs.artifact import Record
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError, read_record
@@ -91,20 +98,20 @@ def _publish(staged: Path, entry: Path, index: Index) -> None:
         # Others remove what is damaged too, and clean the cache.
         entry.parent.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):
-            staged.rename(entry)
+            patiently(lambda: staged.rename(entry))
             return
         # Another build was faster, or the existing entry is damaged.
         with contextlib.suppress(OSError, DamagedError):
             checked_record(entry, index)
             return
         discard(entry)
-    staged.rename(entry)
+    patiently(lambda: staged.rename(entry))
 
 
 def discard(entry: Path) -> None:
     """Remove an entry so that a build finds the whole of it or nothing."""
     with staging(entry.parents[1]) as trash, contextlib.suppress(FileNotFoundError):
-        entry.rename(trash / "entry")
+        patiently(lambda: entry.rename(trash / "entry"))
 
 
 def entry_folder(root: Path, key: str) -> Path:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
-from hatch_epcontext.files import FileRecord, is_regular, record_file
+from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.requirements import pip_install
@@ -472,7 +472,7 @@ def _replaced(path: Path) -> Iterator[Path]:
     temporary = Path(f"{path}.{os.urandom(8).hex()}.tmp")
     try:
         yield temporary
-        temporary.replace(path)
+        patiently(lambda: temporary.replace(path))
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -69,10 +69,15 @@ _CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTR
 _WINDOWS_CRASHES = {
     0xC0000005: "access violation",
     0xC00000FD: "stack overflow",
-    0xC0000409: "stack buffer overrun",
+    # Most often by abort(), which the C library of Windows turns into it.
+    0xC0000409: "an abort, or a stack buffer overrun",
     0xC0000374: "heap corruption",
     0xC000001D: "illegal instruction",
 }
+
+
+_STOPPED = 0xC000013A
+"""The exit code of a process of Windows that Ctrl-C or Ctrl-Break ended, or the end of its console."""
 
 
 class Heartbeat:
@@ -129,12 +134,12 @@ class _Processes:
         if server is not None:
             server.close()
 
-    def start(self, log_path: Path) -> WorkerProcess:
+    def start(self, log_path: Path, memory_limit: int | None) -> WorkerProcess:
         """A started process, which prints to ``log_path`` at first; raises BuildError after `stop`."""
         with self._lock:
             if self.stopped:
                 raise _interrupted()
-            process = self._start(log_path)
+            process = self._start(log_path, memory_limit)
             self._running.add(process)
             return process
 
@@ -150,9 +155,9 @@ class _Processes:
             for process in self._running:
                 process.kill()
 
-    def _start(self, log_path: Path) -> WorkerProcess:
+    def _start(self, log_path: Path, memory_limit: int | None) -> WorkerProcess:
         if not is_supported():
-            return Interpreter(log_path)
+            return Interpreter(log_path, memory_limit)
         if not self._shares:
             return ForkServer(log_path).start()
         if self._server is None:
@@ -166,7 +171,7 @@ class Workers:
 
     ``timeout``: seconds for each. ``log``, if given, gets each request and every line that a worker
     prints while it runs; ``progress`` gets a line from time to time while a worker runs. With ``verbose``
-    ONNX Runtime prints more than its warnings. ``memory_limit``: bytes of memory for each (Linux only).
+    ONNX Runtime prints more than its warnings. ``memory_limit``: bytes of memory for each.
     ``pulse``, if given: when ``progress`` gets a line although no worker runs for long.
 
     As a context manager it starts a process once that has imported what workers need, where the system
@@ -310,7 +315,9 @@ class Worker:
         while True:
             try:
                 if self._process is None:
-                    self._process = self._processes.start(order.log.path)
+                    self._process = self._processes.start(
+                        order.log.path, self._workers.memory_limit
+                    )
                 beat = Heartbeat()
                 self._process.send(order, self._workers.timeout)
                 return self._wait(self._process, order, location, beat)
@@ -447,6 +454,9 @@ def _ended(code: int, step: str) -> Problem:
         if name == "SIGKILL":
             hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
         return Problem(Kind.WORKER_KILLED, "", f"the worker was killed with {name}{step}.", hint)
+    if code & 0xFFFFFFFF == _STOPPED:
+        message = f"the worker was stopped with Ctrl-C, or with its console{step}."
+        return Problem(Kind.WORKER_KILLED, "", message, "Something else ended it: build again.")
     hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
     return Problem(Kind.WORKER_CRASHED, "", f"the worker {_describe_exit(code)}{step}.", hint)
 

@@ -149,8 +149,13 @@ class WorkerProcess(Protocol):
         """Return when it has ended, after `kill` if it still runs."""
 
 
-_KILL_ON_JOB_CLOSE, _EXTENDED_LIMIT_INFORMATION = 0x2000, 9
+_KILL_ON_JOB_CLOSE, _PROCESS_MEMORY, _EXTENDED_LIMIT_INFORMATION = 0x2000, 0x100, 9
 """Of job objects of Windows."""
+
+_ALONE = sum(
+    getattr(subprocess, flag, 0) for flag in ("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW")
+)
+"""How a worker starts on Windows: Ctrl-C is for the build, which ends it, and no window opens for it."""
 
 _POLL = 0.1
 """Seconds between two looks whether an interpreter has ended."""
@@ -162,7 +167,7 @@ class Interpreter:
     It ends at the end of its standard input, and so with the build, however that ends.
     """
 
-    def __init__(self, log_path: Path) -> None:
+    def __init__(self, log_path: Path, memory_limit: int | None = None) -> None:
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 (sys.executable, "-m", "hatch_epcontext.worker"),
@@ -174,8 +179,9 @@ class Interpreter:
                 env=worker_environment(),
                 # A group of its own, so that what it starts can be ended with it.
                 start_new_session=True,
+                creationflags=_ALONE,
             )
-        self._job = _contain(self._process)
+        self._job = _contain(self._process, memory_limit)
         self._messages = Messages()
         self._pieces = queue.SimpleQueue[bytes]()
         threading.Thread(target=self._read, daemon=True).start()
@@ -234,11 +240,13 @@ class Interpreter:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _contain(process: subprocess.Popen[bytes]) -> contextlib.ExitStack:
+def _contain(
+    process: subprocess.Popen[bytes], memory_limit: int | None = None
+) -> contextlib.ExitStack:
     """Put ``process`` into a job object of Windows; closing the result ends all that it started.
 
-    The job ends with the process that has it too. On other systems, and where Windows refuses, the result
-    does nothing.
+    Each of its processes gets no more memory than ``memory_limit`` bytes. The job ends with the process that
+    has it too. On other systems, and where Windows refuses, the result does nothing.
     """
     stack = contextlib.ExitStack()
     if sys.platform == "win32":
@@ -246,7 +254,7 @@ def _contain(process: subprocess.Popen[bytes]) -> contextlib.ExitStack:
         import ctypes
 
         class Limits(ctypes.Structure):
-            """``JOBOBJECT_EXTENDED_LIMIT_INFORMATION``, of which only ``flags`` is used."""
+            """``JOBOBJECT_EXTENDED_LIMIT_INFORMATION``; only ``flags`` and the first of ``memory`` count."""
 
             _fields_ = (
                 ("times", ctypes.c_int64 * 2),
@@ -263,6 +271,9 @@ def _contain(process: subprocess.Popen[bytes]) -> contextlib.ExitStack:
         kernel.CreateJobObjectW.restype = ctypes.c_void_p
         job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
         limits = Limits(flags=_KILL_ON_JOB_CLOSE)
+        if memory_limit is not None:
+            limits.flags |= _PROCESS_MEMORY
+            limits.memory[0] = memory_limit
         kernel.SetInformationJobObject(
             job, _EXTENDED_LIMIT_INFORMATION, ctypes.byref(limits), ctypes.sizeof(limits)
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from hatch_epcontext.providers import is_benign
-from hatch_epcontext.text import hide_values, printable, show_size
+from hatch_epcontext.text import hide_values, narrow, printable, show_size
 
 LOG_LIMIT = 100 * 10**6
 """Bytes of a log above which its worker is stopped. ONNX Runtime's whole log of a large model has less."""
@@ -59,7 +59,7 @@ class WorkerLog:
         end = self.size
         while self._offset < end and (found := self._read(self._offset, _PIECE)):
             self._offset += len(found)
-            *lines, rest = (self._rest + found).split(b"\n")
+            *lines, rest = (self._rest + narrow(found)).split(b"\n")
             if len(rest) > _PIECE:
                 lines, rest = [*lines, rest], b""
             self._rest = rest
@@ -71,7 +71,7 @@ class WorkerLog:
     def hide_secrets(self) -> None:
         """Replace secrets in the file, which nobody writes any more: it stays until the end of the build."""
         if self._secrets and 0 < self.size <= LOG_LIMIT:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
+            text = narrow(self.path.read_bytes()).decode("utf-8", "replace")
             self.path.write_text(hide_values(text, self._secrets), encoding="utf-8")
 
     def tail(self, *, only_errors: bool = False) -> str:
@@ -80,7 +80,7 @@ class WorkerLog:
         Without lines that clean runs print too; with ``only_errors`` without everything but errors.
         """
         start = max(self.size - _TAIL_BYTES, 0)
-        lines = self._read(start, _TAIL_BYTES).rstrip().splitlines()
+        lines = narrow(self._read(start, _TAIL_BYTES)).rstrip().splitlines()
         # The first line may begin within a secret.
         whole = lines[1:] if start and self._secrets else lines
         return "\n".join(list(_relevant(map(self._shown, whole), only_errors=only_errors))[-TAIL:])
