@@ -197,6 +197,7 @@ _OUR_COMPONENT_FORM = {
 _OUR_VARIANT_FORM = {
     "inputs": ([{"name": str, "shape": _SHAPE}], None),
     "load_options": _OPTIONS,
+    "needs_code_page": (bool, None),
     "needs_device": (bool, None),
     "plugin": ({"module": str, "package": str, "registration_name": str}, None),
     "prepared": (str, None),
@@ -1153,11 +1154,34 @@ def _open(package: _Package, variant: _Variant, request: _Request) -> tuple[Any,
         package.verify_texts()
     with contextlib.ExitStack() as stack:
         file = package.on_disk(variant, stack, verify=request.verify)
+        if variant.ours.get("needs_code_page"):
+            file = _readable(file, "mbcs", f"{variant.ep} crashes there. embed = true")
         session, runs_on = _open_file(ort, package, variant, request, file)
         if package.is_archive:
             # A temporary folder is there as long as the session.
             weakref.finalize(session, stack.pop_all().close)
     return session, runs_on
+
+
+def _readable(file: Path, encoding: str, why: str) -> Path:
+    """``file``, on Windows by a path of which ``encoding`` has all letters: its own, or its short one.
+
+    Raises _SkipTargetError if there is none; ``why``: what would happen, and the key that would help.
+    """
+    if sys.platform != "win32":
+        return file
+    import ctypes
+
+    short = ctypes.create_unicode_buffer(1 << 15)
+    ctypes.windll.kernel32.GetShortPathNameW(str(file), short, len(short))
+    for path in filter(None, (str(file), short.value)):
+        with contextlib.suppress(UnicodeEncodeError):
+            path.encode(encoding)
+            return type(file)(path)
+    raise _SkipTargetError(
+        f"the path of {file} has letters that the code page of Windows does not have, and {why} for its "
+        "target helps, or another folder"
+    )
 
 
 def _open_file(
@@ -1728,18 +1752,19 @@ def _compile(
         )
         result = parent / made / file.parent.name
         result.mkdir()
+        advice = "onnxruntime compiles nothing there. recompile = false"
         with _ep_lock(ort):
             # Listed again: this process may have waited for another one that compiled, and failed.
             devices = _devices(ort, variant, wanted)
             options.add_provider_for_devices(devices[:1], provider_options)
             compiler = ort.ModelCompiler(
                 options,
-                str(prepared),
+                str(_readable(prepared, "ascii", advice)),
                 embed_compiled_data_into_model=bool(settings.get("embed")),
                 flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
                 graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
             )
-            compiler.compile_to_file(str(result / file.name))
+            compiler.compile_to_file(str(_readable(result, "ascii", advice) / file.name))
         record = {
             each.name: {"size": each.stat().st_size, "sha256": _sha256(each)}
             for each in result.iterdir()

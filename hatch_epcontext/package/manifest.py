@@ -101,7 +101,8 @@ class VariantMetadata:
 
     ``settings``: how it was compiled; ``load_options``: provider options that only the loader
     understands; ``compiled_with``: the versions of the packages that compiled it. ``needs_device``:
-    only the EP's own device can open it, because a simulator refuses it or crashes. ``prepared``: the
+    only the EP's own device can open it, because a simulator refuses it or crashes. ``needs_code_page``: on
+    Windows the EP crashes where the code page lacks a letter of the path. ``prepared``: the
     path of the prepared model in the variant's folder, if it is shipped. ``secrets``: the provider options
     that the app has to give, because their values are not shipped.
     """
@@ -119,6 +120,7 @@ class VariantMetadata:
     coverage: Coverage | None
     validation: Validation
     needs_device: bool = False
+    needs_code_page: bool = False
     prepared: str | None = None
     secrets: tuple[str, ...] = ()
     sharing: Sharing | None = None
@@ -283,6 +285,7 @@ def _variant(built: Built, model: str) -> Variant:
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
         secrets=secrets,
         needs_device=job.needs_device,
+        needs_code_page=target.provider.needs_code_page and not settings.embed,
         sharing=_sharing(built),
     )
     return Variant(

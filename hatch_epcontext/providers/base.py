@@ -261,6 +261,9 @@ class Provider:
     simulates: bool = False
     """Whether a build machine runs its contexts on a simulator, which uses all cores by itself."""
 
+    needs_code_page: bool = False
+    """Whether on Windows it crashes where a sidecar's path has letters that the system's code page lacks."""
+
     simulator: tuple[str, ...] = ()
     """The simulator's libraries in the package of ``plugin``, which take long to load: forks share them."""
 

@@ -407,6 +407,8 @@ PROVIDER = Provider(
     # But the simulator refuses contexts that share weights, with QNN_COMMON_ERROR_NOT_SUPPORTED.
     shares_weights=True,
     simulates=True,
+    # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model are read.
+    needs_code_page=True,
     simulator=("libQnnSystem.so", "libQnnHtp.so"),
     options=_OPTIONS,
     # Without a backend the EP cannot be created, and its error message does not name the cause.
