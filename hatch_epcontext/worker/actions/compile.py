@@ -62,4 +62,15 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
         context = read_context(model, prepared, result, target)
         return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)
+    _sort_domains(result)
     return read_optimized(model.name, result)
+
+
+def _sort_domains(path: Path) -> None:
+    """Write the domains that the model at ``path`` imports in order: ONNX Runtime's depends on the system."""
+    model = onnx.load(path, load_external_data=False)
+    domains = sorted(model.opset_import, key=lambda each: each.domain)
+    if domains != [*model.opset_import]:
+        del model.opset_import[:]
+        model.opset_import.extend(domains)
+        onnx.save(model, path)
