@@ -93,7 +93,10 @@ def patiently(action: Callable[[], T]) -> T:
 
 def is_in_use(error: OSError) -> bool:
     """Whether another program may have the file open that ``error`` is about. Only Windows says so."""
-    return getattr(error, "winerror", None) in _IN_USE
+    number = getattr(error, "winerror", None)
+    # To open a file is a function of C, which has one number for all of these.
+    is_of_c = sys.platform == "win32" and number is None and error.errno == errno.EACCES
+    return is_of_c or number in _IN_USE
 
 
 def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
@@ -135,7 +138,7 @@ def _create(file: Path) -> BinaryIO:
 
 def sync(file: Path) -> None:
     """Make the system write ``file`` to its disk: a power cut can leave a renamed file empty."""
-    with file.open("rb+") as handle:
+    with patiently(lambda: file.open("rb+")) as handle:
         os.fsync(handle.fileno())
 
 

@@ -5,6 +5,7 @@ As in ``epcontext doctor | head``, and ``epcontext doctor >/dev/full``.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import sys
@@ -38,12 +39,19 @@ def _tolerant(stream: TextIO) -> tuple[TextIO, _Pipe | None]:
     tolerant = io.TextIOWrapper(
         io.BufferedWriter(pipe),
         encoding=stream.encoding,
-        # On Windows a pipe has the code page of the system: what it lacks is no reason to fail.
-        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
+        errors=_errors(stream),
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
     return tolerant, pipe
+
+
+def _errors(stream: io.TextIOWrapper) -> str | None:
+    """What is printed for characters that the encoding of ``stream`` lacks: they are no reason to fail."""
+    # On Windows a pipe has the code page of the system, and this handler, which only knows surrogates. UTF-8
+    # has all others, and surrogates are bytes of file names then.
+    partial = stream.errors == "surrogateescape" and codecs.lookup(stream.encoding).name != "utf-8"
+    return "backslashreplace" if partial or stream.errors == "strict" else stream.errors
 
 
 class _Pipe(io.FileIO):

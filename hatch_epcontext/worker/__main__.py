@@ -142,7 +142,9 @@ def _begin(folder: Path) -> None:
     os.environ.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder / TEMPORARY)))
     # This process, or the one that was forked, may have looked for it already.
     tempfile.tempdir = None
-    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    # On Windows C would end lines a second time, and so each line would have an empty one behind it.
+    binary = getattr(os, "O_BINARY", 0)
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | binary, 0o666)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)

@@ -134,6 +134,30 @@ def test_a_reader_that_leaves_is_no_error(
     assert (done.returncode, done.stderr or b"") == (code, b"")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "printed", "output"),
+    [
+        ("cp1252:strict", "ü日", b"\xfc\\u65e5"),
+        ("cp1252:surrogateescape", "ü日", b"\xfc\\u65e5"),
+        ("cp1252:replace", "ü日", b"\xfc?"),
+        ("utf-8:surrogateescape", "\udcff", b"\xff"),
+        ("utf-8:strict", "\udcff", rb"\udcff"),
+    ],
+)
+def test_what_an_encoding_lacks_is_printed_as_an_escape(
+    encoding: str, printed: str, output: bytes
+) -> None:
+    tolerant = "from hatch_epcontext.cli import _streams\n_streams.tolerate_closed_pipes()\n"
+    code = f"{tolerant}print({printed!a})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert (done.stdout.rstrip(), done.stderr) == (output, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full disk at hand")
 @pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["cache", "new-key"]])
 def test_output_that_is_lost_is_an_error(arguments: list[str]) -> None:

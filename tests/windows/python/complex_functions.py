@@ -1,7 +1,7 @@
 """Gives modules the complex functions of C99, which Wine's C runtime lacks and numpy calls.
 
-``complex_functions.py FOLDER``: modules below FOLDER that import them get a library of another name, of the same
-length. It has the complex functions itself, from mingw-w64, and forwards all others.
+``complex_functions.py FOLDER``: modules below FOLDER that import them get a library of another name, of
+the same length. It has the complex functions itself, from mingw-w64, and forwards all others.
 """
 
 import re
@@ -11,9 +11,7 @@ from pathlib import Path
 
 OLD, NEW = "api-ms-win-crt-math-l1-1-0.dll", "api-ms-win-crt-mth9-l1-1-0.dll"
 
-NAMES = (
-    "abs acos acosh arg asin asinh atan atanh cos cosh exp imag log pow proj real sin sinh sqrt tan tanh"
-)
+NAMES = "abs acos acosh arg asin asinh atan atanh cos cosh exp imag log pow proj real sin sinh sqrt tan tanh"
 COMPLEX = {f"c{name}{suffix}" for name in NAMES.split() for suffix in ("", "f")} | {"conj", "conjf"}
 
 
