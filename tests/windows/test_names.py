@@ -19,6 +19,7 @@ pytestmark = only_windows
         ("models[0].name", 'provider = "cpu"\n[[models]]\npath = "models/a.onnx"\nname = "con"'),
         ("targets.Source", f'{MODELS}[targets.Source]\nprovider = "cpu"'),
     ],
+    ids=["con", "Source"],
 )
 def test_a_name_is_refused(project: Path, location: str, toml: str) -> None:
     found = problems(project, toml)
