@@ -25,6 +25,7 @@ from hatch_epcontext.files import (
     patiently,
     record_file,
     record_files,
+    remove,
     stream_sha256,
     temp_dir,
     too_large,
@@ -487,3 +488,16 @@ def test_after_some_time_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(PermissionError):
         patiently(lambda: refused(112))
     assert attempts.count(112) == 1
+
+
+def test_what_cannot_be_removed_hides_no_other_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not run on Windows."""
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(in_use(32)))
+    remove(tmp_path / "a.whl")
+    monkeypatch.undo()
+    (tmp_path / "a.whl").touch()
+    remove(tmp_path / "a.whl")
+    assert not (tmp_path / "a.whl").exists()

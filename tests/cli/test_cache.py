@@ -209,3 +209,10 @@ def test_clearing_goes_on_behind_what_is_in_use(
     failed = cli("cache", "clear", code=1)
     assert str(first) in failed.stderr
     assert (first.exists(), second.exists()) == (True, False)
+
+
+def test_paths_in_the_cache_are_short(filled: Path) -> None:
+    """Windows takes 260 characters by default, and a user's folder has up to 60. Not run on Windows."""
+    files = [path.relative_to(filled).as_posix() for path in filled.rglob("*") if path.is_file()]
+    # Without the name of the model, which is in the names of some.
+    assert max(map(len, files)) < 180
