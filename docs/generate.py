@@ -71,7 +71,7 @@ can only come from the app: `load(name, provider_options={...})`.
 
 | system | what was tried |
 | --- | --- |
-| Linux, x86-64 | All tests run there for each change: QNN on its simulator, OpenVINO and ONNX Runtime on the CPU. |
+| Linux, x86-64 | All tests run there: QNN on its simulator, OpenVINO and ONNX Runtime on the CPU. |
 | Windows, x86-64 | Run under Wine: the example is built and opened, with QNN's simulator. Never on Windows. |
 | Linux and Windows on Arm | Never. |
 | macOS | Not tried. There are no packages of QNN for it. |
