@@ -69,7 +69,12 @@ in `provider-options`. Options that count only when a session is opened can also
 Options that do not count then are not shipped. An address in the app's memory, such as that of a stream,
 can only come from the app: `load(name, provider_options={...})`.
 
-Windows and macOS were never tried.
+| system | what was tried |
+| --- | --- |
+| Linux, x86-64 | All tests run there: QNN on its simulator, OpenVINO and ONNX Runtime on the CPU. |
+| Windows, x86-64 | Run under Wine: the example is built and opened, with QNN's simulator. Never on Windows. |
+| Linux and Windows on Arm | Never. |
+| macOS | Not tried. There are no packages of QNN for it. |
 
 ## Secrets
 

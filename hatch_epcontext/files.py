@@ -91,6 +91,12 @@ def patiently(action: Callable[[], T]) -> T:
         time.sleep(_PAUSE)
 
 
+def remove(file: Path) -> None:
+    """Remove ``file``, after an error that says more than one about this would."""
+    with contextlib.suppress(OSError):
+        patiently(lambda: file.unlink(missing_ok=True))
+
+
 def is_in_use(error: OSError) -> bool:
     """Whether another program may have the file open that ``error`` is about. Only Windows says so."""
     number = getattr(error, "winerror", None)

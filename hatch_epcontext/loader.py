@@ -298,6 +298,7 @@ def load(
     | Callable[[], onnxruntime.SessionOptions]
     | None = None,
     provider_options: Mapping[str, object] | None = None,
+    windows_ml: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open the model ``name`` on the first target that this machine can run.
 
@@ -318,10 +319,14 @@ def load(
     provider are added. A function that creates them is called once for each target that is tried.
     ``provider_options``: more options of the execution provider, such as the address of a stream, or a
     secret with which the target was compiled. They are used for all targets except the source model.
+    ``windows_ml``: first register the EPs that the catalogue of Windows ML (the package windowsml) has ready
+    on this machine. It downloads none; where there is no catalogue it does nothing.
 
     Raises LoadError when no target could be opened, when the package is damaged, and when it has no
     such model, target or shape.
     """
+    if windows_ml:
+        _register_ready()
     request = _checked(device, shapes, fallback, verify, session_options, provider_options)
     steps: list[Step] = []
     session = None
@@ -348,8 +353,11 @@ def explain(
     | Callable[[], onnxruntime.SessionOptions]
     | None = None,
     provider_options: Mapping[str, object] | None = None,
+    windows_ml: bool = False,
 ) -> list[Step]:
     """The steps of `load` with the same arguments. It opens a session to find out."""
+    if windows_ml:
+        _register_ready()
     request = _checked(device, shapes, fallback, verify, session_options, provider_options)
     return [step for step, _ in _try_targets(_package(package), name, target, request)]
 
@@ -1621,6 +1629,24 @@ def _offered(ort: Any, variant: _Variant) -> list[Any]:
             f"the library of {plugin['package']} cannot be loaded ({error})"
         ) from error
     return _of_ep(ort, ep, library)
+
+
+def _register_ready() -> None:
+    """Register, once in a process, the EPs that Windows ML's catalogue has on this machine."""
+    try:
+        import onnxruntime as ort
+        from windowsml import EpCatalog
+    except (ImportError, OSError) as error:
+        _log("info", "there is no catalogue of Windows ML (%s)", error)
+        return
+    with _ep_lock(ort):
+        if "_epcontext_catalog" not in vars(ort):
+            # Kept: with some drivers it crashes when it is closed.
+            vars(ort)["_epcontext_catalog"] = catalog = EpCatalog()
+            known = {each.ep_name for each in _ep_devices(ort)}
+            for each in catalog.find_all_providers():
+                if each.ready_state.name == "Ready" and each.name not in known:
+                    ort.register_execution_provider_library(each.name, each.library_path)
 
 
 def _of_ep(ort: Any, ep: str, library: str | None) -> list[Any]:

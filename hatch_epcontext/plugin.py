@@ -99,12 +99,13 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _check_sdist(self, archive: Path) -> None:
         from hatch_epcontext.errors import SdistError
+        from hatch_epcontext.files import remove
 
         sdist = self._sdist()
         try:
             left_out = sdist.check(archive)
         except SdistError:
-            archive.unlink(missing_ok=True)
+            remove(archive)
             raise
         if left_out:
             self._warning(sdist.warning(left_out))
@@ -290,6 +291,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         These are written only now, so that an install that fails leaves nothing in the project.
         """
         from hatch_epcontext.errors import WheelError
+        from hatch_epcontext.files import remove
         from hatch_epcontext.package import wheel
 
         if self.target_name == "sdist" and not self._reason_to_skip():
@@ -313,7 +315,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                     )
                 warning = wheel.check_size(finished, self._wheel.max_size)
             except WheelError:
-                Path(artifact_path).unlink(missing_ok=True)
+                remove(finished)
                 self._bundle.check_sources(self._bundle.folder)
                 raise
             self._check_later_hooks(finished)
@@ -325,6 +327,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _check_later_hooks(self, finished: Path) -> None:
         """Fail if a hook that ran after this one has made a model again: what is compiled is an old one."""
         from hatch_epcontext.errors import ModelError
+        from hatch_epcontext.files import remove
         from hatch_epcontext.jobs.sources import check_unchanged
 
         hooks = self._hooks()
@@ -333,7 +336,7 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         try:
             check_unchanged(self._sources, hooks.right_order())
         except ModelError:
-            finished.unlink(missing_ok=True)
+            remove(finished)
             raise
 
     def clean(self, versions: list[str]) -> None:

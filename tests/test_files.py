@@ -22,8 +22,10 @@ from hatch_epcontext.files import (
     is_portable,
     is_regular,
     link_or_copy,
+    patiently,
     record_file,
     record_files,
+    remove,
     stream_sha256,
     temp_dir,
     too_large,
@@ -443,3 +445,59 @@ def test_a_path_inside_of_its_folder(path: str) -> None:
 )  # fmt: skip
 def test_a_path_outside_of_its_folder(path: str) -> None:
     assert not is_inside(path)
+
+
+def in_use(code: int) -> OSError:
+    """What Windows says of a file that another program has open."""
+    error = PermissionError(13, "The process cannot access the file", "a.json")
+    # Elsewhere the constructor drops it.
+    error.winerror = code  # type: ignore[attr-defined, unused-ignore]
+    return error
+
+
+@pytest.mark.parametrize("code", [5, 32, 33])
+def test_what_another_program_has_open_is_tried_again(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not run on Windows."""
+    attempts, replace = [in_use(code), in_use(code)], Path.replace
+
+    def refusing(path: Path, target: Path) -> Path:
+        if attempts:
+            raise attempts.pop()
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refusing)
+    assert write_atomically(tmp_path / "a.json", "new").read_text() == "new"
+    assert not attempts
+
+
+def test_after_some_time_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not run on Windows."""
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
+    attempts: list[int] = []
+
+    def refused(code: int) -> None:
+        attempts.append(code)
+        raise in_use(code)
+
+    with pytest.raises(PermissionError, match=r"a\.json"):
+        patiently(lambda: refused(32))
+    assert len(attempts) > 1
+    # A disk that is full does not become empty.
+    with pytest.raises(PermissionError):
+        patiently(lambda: refused(112))
+    assert attempts.count(112) == 1
+
+
+def test_what_cannot_be_removed_hides_no_other_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not run on Windows."""
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(in_use(32)))
+    remove(tmp_path / "a.whl")
+    monkeypatch.undo()
+    (tmp_path / "a.whl").touch()
+    remove(tmp_path / "a.whl")
+    assert not (tmp_path / "a.whl").exists()

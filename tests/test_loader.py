@@ -908,6 +908,40 @@ def test_the_app_may_register_the_library_at_the_same_moment(qnn: Shipper) -> No
     assert qnn.script(COUNT + APP_BETWEEN) == ["npu", [QNN_EP]]
 
 
+WINDOWS_ML = """
+import types
+from collections import namedtuple
+import onnxruntime_qnn
+Provider = namedtuple("Provider", "name ready_state library_path")
+ready, absent = types.SimpleNamespace(name="Ready"), types.SimpleNamespace(name="NotPresent")
+class EpCatalog:
+    made = 0
+    def __init__(self):
+        EpCatalog.made += 1
+    def find_all_providers(self):
+        yield Provider("QNNExecutionProvider", ready, onnxruntime_qnn.get_library_path())
+        yield Provider("OtherExecutionProvider", absent, "nothing.dll")
+sys.modules["windowsml"] = types.SimpleNamespace(EpCatalog=EpCatalog)
+sessions = [load("a", device="any", windows_ml=True) for _ in range(2)]
+print(json.dumps([calls, [target_of(each) for each in sessions], EpCatalog.made]))
+"""
+
+
+@needs_qnn
+def test_what_windows_ml_has_ready_is_registered_once(qnn: Shipper) -> None:
+    """With a stand-in for the package windowsml, as its documentation describes it: not run on Windows."""
+    qnn(npu=QNN)
+    assert qnn.script(COUNT + WINDOWS_ML) == [[QNN_EP], ["npu", "npu"], 1]
+
+
+def test_without_a_catalogue_windows_ml_changes_nothing(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "windowsml", None)
+    app = ship(cpu=CPU)
+    assert app.target_of(app.load("a", windows_ml=True)) == "cpu"
+
+
 @needs_qnn
 def test_a_policy_opens_the_ep_with_its_options(qnn: Shipper) -> None:
     app = qnn(npu=changed(QNN, settings={"policy": "prefer-npu"}))

@@ -282,7 +282,7 @@ def _powers() -> Iterator[Fault]:
         yield Fault("Pow", text, None, 0, 1e-8, largest, -_LIMIT, exponent)
     for exponent in (0.0, -0.25, -0.5, -1.0, -2.0, -3.0):
         yield Fault("Pow", "is 0 for 0", gives=0.0, exponent=exponent)
-    text = "has any value where its result is below 2^-126 or above 2^127"
+    text = "returns arbitrary values where its result is below 2^-126 or above 2^127"
     yield Fault("Pow", text, None, 1, -_LIMIT, -127.0, _LIMIT)
     yield Fault("Pow", text, None, 1, 127.0, _LIMIT, -_LIMIT)
 
@@ -302,15 +302,15 @@ _FLOAT16 = dataclasses.replace(
     has_reciprocals=True,
     faults=(
         *_powers(),
-        Fault("Exp", "has any value below -88", "exp", 0, -_LIMIT, -88.03, _LIMIT),
-        Fault("Exp", "has any value above 88.7", None, 0, 88.7, _LIMIT, -_LIMIT),
+        Fault("Exp", "returns arbitrary values below -88", "exp", 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Exp", "returns arbitrary values above 88.7", None, 0, 88.7, _LIMIT, -_LIMIT),
         Fault("Log", "is -7.6 for 0", gives=-7.625),
-        Fault("Softplus", "has any value below -88", "softplus", 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Softplus", "returns arbitrary values below -88", "softplus", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Softplus", "is off by up to 0.014 between -4 and 8", "softplus", 0, -4.0, 8.0),
-        Fault("Mish", "has any value below -88", None, 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Mish", "returns arbitrary values below -88", None, 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Mish", "is off by up to 0.024 between -8 and 4", None, 0, -8.0, 4.0),
         *(
-            Fault(each, "is off by about |x| / 900, and has any value beyond 1000", None, 0, *_WIDE)
+            Fault(each, "is off by about |x| / 900, and is arbitrary beyond 1000", None, 0, *_WIDE)
             for each in ("Sin", "Cos", "Tan")
         ),
         *_symmetric("Atan", "is 131008, with x's sign, for |x| above 32768", 0, 32769.0, _LIMIT),

@@ -12,12 +12,14 @@ from typing import Any
 import click
 import pytest
 from click.shell_completion import ShellComplete
+from onnx import helper
 
 import hatch_epcontext
 from hatch_epcontext import cli as package
 from hatch_epcontext.cli.app import app
 from hatch_epcontext.config import json_schema
 from tests.cli.conftest import Cli
+from tests.models import model, save, value
 
 
 def test_help_and_version(cli: Cli) -> None:
@@ -196,3 +198,17 @@ def test_a_closed_stream_is_no_error() -> None:
         ["sh", "-c", command, sys.executable, _MAIN], check=False, capture_output=True
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_a_code_page_lacks_is_escaped(tmp_path: Path) -> None:
+    """A pipe on Windows has the code page of the system."""
+    relu = helper.make_node("Relu", ["\u65e5"], ["y"])
+    path = save(model([relu], [value("\u65e5", [2])], [value("y", [2])]), tmp_path / "a.onnx")
+    done = subprocess.run(
+        [sys.executable, "-c", _MAIN, "inspect", str(path)],
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "cp1252:strict"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"input \\u65e5: float32" in done.stdout

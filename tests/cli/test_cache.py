@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import _OURS
+from hatch_epcontext.jobs.cache import cleaning
 from hatch_epcontext.jobs.cache.folder import staging
 from hatch_epcontext.jobs.cache.signing import public_key
 from tests.cli.conftest import Cli
@@ -191,3 +193,26 @@ def test_damaged_artifacts_are_found(cli: Cli, filled: Path) -> None:
 )
 def test_wrong_usage(cli: Cli, arguments: tuple[str, ...], message: str) -> None:
     assert message in cli("cache", "prune", *arguments, code=2).stderr
+
+
+def test_clearing_goes_on_behind_what_is_in_use(
+    cli: Cli, filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = entries(filled)
+
+    def refusing(entry: Path) -> None:
+        if entry == first:
+            raise PermissionError(13, "it is in use", str(first))
+        shutil.rmtree(entry)
+
+    monkeypatch.setattr(cleaning, "discard", refusing)
+    failed = cli("cache", "clear", code=1)
+    assert str(first) in failed.stderr
+    assert (first.exists(), second.exists()) == (True, False)
+
+
+def test_paths_in_the_cache_are_short(filled: Path) -> None:
+    """Windows takes 260 characters by default, and a user's folder has up to 60. Not run on Windows."""
+    files = [path.relative_to(filled).as_posix() for path in filled.rglob("*") if path.is_file()]
+    # Without the name of the model, which is in the names of some.
+    assert max(map(len, files)) < 180

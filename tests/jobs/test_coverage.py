@@ -73,6 +73,9 @@ def test_inputs_that_decide_are_to_be_frozen(project: Path) -> None:
     assert "('sr' and 'lengths')" in text
     assert "16000" not in text
     assert "Change constants.lengths in the model's table" in text
+    # What nothing decides is left all the same.
+    text = failure(Coverage(3, 1, 1, (known, NodeFacts("c", "Op", "a reason"))), project)
+    assert "Freeze what decides some of them ('sr')." in text
 
 
 def test_dynamic_quantization_is_named_as_the_reason(project: Path) -> None:
@@ -94,3 +97,12 @@ def test_all_nodes_are_named_in_groups(project: Path) -> None:
     )
     assert "25 Op n0, n1," in text
     assert "n19 and 5 more; Op last (no); 2 NonZero (no shape)." in text
+
+
+def test_of_many_reasons_one_is_named_for_each_operator(project: Path) -> None:
+    names = ("Add", "Mul", "Sub")
+    uncovered = tuple(NodeFacts(f"n{i}", names[i % 3], f"shape {i}") for i in range(30))
+    text = failure(Coverage(30, 0, 1, uncovered), project)
+    assert "10 Add n0, n3, n6" in text
+    assert "(shape 0); 10 Mul n1," in text
+    assert "shape 4" not in text

@@ -181,7 +181,7 @@ def _advice(
         cut = None
         hint = "Keep only the part before or after them, and compute the rest in the app."
     lower = Setting(target / "min-coverage", _rounded(findings.share))
-    hint = f"{hint} Or let the CPU compute them, with a lower min-coverage."
+    hint = f"{hint} Or let the CPU compute them, with a lower min-coverage (not tried)."
     return hint, (Setting(key / "cut", cut), lower)
 
 

@@ -129,7 +129,9 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
         )
         if model.validate.inputs in SYNTHETIC
         else (),
-        None if states or model.validate.inputs not in SYNTHETIC else possible_state(fixed),
+        None
+        if states or model.validate.inputs not in SYNTHETIC
+        else possible_state(fixed, {**runs[0].feeds[0], **runs[0].outputs[0]}),
     )
     return Reference(tuple(runs), facts)
 

@@ -11,6 +11,7 @@ import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.text import suggestion, to_toml
 
@@ -74,16 +75,20 @@ def state_pairs(model: onnx.ModelProto, given: Mapping[str, str], key: Key) -> d
     return found if len(set(found.values())) == len(found) else {}
 
 
-def possible_state(model: onnx.ModelProto) -> str | None:
+def possible_state(model: onnx.ModelProto, arrays: Arrays) -> str | None:
     """A question about an input and an output of ``model``, which has no states: whether they are one.
 
+    ``arrays``: what was fed and computed once, by the names of inputs and outputs.
     They are the only floats of the same size, and not all that goes in or comes out, as a picture is.
     """
     inputs, outputs = list(graph.inputs(model.graph)), list(model.graph.output)
     pairs = [
         (first.name, last.name)
         for first, last in itertools.product(map(graph.facts, inputs), map(graph.facts, outputs))
-        if first.shape and "float" in first.dtype and _fit(first, last)
+        if first.shape
+        and "float" in first.dtype
+        and _fit(first, last)
+        and arrays[first.name].shape == arrays[last.name].shape
     ]
     if len(pairs) != 1 or min(len(inputs), len(outputs)) < 2:
         return None

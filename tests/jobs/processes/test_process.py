@@ -356,3 +356,19 @@ def test_values_of_secrets_are_hidden_in_the_log(
     assert found.log == "***"
     assert "a | ***" in lines
     assert (tmp_path / "call" / "worker.log").read_text(encoding="utf-8").strip() == "***"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (0xC000013A, Kind.WORKER_KILLED, "stopped with Ctrl-C"),
+        (0xC0000409, Kind.WORKER_CRASHED, "an abort, or a stack buffer overrun (0xC0000409)"),
+        (0xC0000005, Kind.WORKER_CRASHED, "access violation (0xC0000005)"),
+        (3, Kind.WORKER_CRASHED, "exit code 3"),
+    ],
+)
+def test_exit_codes_of_windows_are_said_in_words(code: int, kind: Kind, words: str) -> None:
+    """Not run on Windows."""
+    found = process._ended(code, " while compiling")
+    assert found.kind is kind
+    assert words in found.message

@@ -257,6 +257,23 @@ def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> 
     assert raised.value.problems[0].settings == (Setting(MODEL / "cut"),)
 
 
+@needs_qnn
+def test_a_cut_before_a_type_that_the_ep_lacks_is_named(tmp_path: Path) -> None:
+    double = TensorProto.DOUBLE
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"], name="relu"),
+        helper.make_node("Sigmoid", ["r"], ["s"], name="sigmoid"),
+        helper.make_node("Tanh", ["s"], ["t"], name="tanh"),
+        helper.make_node("Cast", ["t"], ["d"], to=double, name="cast"),
+        helper.make_node("Exp", ["d"], ["y"], name="exp"),
+    ]
+    made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
+    path = save(made, tmp_path / "a.onnx")
+    with pytest.raises(BuildError) as raised:
+        compile_context(path, tmp_path / "b.onnx", target("qnn", X_ELITE), key=MODEL)
+    assert raised.value.problems[0].settings == (Setting(MODEL / "cut", {"outputs": ["t"]}),)
+
+
 def test_types_that_do_not_fit_are_explained_with_the_input_that_chooses_the_branch() -> None:
     error = RuntimeError(
         "[ONNXRuntimeError] : 1 : FAIL : Node (If_0) Op (If) [TypeInferenceError] Graph inferencing "

@@ -118,14 +118,18 @@ def test_only_layers_have_states_unless_they_are_given() -> None:
 
 
 def test_what_may_be_a_state_under_another_name_is_asked_for() -> None:
-    def asked(*inputs: int, outputs: tuple[int, ...]) -> str | None:
-        return possible_state(
-            model(
-                [helper.make_node("Relu", [f"i{n}"], [f"o{n}"]) for n in range(len(outputs))],
-                [value(f"i{number}", [1, size]) for number, size in enumerate(inputs)],
-                [value(f"o{number}", [1, size]) for number, size in enumerate(outputs)],
-            )
+    def asked(*inputs: int, outputs: tuple[int, ...], computed: tuple[int, ...] = ()) -> str | None:
+        made = model(
+            [helper.make_node("Relu", [f"i{n}"], [f"o{n}"]) for n in range(len(outputs))],
+            [value(f"i{number}", [1, size]) for number, size in enumerate(inputs)],
+            [
+                value(f"o{number}", [1, "n" if computed else size])
+                for number, size in enumerate(outputs)
+            ],
         )
+        fed = {f"i{number}": np.zeros([1, size]) for number, size in enumerate(inputs)}
+        run = {f"o{number}": np.zeros([1, size]) for number, size in enumerate(computed or outputs)}
+        return possible_state(made, {**fed, **run})
 
     found = asked(16, 32, outputs=(1, 32))
     assert found is not None
@@ -135,6 +139,9 @@ def test_what_may_be_a_state_under_another_name_is_asked_for() -> None:
     assert asked(16, 32, outputs=(16,)) is None
     assert asked(32, 32, outputs=(1, 32)) is None
     assert asked(16, 32, outputs=(16, 32)) is None
+    # One of which only a run shows the size.
+    assert asked(16, 32, outputs=(1, 32), computed=(1, 62)) is None
+    assert asked(16, 32, outputs=(1, 32), computed=(1, 32)) == found
 
 
 @pytest.mark.parametrize(
