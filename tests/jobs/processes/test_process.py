@@ -229,9 +229,12 @@ def test_a_shell_that_limits_the_address_space_is_named(
     assert "ulimit -v allows 2.0 GB" in problem(tmp_path, tmp_path / "a.onnx").advice()
 
 
-@pytest.fixture(params=["forks", "single forks", "interpreters"])
+_FORKS = ["forks", "single forks"] if process.is_supported() else []
+
+
+@pytest.fixture(params=[*_FORKS, "interpreters"])
 def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
-    """Workers of all kinds; where the system has no forks, they are of one."""
+    """Workers of each kind that the system has."""
     if request.param == "interpreters":
         monkeypatch.setattr(process, "is_supported", lambda: False)
     workers = Workers(60)
