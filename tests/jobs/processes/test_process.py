@@ -17,6 +17,7 @@ from packaging.version import Version
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem
 from hatch_epcontext.jobs.processes import process
+from hatch_epcontext.jobs.processes.fork_server import is_supported
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.processes.worker_log import TAIL
 from hatch_epcontext.worker.requests import CheckReply, CheckRequest, PrepareRequest
@@ -229,7 +230,7 @@ def test_a_shell_that_limits_the_address_space_is_named(
     assert "ulimit -v allows 2.0 GB" in problem(tmp_path, tmp_path / "a.onnx").advice()
 
 
-_FORKS = ["forks", "single forks"] if process.is_supported() else []
+_FORKS = ["forks", "single forks"] if is_supported() else []
 
 
 @pytest.fixture(params=[*_FORKS, "interpreters"])
