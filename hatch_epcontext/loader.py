@@ -1499,9 +1499,9 @@ def _expand_user_cache(value: str) -> str:
 
     if not is_in_user_cache(value):
         raise _FileError(f"the manifest names a folder outside of the user's cache: {value!r}")
-    folder = f"{_user_folder()}{value.removeprefix(USER_CACHE)}"
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return folder
+    folder = Path(f"{_user_folder()}{value.removeprefix(USER_CACHE)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
 
 
 def is_in_user_cache(value: str) -> bool:

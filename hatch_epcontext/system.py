@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,10 @@ def check_file(path: Path, kind: Output) -> None:
             path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             check_folder(path.parent)
+            if sys.platform == "win32" and path.parent.is_dir():
+                # Tried, because Windows says of a name that is too long only that there is no such file.
+                path.touch(exist_ok=False)
+                path.unlink()
             return
         if not kind.is_at(path):
             message = f"exists already, and is no {_WORDS[kind]} that epcontext wrote."

@@ -1887,6 +1887,7 @@ def test_no_other_exception_leaves_the_module_whatever_the_manifest_says(
 LINKS = ["a/cpu/a_optimized.onnx", "a/cpu/weights.bin", "a/cpu"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
 @pytest.mark.parametrize("name", LINKS)
 def test_a_link_that_leads_out_of_the_package_is_not_followed(
     ship: Shipper, tmp_path: Path, name: str
@@ -1904,6 +1905,7 @@ def test_a_link_that_leads_out_of_the_package_is_not_followed(
     assert cpu.reason == f"{name} is a link to a place outside of the package"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right of their own")
 def test_links_inside_the_package_and_those_of_installers_are_followed(
     ship: Shipper, tmp_path: Path
 ) -> None:
@@ -2103,12 +2105,13 @@ def test_other_values_are_no_files(tmp_path: Path, option: str, value: str) -> N
 def test_a_file_of_the_package_gets_its_absolute_path(tmp_path: Path) -> None:
     (tmp_path / "package" / "lib").mkdir(parents=True)
     (tmp_path / "package" / "lib" / "npu.xclbin").touch()
-    (tmp_path / "package" / "link").symlink_to(tmp_path)
     confined = functools.partial(loader.confined_option, tmp_path / "package", "xclbin")
     assert confined("lib/npu.xclbin") == str(tmp_path / "package" / "lib" / "npu.xclbin")
     assert confined("lib") == str(tmp_path / "package" / "lib")
     assert confined("missing.xclbin") is None
-    assert confined("link") is None
+    if sys.platform != "win32":
+        (tmp_path / "package" / "link").symlink_to(tmp_path)
+        assert confined("link") is None
     assert loader.confined_option(None, "xclbin", "lib/npu.xclbin") is None
 
 
@@ -2470,7 +2473,8 @@ def test_a_cache_folder_that_cannot_be_made_is_a_failure(ship: Shipper, tmp_path
     (tmp_path / "home").write_text("a file", encoding="utf-8")
     cpu, source = app.explain("a")
     assert cpu.outcome == "failed"
-    assert (source.outcome, cpu.reason.split(":")[0]) == ("opened", "NotADirectoryError")
+    refused = "FileExistsError" if sys.platform == "win32" else "NotADirectoryError"
+    assert (source.outcome, cpu.reason.split(":")[0]) == ("opened", refused)
 
 
 # --- Compiling on the user's machine

@@ -51,4 +51,15 @@ def _peak_memory() -> int | None:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "win32":
+        import ctypes
+
+        # PROCESS_MEMORY_COUNTERS: its size, the page faults, the peak of the working set, and seven others.
+        counters = (ctypes.c_size_t * 9)()
+        ctypes.c_uint32.from_buffer(counters).value = ctypes.sizeof(counters)
+        kernel = ctypes.WinDLL("kernel32")
+        kernel.GetCurrentProcess.restype = ctypes.c_void_p
+        process = ctypes.c_void_p(kernel.GetCurrentProcess())
+        if kernel.K32GetProcessMemoryInfo(process, counters, ctypes.sizeof(counters)):
+            return counters[1]
     return None
