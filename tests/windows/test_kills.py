@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.files import STAGING_PREFIX
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.termination import terminated_as_error
 from hatch_epcontext.worker.requests import CheckRequest
 from tests.altered_workers import write_start_code
 from tests.models import network, save
@@ -71,6 +73,14 @@ def test_a_killed_build_leaves_no_worker_and_the_next_one_removes_its_folder(
     assert len(list(temporary.glob(f"{STAGING_PREFIX}*"))) == 1
     python(*command, cwd=tmp_path, env=env)
     assert list(temporary.glob(f"{STAGING_PREFIX}*")) == []
+
+
+def test_ctrl_break_is_an_error_after_which_a_build_cleans_up() -> None:
+    ctrl_break = signal.Signals["SIGBREAK"]
+    with pytest.raises(SystemExit) as raised, terminated_as_error():
+        signal.raise_signal(ctrl_break)
+    assert raised.value.code == 128 + ctrl_break
+    assert signal.getsignal(ctrl_break) is signal.SIG_DFL
 
 
 def test_a_crash_of_a_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
