@@ -127,7 +127,7 @@ def write_atomically(file: Path, text: str, *, durable: bool = True) -> Path:
             shutil.copymode(file, temporary)
         return patiently(lambda: temporary.replace(file))
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
         # A write does not say to which file.
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             raise OSError(error.errno, error.strerror, str(file)) from error

@@ -1162,8 +1162,6 @@ def _open(package: _Package, variant: _Variant, request: _Request) -> tuple[Any,
         package.verify_texts()
     with contextlib.ExitStack() as stack:
         file = package.on_disk(variant, stack, verify=request.verify)
-        if variant.ours.get("needs_code_page"):
-            file = _readable(file, "mbcs", f"{variant.ep} crashes there. embed = true")
         session, runs_on = _open_file(ort, package, variant, request, file)
         if package.is_archive:
             # A temporary folder is there as long as the session.
@@ -1171,10 +1169,10 @@ def _open(package: _Package, variant: _Variant, request: _Request) -> tuple[Any,
     return session, runs_on
 
 
-def _readable(file: Path, encoding: str, why: str) -> Path:
+def _readable(file: Path, encoding: str, reason: str) -> Path:
     """``file``, on Windows by a path of which ``encoding`` has all letters: its own, or its short one.
 
-    Raises _SkipTargetError if there is none; ``why``: what would happen, and the key that would help.
+    Raises _SkipTargetError if there is none; ``reason``: why it is needed, and what to do.
     """
     if sys.platform != "win32":
         return file
@@ -1186,16 +1184,16 @@ def _readable(file: Path, encoding: str, why: str) -> Path:
         with contextlib.suppress(UnicodeEncodeError):
             path.encode(encoding)
             return type(file)(path)
-    raise _SkipTargetError(
-        f"the path of {file} has letters that the code page of Windows does not have, and {why} for its "
-        "target helps, or another folder"
-    )
+    raise _SkipTargetError(f"{reason}, or use another folder than {file}")
 
 
 def _open_file(
     ort: Any, package: _Package, variant: _Variant, request: _Request, file: Path
 ) -> tuple[Any, str]:
     """Open the model ``file`` of ``variant``; return the session, and what it runs on."""
+    if variant.ours.get("needs_code_page"):
+        crash = f"{variant.ep} crashes where the path has letters outside the code page of Windows"
+        file = _readable(file, "mbcs", f"{crash}; set embed = true for the target")
     wanted, built_for = _kinds_of_device(variant, request)
     options = request.session_options
     options = (options() if callable(options) else options) or ort.SessionOptions()
@@ -1634,19 +1632,18 @@ def _offered(ort: Any, variant: _Variant) -> list[Any]:
 def _register_ready() -> None:
     """Register, once in a process, the EPs that Windows ML's catalogue has on this machine."""
     try:
-        import onnxruntime as ort
-        from windowsml import EpCatalog
-    except (ImportError, OSError) as error:
-        _log("info", "there is no catalogue of Windows ML (%s)", error)
-        return
-    with _ep_lock(ort):
-        if "_epcontext_catalog" not in vars(ort):
+        ort, catalogue = _onnxruntime(), importlib.import_module("windowsml")
+        with _ep_lock(ort):
             # Kept: with some drivers it crashes when it is closed.
-            vars(ort)["_epcontext_catalog"] = catalog = EpCatalog()
-            known = {each.ep_name for each in _ep_devices(ort)}
-            for each in catalog.find_all_providers():
-                if each.ready_state.name == "Ready" and each.name not in known:
-                    ort.register_execution_provider_library(each.name, each.library_path)
+            if "_epcontext_catalog" not in vars(ort):
+                vars(ort)["_epcontext_catalog"] = found = catalogue.EpCatalog()
+                for each in found.find_all_providers():
+                    if each.ready_state.name == "Ready" and not _of_ep(ort, each.name, None):
+                        with contextlib.suppress(Exception):
+                            # What fails is skipped with its reason: its EP is not registered.
+                            ort.register_execution_provider_library(each.name, each.library_path)
+    except Exception as error:
+        _log("info", "the catalogue of Windows ML cannot be used (%s)", error)
 
 
 def _of_ep(ort: Any, ep: str, library: str | None) -> list[Any]:
@@ -1778,7 +1775,7 @@ def _compile(
         )
         result = parent / made / file.parent.name
         result.mkdir()
-        advice = "onnxruntime compiles nothing there. recompile = false"
+        advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
         with _ep_lock(ort):
             # Listed again: this process may have waited for another one that compiled, and failed.
             devices = _devices(ort, variant, wanted)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, TEMPORARY, Output, is_in_use
+from hatch_epcontext.files import STAGING_PREFIX, TEMPORARY, Output, is_in_use, remove
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -88,9 +88,10 @@ def check_file(path: Path, kind: Output) -> None:
         except (FileNotFoundError, NotADirectoryError):
             check_folder(path.parent)
             if sys.platform == "win32" and path.parent.is_dir():
-                # Tried, because Windows says of a name that is too long only that there is no such file.
-                path.touch(exist_ok=False)
-                path.unlink()
+                # Tried with another name, because Windows says of one that is too long that there is no file.
+                other = path.with_name(f"~{os.getpid():05}{path.name[6:]}")
+                other.touch()
+                remove(other)
             return
         if not kind.is_at(path):
             message = f"exists already, and is no {_WORDS[kind]} that epcontext wrote."
@@ -114,7 +115,7 @@ def system_problem(
         message += f"\n{_room(place)}"
     advice = _advice(place, full=full)
     if is_in_use(error) and not full:
-        advice = f"If another program has it open, close that, or try again. Else: {advice}"
+        advice = f"If another program has it open, close that, or try again. Otherwise: {advice}"
     return Problem(Kind.SYSTEM_ERROR, location, message, advice)
 
 

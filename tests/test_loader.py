@@ -919,6 +919,7 @@ class EpCatalog:
     def __init__(self):
         EpCatalog.made += 1
     def find_all_providers(self):
+        yield Provider("DamagedExecutionProvider", ready, "damaged.dll")
         yield Provider("QNNExecutionProvider", ready, onnxruntime_qnn.get_library_path())
         yield Provider("OtherExecutionProvider", absent, "nothing.dll")
 sys.modules["windowsml"] = types.SimpleNamespace(EpCatalog=EpCatalog)
@@ -931,15 +932,20 @@ print(json.dumps([calls, [target_of(each) for each in sessions], EpCatalog.made]
 def test_what_windows_ml_has_ready_is_registered_once(qnn: Shipper) -> None:
     """With a stand-in for the package windowsml, as its documentation describes it: not run on Windows."""
     qnn(npu=QNN)
-    assert qnn.script(COUNT + WINDOWS_ML) == [[QNN_EP], ["npu", "npu"], 1]
+    registered = ["DamagedExecutionProvider", QNN_EP]
+    assert qnn.script(COUNT + WINDOWS_ML) == [registered, ["npu", "npu"], 1]
 
 
 def test_without_a_catalogue_windows_ml_changes_nothing(
     ship: Shipper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "windowsml", None)
+    def broken() -> None:
+        raise RuntimeError
+
     app = ship(cpu=CPU)
-    assert app.target_of(app.load("a", windows_ml=True)) == "cpu"
+    for module in (None, SimpleNamespace(EpCatalog=broken)):
+        monkeypatch.setitem(sys.modules, "windowsml", module)
+        assert app.target_of(app.load("a", windows_ml=True)) == "cpu"
 
 
 @needs_qnn

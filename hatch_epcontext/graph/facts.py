@@ -72,6 +72,10 @@ class Cut:
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs)
 
+    def within(self, other: Cut) -> Cut:
+        """This cut of a model that is cut as ``other`` says: ends that are not named are those of that."""
+        return Cut(self.inputs or other.inputs, self.outputs or other.outputs)
+
     def setting(self, model: Key) -> Setting:
         """What to set for this cut of the model at the key ``model``."""
         ends = {"inputs": list(self.inputs), "outputs": list(self.outputs)}

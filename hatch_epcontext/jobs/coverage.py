@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
-from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.text import count, listing
-from hatch_epcontext.worker.facts import Context, Coverage, NodeFacts
+from hatch_epcontext.worker.facts import GUESSED, Context, Coverage, NodeFacts
 
 _MAX_NODES = 20
 """The number of uncovered nodes with one operator and reason that a message names."""
 
 _MAX_GROUPS = 20
-"""Groups of these up to which all are shown; of more, those of each operator are one."""
+"""Groups up to which all are shown; of more, those of an operator for which no reason is given are one."""
 
 
 def describe_coverage(coverage: Coverage | None) -> str:
@@ -69,9 +68,7 @@ def _cut(coverage: Coverage, model: Model) -> Iterator[Setting]:
     """The setting that keeps the largest part of the model that is covered, if there is one."""
     if (largest := coverage.largest) is None:
         return
-    # Ends that are not named are those of the model, which is perhaps cut already.
-    cut = Cut(largest.inputs or model.cut.inputs, largest.outputs or model.cut.outputs)
-    yield cut.setting(model.key)
+    yield largest.within(model.cut).setting(model.key)
 
 
 def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[Setting, ...]]:
@@ -111,12 +108,10 @@ def _describe_nodes(nodes: Iterable[NodeFacts]) -> Iterator[str]:
     for node in nodes:
         groups.setdefault((node.op, node.reason), []).append(node.name)
     if len(groups) > _MAX_GROUPS:
-        # Most have a reason of their own, with the shapes of one node.
-        firsts: dict[str, str | None] = {}
         for op, reason in [*groups]:
-            first = firsts.setdefault(op, reason)
-            if reason != first:
-                groups[op, first] += groups.pop((op, reason))
+            if reason is not None and reason.startswith(GUESSED):
+                alike = f"{GUESSED} different shapes"
+                groups.setdefault((op, alike), []).extend(groups.pop((op, reason)))
     for (op, reason), names in groups.items():
         shown = ", ".join(filter(None, names[:_MAX_NODES]))
         more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""

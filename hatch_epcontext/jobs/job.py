@@ -448,10 +448,12 @@ class _Search:
             self._cache.set_latest(self._partial, found.key)
         if (taken := chosen(self._job, self._attempts, self._judge)) is not None:
             return taken
-        if wrong := [each for each in self._attempts if self._disagreement(each) is not None]:
-            nearest = max(wrong, key=lambda each: self._margin(each) or 0.0)
-            error = self._disagreement(nearest)
-            assert error is not None, "it differs"
+        if wrong := [
+            (self._margin(each) or 0.0, each, error)
+            for each in self._attempts
+            if (error := self._disagreement(each)) is not None
+        ]:
+            _, nearest, error = max(wrong, key=lambda each: each[0])
             raise _with_tried(error, self._notes(nearest))
         if found.may_be_taken:
             # Of all forms: what is left in this one is the least that is to be solved.

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+_SIGNALS = (signal.SIGTERM, *(s for s in signal.Signals if s.name == "SIGBREAK"))
+
 
 @contextlib.contextmanager
 def terminated_as_error() -> Iterator[None]:
@@ -28,9 +30,6 @@ def terminated_as_error() -> Iterator[None]:
     finally:
         for each in found:
             signal.signal(each, signal.SIG_DFL)
-
-
-_SIGNALS = (signal.SIGTERM, *(s for s in signal.Signals if s.name == "SIGBREAK"))
 
 
 def _end(signal_number: int, frame: FrameType | None) -> None:

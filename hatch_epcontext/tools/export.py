@@ -151,5 +151,5 @@ def _replace(place: Path, made: Bundle) -> None:
             patiently(lambda: copy.rename(place))
         except BaseException:
             if earlier.exists():
-                earlier.rename(place)
+                patiently(lambda: earlier.rename(place))
             raise

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.config.settings import Target
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
@@ -35,25 +35,27 @@ def compile_context(
     result: Path,
     target: Target,
     session_options: Mapping[str, str] | None = None,
-    key: Key | None = None,
+    model: Model | None = None,
 ) -> None:
     """Compile ``prepared`` into the context model ``result``, with its sidecars beside it.
 
-    ``session_options`` are added to the target's; ``key`` is the model's place in the configuration.
+    ``session_options`` are added to the target's; ``model``: what it was made of, for advice.
     Raises BuildError with an explanation of the EP's error where there is one.
     """
     provider = target.provider
     optimizes = target.settings.optimization != "none"
 
     def refused() -> RefusedNodes:
-        return refused_nodes(prepared, target)
+        return refused_nodes(prepared, target, model)
+
+    key = None if model is None else model.key
 
     with explained(provider, lambda: _graph(prepared), key, refused, optimizes=optimizes):
         if target.settings.in_memory:
-            model = onnx.load(prepared, load_external_data=False)
+            loaded = onnx.load(prepared, load_external_data=False)
             data = {
                 name: (prepared.parent / name).read_bytes()
-                for name in external_data(model, prepared.parent, prepared.name)
+                for name in external_data(loaded, prepared.parent, prepared.name)
             }
             result.write_bytes(compile_buffers(prepared.read_bytes(), data, target))
         elif provider.own_context_options is None:

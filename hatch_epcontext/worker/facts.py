@@ -154,6 +154,9 @@ GAIN = 6.0
 """Decibels by which something has to be nearer to the CPU to be worth what it costs: half of the error."""
 
 
+GUESSED = "the EP refuses it with"
+"""How a reason begins that the EP did not give: with the types and shapes of one node."""
+
 FEW_SAMPLES = 8
 """The natures that models are tried with of which a run takes much."""
 

@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import onnx
 
-from hatch_epcontext.config.settings import Target
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.facts import Cut, TensorFacts
@@ -23,7 +23,7 @@ from hatch_epcontext.graph.refusals.covered import largest_covered
 from hatch_epcontext.graph.refusals.known_limits import numbered
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, narrow
-from hatch_epcontext.worker.facts import Context, NodeFacts
+from hatch_epcontext.worker.facts import GUESSED, Context, NodeFacts
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
@@ -79,18 +79,21 @@ class RefusedNodes(NamedTuple):
     cut: Cut | None = None
 
 
-def refused_nodes(prepared: Path, target: Target) -> RefusedNodes:
-    """Which nodes of ``prepared`` the EP refuses, or cannot take because of their types."""
+def refused_nodes(prepared: Path, target: Target, model: Model | None = None) -> RefusedNodes:
+    """Which nodes of ``prepared``, made of ``model``, the EP refuses, or has no types for."""
     provider = target.provider
     logged = dict(ask(prepared, target))
     if not logged:
         return RefusedNodes()
-    model = onnx.load(prepared, load_external_data=False)
-    main, typed = model.graph, graph.inferred(model)
+    onnx_model = onnx.load(prepared, load_external_data=False)
+    main, typed = onnx_model.graph, graph.inferred(onnx_model)
     for name, tensors in _tensors(typed, {node.name for node in main.node}).items():
         if {each.dtype for some in tensors for each in some} & provider.lacks_dtypes:
             logged.setdefault(name, "")
+    # Others are in no file: ONNX Runtime has made them since.
     refused = [node for node in main.node if node.name in logged]
+    if not refused:
+        return RefusedNodes()
     nodes = [NodeFacts(node.name, graph.operator(node)) for node in refused]
     operators: dict[str | None, Counter[str]] = {}
     for node in explained(nodes, logged, main, typed, provider):
@@ -100,8 +103,12 @@ def refused_nodes(prepared: Path, target: Target) -> RefusedNodes:
         for reason, ops in operators.items()
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
-    text = f"It refused {', '.join(parts[:_MAX_REASONS])}{more}."
-    return RefusedNodes(text, largest_covered(main, refused, main))
+    text = f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}."
+    cut = None
+    if model is not None:
+        source = onnx.load(model.path, load_external_data=False).graph
+        cut = largest_covered(main, refused, source, frozen=model.constants)
+    return RefusedNodes(text, cut and cut.within(model.cut) if model else None)
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:
@@ -201,4 +208,4 @@ def _guess(
         ", ".join(f"{each.dtype} [{each.shape_text}]" for each in some[:_MAX_TENSORS]) or "?"
         for some in (inputs, outputs)
     )
-    return f"the EP refuses it with {taken} -> {made}"
+    return f"{GUESSED} {taken} -> {made}"

@@ -105,7 +105,7 @@ def _with_own_cache(value: str) -> str:
     # The loader takes the user's cache folder, and a worker its own working directory.
     if USER_CACHE not in value:
         return value
-    path = value.replace(USER_CACHE, str(Path.cwd() / "user-cache"))
+    path = value.replace(USER_CACHE, near(Path.cwd() / "user-cache"))
     Path(path).mkdir(parents=True, exist_ok=True)
     return path
 

@@ -33,7 +33,7 @@ def compile_group(request: CompileRequest) -> tuple[Context, ...]:
         }
         if result == results[-1]:
             sharing["ep.stop_share_ep_contexts"] = "1"
-        compile_context(Path(path), result, target, sharing, model.key)
+        compile_context(Path(path), result, target, sharing, model)
     _equalize_spill_fill(results)
     contexts = tuple(
         read_context(model, Path(path), result, target)

@@ -7,7 +7,7 @@ import pytest
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.jobs.coverage import check_coverage
-from hatch_epcontext.worker.facts import Coverage, NodeFacts
+from hatch_epcontext.worker.facts import GUESSED, Coverage, NodeFacts
 from tests.results import configured
 
 
@@ -99,10 +99,12 @@ def test_all_nodes_are_named_in_groups(project: Path) -> None:
     assert "n19 and 5 more; Op last (no); 2 NonZero (no shape)." in text
 
 
-def test_of_many_reasons_one_is_named_for_each_operator(project: Path) -> None:
+def test_what_is_refused_for_no_given_reason_is_one_group_of_many(project: Path) -> None:
     names = ("Add", "Mul", "Sub")
-    uncovered = tuple(NodeFacts(f"n{i}", names[i % 3], f"shape {i}") for i in range(30))
-    text = failure(Coverage(30, 0, 1, uncovered), project)
-    assert "10 Add n0, n3, n6" in text
-    assert "(shape 0); 10 Mul n1," in text
-    assert "shape 4" not in text
+    uncovered = [NodeFacts(f"n{i}", names[i % 3], f"{GUESSED} float32 [{i}]") for i in range(30)]
+    uncovered.append(NodeFacts("last", "Mul", "dynamic scale"))
+    text = failure(Coverage(31, 0, 1, tuple(uncovered)), project)
+    assert (
+        f"10 Mul n1, n4, n7, n10, n13, n16, n19, n22, n25, n28 ({GUESSED} different shapes)" in text
+    )
+    assert "Mul last (dynamic scale)" in text

@@ -80,7 +80,7 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     assert ask(path, target("qnn", X_ELITE)) == {"hardmax": "the EP does not have this operator"}
     assert "LogNodeSupport" not in "".join(capfd.readouterr())
     refused = refused_nodes(path, target("qnn", X_ELITE))
-    assert refused.text == "It refused Hardmax (the EP does not have this operator)."
+    assert refused.text == "It refuses Hardmax (the EP does not have this operator)."
 
 
 @needs_qnn
@@ -97,7 +97,7 @@ def test_a_refused_node_has_a_reason(tmp_path: Path) -> None:
     ]
     path = save(model(nodes, [value("x", [2, 4])], [value("y", [2, 4])]), tmp_path / "a.onnx")
     refused = refused_nodes(path, target("qnn", X_ELITE))
-    assert refused.text == "It refused Hardmax (the EP does not have this operator)."
+    assert refused.text == "It refuses Hardmax (the EP does not have this operator)."
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
 
 

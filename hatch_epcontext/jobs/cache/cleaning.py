@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,25 +73,31 @@ class Store:
                 kept += entry.size
             else:
                 removed.append(entry)
-        for file in self._small_files("locks", "index"):
-            with contextlib.suppress(FileNotFoundError):
-                if oldest is not None and _changed(file.lstat()) < oldest:
-                    file.unlink()
-        self._remove_cut_models(oldest)
-        self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
-        return self._remove(removed)
+        with _removals() as remove:
+            for file in self._small_files("locks", "index"):
+                with contextlib.suppress(FileNotFoundError):
+                    if oldest is not None and _changed(file.lstat()) < oldest:
+                        remove(file.unlink)
+            self._remove_cut_models(oldest)
+            self._remove_leftovers(datetime.datetime.now(datetime.timezone.utc) - _LEFTOVER_AGE)
+            for entry in removed:
+                remove(partial(discard, entry.folder))
+        return removed
 
     def clear(self) -> list[Entry]:
         """Remove all artifacts, and everything else that builds wrote into the folder."""
-        removed = self._remove(self.entries())
-        self._remove_cut_models(datetime.datetime.max.replace(tzinfo=datetime.timezone.utc))
-        self._remove_leftovers()
-        for file in self._small_files(*_SMALL_FILES):
-            patiently(partial(file.unlink, missing_ok=True))
-        for file in _inside(self.root / "reports"):
-            with contextlib.suppress(FileNotFoundError):
-                if file.suffix == ".json" and Output.REPORT.is_at(file):
-                    file.unlink()
+        removed = self.entries()
+        with _removals() as remove:
+            for entry in removed:
+                remove(partial(discard, entry.folder))
+            self._remove_cut_models(datetime.datetime.max.replace(tzinfo=datetime.timezone.utc))
+            self._remove_leftovers()
+            for file in self._small_files(*_SMALL_FILES):
+                remove(file.unlink)
+            for file in _inside(self.root / "reports"):
+                with contextlib.suppress(FileNotFoundError):
+                    if file.suffix == ".json" and Output.REPORT.is_at(file):
+                        remove(file.unlink)
         return removed
 
     def _entry_folders(self) -> Iterator[Path]:
@@ -128,16 +134,24 @@ class Store:
         for folder in (*small, *self._entry_folders()):
             yield from filter(_is_temporary, _inside(folder))
 
-    def _remove(self, entries: list[Entry]) -> list[Entry]:
-        failed: list[OSError] = []
-        for entry in entries:
-            try:
-                discard(entry.folder)
-            except OSError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
-        return entries
+
+@contextlib.contextmanager
+def _removals() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """A function that removes something; it goes on behind what is in use, of which the first is an error."""
+    failed: list[OSError] = []
+
+    def remove(action: Callable[[], None]) -> None:
+        try:
+            # Who has one file open for longer has others too.
+            patiently(action) if not failed else action()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed.append(error)
+
+    yield remove
+    if failed:
+        raise failed[0]
 
 
 def _is_intact(folder: Path) -> bool:

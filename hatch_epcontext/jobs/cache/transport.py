@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hatch_epcontext.config.shared_cache import REQUIREMENTS, SIGNATURES
-from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file
+from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file, remove
 from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.requirements import pip_install
@@ -474,7 +474,7 @@ def _replaced(path: Path) -> Iterator[Path]:
         yield temporary
         patiently(lambda: temporary.replace(path))
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
 
 
 def _copy(source: Path, target: Path, progress: Any) -> None:

@@ -456,7 +456,7 @@ def _ended(code: int, step: str) -> Problem:
         return Problem(Kind.WORKER_KILLED, "", f"the worker was killed with {name}{step}.", hint)
     if code & 0xFFFFFFFF == _STOPPED:
         message = f"the worker was stopped with Ctrl-C, or with its console{step}."
-        return Problem(Kind.WORKER_KILLED, "", message, "Something else ended it: build again.")
+        return Problem(Kind.WORKER_KILLED, "", message, "Build again.")
     hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
     return Problem(Kind.WORKER_CRASHED, "", f"the worker {_describe_exit(code)}{step}.", hint)
 

@@ -72,7 +72,7 @@ class WorkerLog:
         """Replace secrets in the file, which nobody writes any more: it stays until the end of the build."""
         if self._secrets and 0 < self.size <= LOG_LIMIT:
             text = narrow(self.path.read_bytes()).decode("utf-8", "replace")
-            self.path.write_text(hide_values(text, self._secrets), encoding="utf-8")
+            self.path.write_bytes(hide_values(text, self._secrets).encode())
 
     def tail(self, *, only_errors: bool = False) -> str:
         """The last lines, as an error shows them.

@@ -58,7 +58,7 @@ def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
     target, provider = request.target, request.target.provider
     result = Path(request.folder) / provider.result_file(model.name)
     if provider.product == "context":
-        compile_context(prepared, result, target, key=model.key)
+        compile_context(prepared, result, target, model=model)
         context = read_context(model, prepared, result, target)
         return with_reasons(context, prepared, result, target)
     optimize(prepared, result, target.settings.optimization, target)

@@ -274,7 +274,7 @@ def _differs(
         Kind.OUTPUT_DIFFERS,
         "",
         message,
-        "Find the cause, or allow more if the difference is acceptable (not tried: others may need more):",
+        "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):",
         settings=(Setting(key / "tolerance", limits),),
     )
 

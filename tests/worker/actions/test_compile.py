@@ -163,7 +163,7 @@ def test_what_the_ep_says_of_its_nodes_stands_in_place_of_a_guess_about_the_chip
         [value("y", [1, 4])],
     )
     path = save(only, tmp_path / "a.onnx")
-    with pytest.raises(BuildError, match=r"It refused Hardmax \(") as raised:
+    with pytest.raises(BuildError, match=r"It refuses Hardmax \(") as raised:
         compiled(path, target("qnn", X_ELITE), tmp_path)
     assert "chip" not in raised.value.problems[0].advice()
 
@@ -251,9 +251,11 @@ def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> 
     ]
     made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
     path = save(made, tmp_path / "a.onnx")
-    wanted = r"failed: .*\. It refused Cast and Exp \(the EP does not take float64\)\."
+    wanted = r"failed: .*\. It refuses Cast and Exp \(the EP does not take float64\)\."
     with pytest.raises(BuildError, match=wanted) as raised:
-        compile_context(path, tmp_path / "b.onnx", target("qnn", X_ELITE), key=MODEL)
+        compile_context(
+            path, tmp_path / "b.onnx", target("qnn", X_ELITE), model=Model("a", path, MODEL)
+        )
     assert raised.value.problems[0].settings == (Setting(MODEL / "cut"),)
 
 
@@ -270,7 +272,9 @@ def test_a_cut_before_a_type_that_the_ep_lacks_is_named(tmp_path: Path) -> None:
     made = model(nodes, [value("x", [2, 3])], [value("y", [2, 3], double)])
     path = save(made, tmp_path / "a.onnx")
     with pytest.raises(BuildError) as raised:
-        compile_context(path, tmp_path / "b.onnx", target("qnn", X_ELITE), key=MODEL)
+        compile_context(
+            path, tmp_path / "b.onnx", target("qnn", X_ELITE), model=Model("a", path, MODEL)
+        )
     assert raised.value.problems[0].settings == (Setting(MODEL / "cut", {"outputs": ["t"]}),)
 
 
