@@ -73,7 +73,7 @@ can only come from the app: `load(name, provider_options={...})`.
 | --- | --- |
 | Linux, x86-64 | All tests run there: QNN on its simulator, OpenVINO and ONNX Runtime on the CPU. |
 | Windows, x86-64 | Run under Wine: the example is built and opened, with QNN's simulator. Never on Windows. |
-| Linux and Windows on Arm | Never. |
+| Linux and Windows on Arm | Nothing was run there. Contexts for their chips are compiled elsewhere. |
 | macOS | Not tried. There are no packages of QNN for it. |
 
 ## Secrets
