@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Key, Kind, Problem, Setting
@@ -15,7 +15,7 @@ _MAX_NODES = 20
 """The number of uncovered nodes with one operator and reason that a message names."""
 
 _MAX_GROUPS = 20
-"""Groups up to which all are shown; of more, those of an operator for which no reason is given are one."""
+"""Groups up to which all are shown; of more, those of an operator are one that differ in tensors only."""
 
 
 def describe_coverage(coverage: Coverage | None) -> str:
@@ -102,18 +102,32 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> tuple[str, tuple[
     return hint, ()
 
 
-def _describe_nodes(nodes: Iterable[NodeFacts]) -> Iterator[str]:
+def _describe_nodes(nodes: Sequence[NodeFacts]) -> Iterator[str]:
     """All nodes, in groups with the same operator and reason."""
-    groups: dict[tuple[str, str | None], list[str]] = {}
-    for node in nodes:
-        groups.setdefault((node.op, node.reason), []).append(node.name)
+    groups = _grouped((each, each.reason) for each in nodes)
     if len(groups) > _MAX_GROUPS:
-        for op, reason in [*groups]:
-            if reason is not None and reason.startswith(GUESSED):
-                alike = f"{GUESSED} different shapes"
-                groups.setdefault((op, alike), []).extend(groups.pop((op, reason)))
+        groups = _grouped((each, _in_general(each)) for each in nodes)
     for (op, reason), names in groups.items():
         shown = ", ".join(filter(None, names[:_MAX_NODES]))
         more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""
         number = f"{len(names)} " if len(names) > 1 else ""
         yield f"{number}{op} {shown}{more}".rstrip() + (f" ({reason})" if reason else "")
+
+
+def _grouped(
+    nodes: Iterable[tuple[NodeFacts, str | None]],
+) -> dict[tuple[str, str | None], list[str]]:
+    """The names of ``nodes``, each of which comes with its reason, by operator and reason."""
+    groups: dict[tuple[str, str | None], list[str]] = {}
+    for node, reason in nodes:
+        groups.setdefault((node.op, reason), []).append(node.name)
+    return groups
+
+
+def _in_general(node: NodeFacts) -> str | None:
+    """The reason of ``node`` without the tensors that only it has, if that is all that is its own."""
+    if node.dynamic:
+        return "its shapes depend on the data"
+    if node.reason is not None and node.reason.startswith(GUESSED):
+        return f"{GUESSED} different shapes"
+    return node.reason

@@ -103,8 +103,10 @@ def test_what_is_refused_for_no_given_reason_is_one_group_of_many(project: Path)
     names = ("Add", "Mul", "Sub")
     uncovered = [NodeFacts(f"n{i}", names[i % 3], f"{GUESSED} float32 [{i}]") for i in range(30)]
     uncovered.append(NodeFacts("last", "Mul", "dynamic scale"))
-    text = failure(Coverage(31, 0, 1, tuple(uncovered)), project)
+    uncovered += [NodeFacts(f"s{i}", "Shape", f"the shape of 't{i}'", True) for i in range(9)]
+    text = failure(Coverage(40, 0, 1, tuple(uncovered)), project)
     assert (
         f"10 Mul n1, n4, n7, n10, n13, n16, n19, n22, n25, n28 ({GUESSED} different shapes)" in text
     )
     assert "Mul last (dynamic scale)" in text
+    assert "9 Shape s0, s1, s2, s3, s4, s5, s6, s7, s8 (its shapes depend on the data)" in text
