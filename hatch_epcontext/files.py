@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 _LFS = b"version https://git-lfs"
 """How the file begins that Git LFS leaves in place of another one."""
 
-TEMPORARY = "TEMP" if sys.platform == "win32" else "TMPDIR"
+TEMP_VARIABLE = "TEMP" if sys.platform == "win32" else "TMPDIR"
 """The variable that names the folder for temporary files."""
 
 STAGING_PREFIX, _PREFIX_BESIDE = "hatch-epcontext-", ".epcontext-"
@@ -160,7 +160,7 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     if parent is None and not is_text(place := Path(tempfile.gettempdir())):
         raise OSError(
             f"the folder for temporary files, {place}, has a path that is not UTF-8, and ONNX Runtime "
-            f"cannot open such paths. Set {TEMPORARY} to another folder."
+            f"cannot open such paths. Set {TEMP_VARIABLE} to another folder."
         )
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hatch_epcontext.errors import BuildError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, TEMPORARY, Output, is_in_use, remove
+from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, Output, is_in_use, remove
 from hatch_epcontext.text import show_size
 
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
@@ -90,7 +90,7 @@ def check_file(path: Path, kind: Output) -> None:
             if sys.platform == "win32" and path.parent.is_dir():
                 # Tried with another name, because Windows says of one that is too long that there is no file.
                 other = path.with_name(f"~{os.getpid():05}{path.name[6:]}")
-                other.touch()
+                other.touch(exist_ok=False)
                 remove(other)
             return
         if not kind.is_at(path):
@@ -153,7 +153,7 @@ def is_refusal(error: OSError) -> bool:
 def removed_problem(folder: Path, location: str) -> Problem:
     """The problem when somebody has removed the temporary ``folder`` of a step."""
     message = f"the temporary folder {folder} was removed while the build was running."
-    hint = f"Keep programs that clean temporary folders away from it, or set {TEMPORARY} to another one."
+    hint = f"Keep programs that clean temporary folders away from it, or set {TEMP_VARIABLE} to another one."
     return Problem(Kind.SYSTEM_ERROR, location, message, hint)
 
 
@@ -191,7 +191,7 @@ def _room(folder: Path) -> str:
 def _advice(folder: Path, *, full: bool) -> str:
     is_temporary = any(part.startswith(STAGING_PREFIX) for part in folder.parts)
     if is_temporary or folder == Path(tempfile.gettempdir()):
-        other = f"set {TEMPORARY} to another folder"
+        other = f"set {TEMP_VARIABLE} to another folder"
     else:
         other = "choose another folder"
     if full:

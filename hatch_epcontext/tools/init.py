@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import tomlkit
@@ -21,7 +21,7 @@ from hatch_epcontext.config.build_hooks import NAME, hooks_of_project, hooks_tab
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import is_question, parse, try_parse
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Kind, Problem
-from hatch_epcontext.files import temp_dir
+from hatch_epcontext.files import is_inside, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.package.wheel import (
@@ -276,7 +276,7 @@ def _listed(root: Path, table: Mapping[str, Any] | None) -> Iterator[tuple[str, 
         if isinstance(model, dict):
             path, name = model.get("path"), model.get("name")
         if isinstance(path, str):
-            is_glob = any(each in path for each in "*?[") and not PureWindowsPath(path).anchor
+            is_glob = any(each in path for each in "*?[") and is_inside(path)
             found = root.glob(path) if is_glob else ()
             for each in [file.relative_to(root).as_posix() for file in found] or [path]:
                 pure = PurePosixPath(each)

@@ -104,11 +104,11 @@ def refused_nodes(prepared: Path, target: Target, model: Model | None = None) ->
     ]
     more = f" and {len(parts) - _MAX_REASONS} more" if len(parts) > _MAX_REASONS else ""
     text = f"It refuses {', '.join(parts[:_MAX_REASONS])}{more}."
-    cut = None
-    if model is not None:
-        source = onnx.load(model.path, load_external_data=False).graph
-        cut = largest_covered(main, refused, source, frozen=model.constants)
-    return RefusedNodes(text, cut and cut.within(model.cut) if model else None)
+    if model is None:
+        return RefusedNodes(text)
+    source = onnx.load(model.path, load_external_data=False).graph
+    cut = largest_covered(main, refused, source, frozen=model.constants)
+    return RefusedNodes(text, cut and cut.within(model.cut))
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

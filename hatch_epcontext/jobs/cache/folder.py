@@ -104,14 +104,14 @@ def _publish(staged: Path, entry: Path, index: Index) -> None:
         with contextlib.suppress(OSError, DamagedError):
             checked_record(entry, index)
             return
-        discard(entry)
+        patiently(lambda: discard(entry))
     patiently(lambda: staged.rename(entry))
 
 
 def discard(entry: Path) -> None:
     """Remove an entry so that a build finds the whole of it or nothing."""
     with staging(entry.parents[1]) as trash, contextlib.suppress(FileNotFoundError):
-        patiently(lambda: entry.rename(trash / "entry"))
+        entry.rename(trash / "entry")
 
 
 def entry_folder(root: Path, key: str) -> Path:

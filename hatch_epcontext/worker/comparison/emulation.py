@@ -260,7 +260,8 @@ class Emulator:
 
     def _cut(self, run: Run) -> str:
         """The first cut behind the first diverging node from which on the model is right: a sentence."""
-        node = self._diverging(run)
+        # An operator that the EP computes less exactly is not emulated.
+        node = None if self.optimistic else self._diverging(run)
         for _ in range(_MAX_CUTS):
             if node is None:
                 break
@@ -279,17 +280,11 @@ class Emulator:
         read = {name for each in behind for name in graph.read_by(each)}
         made = {name for each in exact for name in each.output}
         given = {each.name for each in graph.inputs(self._prepared.graph)}
-        source = onnx.load(self._model.path, load_external_data=False).graph
         inputs = sorted(read & (made | given))
-        if (
-            # An operator that the EP computes less exactly is not emulated.
-            self.optimistic
-            or not read & made
-            # Less is not worth a model of its own.
-            or len(behind) <= len(exact)
-            or len(inputs) > _MAX_CUT
-        ):
+        # Less is not worth a model of its own.
+        if not read & made or len(behind) <= len(exact) or len(inputs) > _MAX_CUT:
             return ""
+        source = onnx.load(self._model.path, load_external_data=False).graph
         cut = replace(self._model.cut, inputs=tuple(inputs))
         try:
             part_between(source, cut, self._model.constants, self._model.key)
@@ -306,7 +301,7 @@ class Emulator:
         left = f"at least {level.snr:.0f} dB" if math.isfinite(level.snr) else "no error"
         return (
             f" If the app computes {' and '.join(map(repr, inputs))} itself (cut = "
-            f"{to_toml({'inputs': inputs})}), {self._format.name} leaves {left}."
+            f"{to_toml(cut.setting(self._model.key).value)}), {self._format.name} leaves {left}."
         )
 
     def _diverging(self, run: Run) -> onnx.NodeProto | None:
@@ -349,7 +344,7 @@ class Emulator:
                 return
             for node in self.scope.nodes:
                 is_cut = inner.largest(node) > self._format.largest
-                if (is_cut and not self._is_hidden(node, inner)) or self._misses(node, inner):
+                if (is_cut and inner.matters(node, self.scope)) or self._misses(node, inner):
                     yield self._words(node, inner)
 
     def _flat(self) -> str | None:
