@@ -32,7 +32,7 @@ from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.dependencies import Dependencies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.comparison.check import check_outputs
+from hatch_epcontext.worker.comparison.compare import check_outputs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, run_steps
 from hatch_epcontext.worker.configured import fix_inputs

@@ -152,14 +152,16 @@ class EpcontextBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         from hatch_epcontext.package import sbom
 
         core = self.metadata.core
-        project = sbom.Project(core.name, self.metadata.version, core.license_expression or None)
+        project = sbom.ProjectMetadata(
+            core.name, self.metadata.version, core.license_expression or None
+        )
         for message in sbom.unlicensed(result, PyprojectNames(Path(self.root))):
             self._warning(message)
         return sbom.write(result, made, output, project, staging)
 
     def _install_editable(self, config: Config) -> None:
         from hatch_epcontext.jobs.artifact import Result
-        from hatch_epcontext.jobs.cutting import cut_models
+        from hatch_epcontext.jobs.cut_models import cut_models
         from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
         from hatch_epcontext.jobs.run import open_cache
         from hatch_epcontext.jobs.sources import read_sources

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hatch_epcontext.config.checks.common import LONGEST_NAME
+from hatch_epcontext.config.checks.common import MAX_NAME
 from hatch_epcontext.config.settings import Listed, Model, ShapeSet
 from hatch_epcontext.config.tables import Dims, ModelTable, Shapes
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
@@ -110,7 +110,7 @@ def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
 
 def check_name_length(model: Model) -> Iterator[Problem]:
     """A name that has become too long with its shape."""
-    if model.shape_set is not None and model.listed and len(model.name) > LONGEST_NAME:
+    if model.shape_set is not None and model.listed and len(model.name) > MAX_NAME:
         yield Problem.at(
             model.key / model.listed.name / model.listed.index,
             Kind.INVALID_NAME,

@@ -124,7 +124,7 @@ class _Bias:
     by: _Scale
 
 
-_Known = _Quantized | _Scale | _Sum | _Bias
+_Restored = _Quantized | _Scale | _Sum | _Bias
 
 
 class _Undoing:
@@ -136,7 +136,7 @@ class _Undoing:
 
     def __init__(self, *, static: bool) -> None:
         self.static = static
-        self.known: dict[str, _Known] = {}
+        self.known: dict[str, _Restored] = {}
 
     def rules(self) -> Mapping[str, Rule]:
         static = {

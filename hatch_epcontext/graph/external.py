@@ -58,7 +58,7 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
     except ModelError as error:
         add(error.problems[0].message, error.problems[0].hint)
         raise ModelError(*problems) from None
-    inside = _Folder(folder)
+    inside = _ModelFolder(folder)
     for name, end in sorted(ends.items()):
         found = inside.status(name)
         if PurePosixPath(name).name == "manifest.json":
@@ -82,7 +82,7 @@ def external_data(model: onnx.ModelProto, folder: Path, location: Key | str) -> 
 
 def stays_inside(folder: Path, location: str) -> bool:
     """Whether a file that a model names is in the model's folder: on any system, links resolved."""
-    return _Folder(folder).has(location)
+    return _ModelFolder(folder).has(location)
 
 
 def refuse_too_large(model: onnx.ModelProto, folder: Path) -> None:
@@ -90,7 +90,7 @@ def refuse_too_large(model: onnx.ModelProto, folder: Path) -> None:
 
     Files that are outside, or missing, are ignored.
     """
-    inside = _Folder(folder)
+    inside = _ModelFolder(folder)
     for name, end in sorted(_ends(model).items()):
         found = inside.status(name)
         if not isinstance(found, Rejection) and (reason := too_large(found, end)):
@@ -107,7 +107,7 @@ _MAX_OF_A_POINTER = 1024
 """Bytes below which a file can be a pointer of Git LFS, as its specification says."""
 
 
-class _Folder:
+class _ModelFolder:
     """A model's folder, which is resolved once for all files in it."""
 
     def __init__(self, folder: Path) -> None:

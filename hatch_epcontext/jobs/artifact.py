@@ -187,7 +187,7 @@ class ValidationStatus(Enum):
         }[self]
 
 
-_ENOUGH = 4
+_MIN_GIVEN = 4
 """Given inputs that stand for others."""
 
 
@@ -227,7 +227,7 @@ class Validation:
     @property
     def few(self) -> bool:
         """Whether others may differ: so few inputs were given, and only these are run and emulated."""
-        return not self.synthetic and len(self.samples) < _ENOUGH
+        return not self.synthetic and len(self.samples) < _MIN_GIVEN
 
     @property
     def compared(self) -> tuple[Agreement, ...]:
@@ -333,7 +333,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedJob:
     """A failed job, and its problems."""
 
     job: Job
@@ -346,4 +346,4 @@ class Result:
 
     sources: tuple[Source, ...]
     built: tuple[Built, ...]
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[FailedJob, ...] = ()

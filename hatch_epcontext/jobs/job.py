@@ -47,8 +47,8 @@ from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.process import Heartbeat
 from hatch_epcontext.jobs.recipes import (
+    Assessment,
     Attempt,
-    Verdict,
     acceptable,
     best,
     chosen,
@@ -466,7 +466,7 @@ class _Search:
         first, refused = refusal(self._job, self._attempts)
         raise _with_tried(refused, self._notes(first))
 
-    def _judge(self, attempt: Attempt) -> Verdict:
+    def _judge(self, attempt: Attempt) -> Assessment:
         """How near the artifact is to the CPU, as far as it can be compared here; it is stored before."""
         if attempt.key not in self._validated:
             self._store(attempt)
@@ -480,17 +480,17 @@ class _Search:
                 self._validated[attempt.key] = error
         return self._verdict(self._validated[attempt.key])
 
-    def _verdict(self, found: Runs | BuildError) -> Verdict:
+    def _verdict(self, found: Runs | BuildError) -> Assessment:
         if isinstance(found, BuildError):
             # What is beyond a limit that is not one of decibels is hardly beyond it.
             margins = (min(each.margin or 0.0, _HARDLY) for each in found.problems)
             gap = next((each.gap for each in found.problems if each.gap is not None), math.inf)
-            return Verdict(agrees=False, margin=min(margins), gap=gap)
+            return Assessment(agrees=False, margin=min(margins), gap=gap)
         validations = [each.validation for each in found.values()]
         emulations = [each.emulation for each in validations if each.emulation is not None]
         # Simulators run large models for long: rewrites for kernels are tried only where these differ.
         gaps = (e.gap for v in validations if (e := v.emulation) and not _is_large(v))
-        return Verdict(
+        return Assessment(
             not any(each.sensitive for each in validations),
             max(0.0, min((each.margin for each in validations), default=math.inf)),
             any(each.in_format for each in emulations),

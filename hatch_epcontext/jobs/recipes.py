@@ -44,7 +44,7 @@ _MAX_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Assessment:
     """How near an attempt is to the CPU: ``margin`` in decibels above the limits, less than 0 where it is
     beyond them.
 
@@ -65,7 +65,7 @@ class Verdict:
         """Whether the kernels of the EP are less exact than its number format."""
         return self.gap >= GAIN
 
-    def is_worth(self, before: Verdict) -> bool:
+    def is_worth(self, before: Assessment) -> bool:
         """Whether the outputs are so much nearer than ``before`` that it is worth what was changed."""
         closer = self.margin >= before.margin and self.gap < before.gap - GAIN
         return closer or self.margin >= before.margin + GAIN
@@ -76,7 +76,7 @@ class Verdict:
         return self.margin < 0
 
 
-NOT_COMPARED = Verdict(True, math.inf)
+NOT_COMPARED = Assessment(True, math.inf)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Attempt:
             yield f"{'; '.join((*names, *self.result.rewrites)) or 'unmodified'}: {result}"
 
 
-Judge = Callable[[Attempt], Verdict]
+Judge = Callable[[Attempt], Assessment]
 """Validates an attempt."""
 
 

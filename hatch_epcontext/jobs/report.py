@@ -12,7 +12,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import (
     GENERATOR,
     Built,
-    Failure,
+    FailedJob,
     Preparation,
     Result,
     Source,
@@ -100,7 +100,7 @@ def make_report(result: Result) -> Report:
     )
 
 
-def _failure(failure: Failure) -> FailureReport:
+def _failure(failure: FailedJob) -> FailureReport:
     job = failure.job
     names = tuple(model.name for model in job.models)
     return FailureReport(

@@ -12,9 +12,9 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import BuildSettings, Config
 from hatch_epcontext.errors import BuildError, Kind, Problem, merged
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import Built, Failure, Result
+from hatch_epcontext.jobs.artifact import Built, FailedJob, Result
 from hatch_epcontext.jobs.cache.cache import NO_HOME, Cache, default_root
-from hatch_epcontext.jobs.cutting import cut_plan
+from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.executors.executor import Executor
 from hatch_epcontext.jobs.executors.local import LocalExecutor
 from hatch_epcontext.jobs.job import JobRunner
@@ -165,11 +165,11 @@ def _run(
     plan: Plan,
     log: Callable[[str], None],
     warn: Callable[[str], None],
-) -> tuple[list[Built], list[Failure]]:
+) -> tuple[list[Built], list[FailedJob]]:
     """Run all jobs; with ``fail-fast`` only up to the first that fails."""
     fail_fast = plan.config.build.fail_fast
     built: list[Built] = []
-    failures: list[Failure] = []
+    failures: list[FailedJob] = []
     # Its threads only wait for workers.
     with ThreadPoolExecutor(runner.executor.at_once) as pool:
 
@@ -198,7 +198,7 @@ def _run(
                 except BuildError as error:
                     if fail_fast and error.is_only((Kind.INTERRUPTED,)):
                         continue
-                    failures.append(Failure(job, error.problems))
+                    failures.append(FailedJob(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
                 else:
                     built.append(finished)

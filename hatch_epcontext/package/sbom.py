@@ -55,7 +55,7 @@ _PREFIX = f"{GENERATOR}:"
 
 
 @dataclass(frozen=True)
-class Project:
+class ProjectMetadata:
     """The project whose wheel it is. ``license``: an SPDX expression, if it has one."""
 
     name: str
@@ -96,7 +96,7 @@ def unlicensed(result: Result, names: KeyNames) -> Iterator[str]:
 
 
 def write(
-    result: Result, made: Bundle, output: PurePosixPath, project: Project, folder: Path
+    result: Result, made: Bundle, output: PurePosixPath, project: ProjectMetadata, folder: Path
 ) -> Path:
     """Write the SBOM of the package ``made``, which is at ``output`` in the wheel, into ``folder``.
 
@@ -141,7 +141,7 @@ class _Document:
     """The components of one SBOM, with their references."""
 
     def __init__(
-        self, result: Result, made: Bundle, output: PurePosixPath, project: Project
+        self, result: Result, made: Bundle, output: PurePosixPath, project: ProjectMetadata
     ) -> None:
         self._result = result
         self._made = made

@@ -13,7 +13,7 @@ import hatch_epcontext
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.artifact import GENERATOR, Artifact, Recipe
 from hatch_epcontext.jobs.cache.cache import Cache
-from hatch_epcontext.jobs.cutting import cut_plan
+from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.preparation import Prepared, prepare
 from hatch_epcontext.jobs.processes.process import Workers

@@ -16,7 +16,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph.limits import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.cutting import cut_models
+from hatch_epcontext.jobs.cut_models import cut_models
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment, requirements
 from hatch_epcontext.tools.inspect import READING

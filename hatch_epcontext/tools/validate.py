@@ -23,7 +23,7 @@ from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Validation, ValidationStatus
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.cutting import cut_plan
+from hatch_epcontext.jobs.cut_models import cut_plan
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment

@@ -379,7 +379,7 @@ def _array(value: Any, type_: str) -> Any:
     )
 
 
-class _Finder:
+class _ImportHook:
     """Hands ONNX Runtime's module to the recorder as soon as the app imports it, and not before."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -404,7 +404,7 @@ class _Finder:
 
 def _start(folder: Path) -> None:
     recorder = Recorder(folder, json.loads((folder / SETTINGS).read_bytes()))
-    sys.meta_path.insert(0, _Finder(recorder))
+    sys.meta_path.insert(0, _ImportHook(recorder))
     atexit.register(recorder.write)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=recorder.after_fork)

@@ -41,7 +41,7 @@ def run(
 
 
 @dataclass
-class _Run:
+class _TimedRun:
     """A run that is ended at ``end``, in seconds of the monotonic clock, at its next node."""
 
     options: ort.RunOptions
@@ -54,12 +54,12 @@ class _Watch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._run: _Run | None = None
+        self._run: _TimedRun | None = None
         self._wakes = 0.0
         self._changed = threading.Event()
         self.stopped = False
 
-    def begin(self, run: _Run | None) -> None:
+    def begin(self, run: _TimedRun | None) -> None:
         """Watch ``run``, and no other one."""
         self._run = run
         # It looks at the run after it has said when it wakes, so it misses none.
@@ -107,7 +107,7 @@ def _limited(seconds: float | None) -> Iterator[ort.RunOptions]:
     if not _watches:
         _watches.append(_Watch())
         _watches[0].start()
-    run = _Run(options, time.monotonic() + seconds)
+    run = _TimedRun(options, time.monotonic() + seconds)
     _watches[0].begin(run)
     try:
         yield options

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.jobs.artifact import Failure, Result
+from hatch_epcontext.jobs.artifact import FailedJob, Result
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.run import IncompleteError
 from tests.results import configured
@@ -23,14 +23,14 @@ provider = "cpu"
 """
 
 
-def failure(job: Job, problem: Problem) -> Failure:
+def failure(job: Job, problem: Problem) -> FailedJob:
     """The failure of ``job`` by an error with ``problem``."""
     with pytest.raises(BuildError) as raised, job.locating():
         raise BuildError(problem)
-    return Failure(job, raised.value.problems)
+    return FailedJob(job, raised.value.problems)
 
 
-def failures(root: Path) -> list[Failure]:
+def failures(root: Path) -> list[FailedJob]:
     """The same failure of each job in a step of its own."""
 
     def problem(job: Job) -> Problem:
@@ -40,7 +40,7 @@ def failures(root: Path) -> list[Failure]:
     return [failure(job, problem(job)) for job in plan(configured(root, TOML)).jobs]
 
 
-def problems_of(failures: Sequence[Failure]) -> tuple[Problem, ...]:
+def problems_of(failures: Sequence[FailedJob]) -> tuple[Problem, ...]:
     return IncompleteError(Result((), (), tuple(failures))).problems
 
 

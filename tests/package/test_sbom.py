@@ -24,7 +24,7 @@ targets = { npu = { provider = "qnn", provider-options = { soc_model = 60 } }, c
 models = [{ path = "models/a.onnx", license = "mit or apache-2.0" }, { path = "models/b.onnx" }]
 """
 
-PROJECT = sbom.Project("My.App", "1.0", "BSD-3-Clause")
+PROJECT = sbom.ProjectMetadata("My.App", "1.0", "BSD-3-Clause")
 
 
 def written(project: Path, tmp_path: Path, toml: str = TOML) -> dict[str, Any]:
@@ -33,7 +33,9 @@ def written(project: Path, tmp_path: Path, toml: str = TOML) -> dict[str, Any]:
     return document(result, tmp_path)
 
 
-def document(result: Result, tmp_path: Path, project: sbom.Project = PROJECT) -> dict[str, Any]:
+def document(
+    result: Result, tmp_path: Path, project: sbom.ProjectMetadata = PROJECT
+) -> dict[str, Any]:
     staging = tmp_path / "staging"
     staging.mkdir()
     made = bundle(result, staging, {})
@@ -142,7 +144,11 @@ def test_equal_content_has_the_same_serial_number_and_no_time(
 ) -> None:
     result = compiled(configured(project, TOML), tmp_path / "artifacts")
     contents = []
-    for name, project_ in (("1", PROJECT), ("2", PROJECT), ("3", sbom.Project("other", "1", None))):
+    for name, project_ in (
+        ("1", PROJECT),
+        ("2", PROJECT),
+        ("3", sbom.ProjectMetadata("other", "1", None)),
+    ):
         (tmp_path / name).mkdir()
         contents.append(document(result, tmp_path / name, project_))
     first, second, third = contents

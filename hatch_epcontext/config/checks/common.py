@@ -10,7 +10,7 @@ from typing import Any
 from hatch_epcontext.errors import Key, KeyNames, Kind, Problem
 from hatch_epcontext.text import is_device, show, toml_key
 
-LONGEST_NAME = 150
+MAX_NAME = 150
 """Characters of a name: with what files add to it, their names fit every file system."""
 
 
@@ -50,10 +50,10 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
             f"{show(name)} is the name of a device on Windows, which could not unpack the wheel."
         )
         yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
-    elif len(name) > LONGEST_NAME:
+    elif len(name) > MAX_NAME:
         message = f"has {len(name)} characters, and files are called after it: {show(name)}."
         yield Problem.at(
-            key, Kind.INVALID_NAME, message, f"Give a name with at most {LONGEST_NAME} characters."
+            key, Kind.INVALID_NAME, message, f"Give a name with at most {MAX_NAME} characters."
         )
 
 

@@ -13,10 +13,10 @@ from hatch_epcontext.graph.cutting import part_between
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.scope import Scope
 
-_SMALLEST = 0.5
+_MIN_PART = 0.5
 """The share of all nodes above which a part is worth naming."""
 
-_MOST_ENDS = 4
+_MAX_ENDS = 4
 """Inputs, and outputs, up to which an app can be asked to do the rest."""
 
 
@@ -42,7 +42,7 @@ def largest_covered(
     parts = sorted(
         (_within(flow, part, begin, end) for part in flow.parts()), key=len, reverse=True
     )
-    cuts = (_cut(flow, part, source) for part in parts if len(part) > _SMALLEST * len(flow.numbers))
+    cuts = (_cut(flow, part, source) for part in parts if len(part) > _MIN_PART * len(flow.numbers))
     return next((cut for cut in cuts if cut and _is_possible(source, cut, frozen)), None)
 
 
@@ -60,7 +60,7 @@ def _is_possible(source: onnx.GraphProto, cut: Cut, frozen: Collection[str]) -> 
 
     Before its preparation, more may depend on its inputs.
     """
-    if max(len(cut.inputs), len(cut.outputs)) > _MOST_ENDS:
+    if max(len(cut.inputs), len(cut.outputs)) > _MAX_ENDS:
         return False
     try:
         part_between(source, cut, frozen, Key())

@@ -53,7 +53,7 @@ _TRIVIAL = graph.RESHAPING | {"Cast", "Transpose"}
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedNode:
     """A node that an EP leaves to the CPU, and ``why``: the end of a sentence about it.
 
     ``decider``: the value with which it would take the node if that were a constant, the last word of the
@@ -78,7 +78,7 @@ class Findings:
     """
 
     flow: Dependencies
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedNode, ...]
     growing: bool
 
     @property
@@ -128,9 +128,9 @@ def _rounded(share: float) -> float:
     return math.floor(9 * share) / 10
 
 
-def describe(refused: Sequence[Refused]) -> str:
+def describe(refused: Sequence[RefusedNode]) -> str:
     """The reasons of refused nodes, each once, with the operators that it is about."""
-    reasons: dict[str, list[Refused]] = {}
+    reasons: dict[str, list[RefusedNode]] = {}
     for each in refused:
         reasons.setdefault(each.why, []).append(each)
     parts = [_describe(why, some) for why, some in reasons.items()]
@@ -139,7 +139,7 @@ def describe(refused: Sequence[Refused]) -> str:
     return f"{shown}; and {count(more, 'more reason')}" if more > 0 else shown
 
 
-def _describe(why: str, refused: Sequence[Refused]) -> str:
+def _describe(why: str, refused: Sequence[RefusedNode]) -> str:
     numbers = Counter(graph.operator(each.node) for each in refused)
     deciders = dict.fromkeys(repr(each.decider) for each in refused if each.decider)
     which = listing(deciders, _MAX_NAMES) if deciders else ""
@@ -216,24 +216,24 @@ def _refused(
     flow: Dependencies,
     kinds: Mapping[str, str],
     fixed: frozenset[str],
-) -> Refused | None:
+) -> RefusedNode | None:
     """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may take it."""
     operator = graph.operator(node)
     if node.op_type in TREES and node.domain in limits.domains:
-        return Refused(node, "is an ensemble of trees, and the EP is for neural networks")
+        return RefusedNode(node, "is an ensemble of trees, and the EP is for neural networks")
     for name in (*node.input, *node.output):
         kind = kinds.get(name)
         if kind in limits.kinds:
             what = "strings" if kind == "string" else f"a {kind}"
-            return Refused(node, f"has {what} ({name!r})")
+            return RefusedNode(node, f"has {what} ({name!r})")
     if node.domain in limits.domains and operator not in limits.known:
-        return Refused(node, f"is an operator of {node.domain}, which the EP does not have")
+        return RefusedNode(node, f"is an operator of {node.domain}, which the EP does not have")
     for index in limits.shapes_from.get(operator, ()):
         name = graph.operand(node, index)
         if name and flow.depends([name]) and not fixed.issuperset(node.output):
-            return Refused(node, "has an output whose shape depends on the values of", name)
+            return RefusedNode(node, "has an output whose shape depends on the values of", name)
     if operator == "Loop" and not limits.loops and flow.depends(node.input[:1]):
-        return Refused(node, "has a number of rounds that depends on", node.input[0])
+        return RefusedNode(node, "has a number of rounds that depends on", node.input[0])
     return None
 
 

@@ -192,13 +192,13 @@ def _log_softmax(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
     return [builder.add("Sub", below, builder.add("Log", total))]
 
 
-_LEAST = 2.0**-14
+_MIN_NORMAL = 2.0**-14
 """The smallest number that float16 has with all its digits."""
 
 _PART = 1 / 8
 """Of the largest value, by which all are divided: QNN's simulator gives 0 for divisors above 16384."""
 
-_DEEPEST = 8
+_MAX_DEPTH = 8
 """Nodes from a root down to its squares."""
 
 _PASSING = graph.RESHAPING | {"Transpose"}
@@ -218,19 +218,19 @@ class _Roots:
     builder: Builder
     operators: frozenset[str]
 
-    def of(self, name: str, offset: float = 0.0, deepest: int = _DEEPEST) -> str | None:
+    def of(self, name: str, offset: float = 0.0, max_depth: int = _MAX_DEPTH) -> str | None:
         """Sqrt(name + offset); None if ``name`` is no sum of squares."""
         node = self.scope.maker(name)
-        if node is None or not deepest:
+        if node is None or not max_depth:
             return None
         operator = graph.operator(node)
         if value := _squared(node, self.scope):
             return self._scaled([self.magnitude(value)], offset)
         if operator in _WITH_NUMBERS and (found := _value_and_number(node, self.scope)):
-            return self._beside(operator, *found, offset, deepest - 1)
-        if operator in _PASSING and (inner := self.of(node.input[0], offset, deepest - 1)):
+            return self._beside(operator, *found, offset, max_depth - 1)
+        if operator in _PASSING and (inner := self.of(node.input[0], offset, max_depth - 1)):
             return self.builder.add_like(node, operator, [inner, *node.input[1:]])[0]
-        return self._summed(node, offset, deepest - 1) if operator in self.operators else None
+        return self._summed(node, offset, max_depth - 1) if operator in self.operators else None
 
     def magnitude(self, value: str) -> str:
         """The absolute value of ``value``."""
@@ -238,24 +238,24 @@ class _Roots:
         return value if positive else self.builder.add("Abs", value)
 
     def _beside(
-        self, operator: str, value: str, number: float, offset: float, deepest: int
+        self, operator: str, value: str, number: float, offset: float, max_depth: int
     ) -> str | None:
         if number < 0 or (offset and operator != "Add"):
             return None
         if operator == "Add":
-            return self.of(value, offset + number, deepest)
+            return self.of(value, offset + number, max_depth)
         least = self.builder.number(math.sqrt(number))
-        inner = self.of(value, 0, deepest)
+        inner = self.of(value, 0, max_depth)
         return inner and self.builder.add("Max", inner, least)
 
-    def _summed(self, node: onnx.NodeProto, offset: float, deepest: int) -> str | None:
+    def _summed(self, node: onnx.NodeProto, offset: float, max_depth: int) -> str | None:
         operator = graph.operator(node)
         if operator == "Add":
-            roots = [each for name in node.input if (each := self.of(name, 0, deepest))]
+            roots = [each for name in node.input if (each := self.of(name, 0, max_depth))]
             return self._scaled(roots, offset) if len(roots) == 2 else None
         if operator == "MatMul":
-            return self._weighted(node, offset, deepest)
-        inner = self.of(node.input[0], 0, deepest)
+            return self._weighted(node, offset, max_depth)
+        inner = self.of(node.input[0], 0, max_depth)
         return inner and self.over_axes(node, operator, inner, offset)
 
     def over_axes(
@@ -273,13 +273,13 @@ class _Roots:
         root = self._scaled([value], offset, axes, total)
         return root if keeps or shape is None else self.builder.reshape(root, shape)
 
-    def _weighted(self, node: onnx.NodeProto, offset: float, deepest: int) -> str | None:
+    def _weighted(self, node: onnx.NodeProto, offset: float, max_depth: int) -> str | None:
         """For squares times a stored matrix without negative values, such as the filters of a spectrogram."""
         for axis, (squares, weights) in ((-1, node.input), (-2, reversed(node.input))):
             matrix = self.scope.constant(weights)
             if matrix is None or matrix.ndim < 2 or (matrix < 0).any():
                 continue
-            if inner := self.of(squares, 0, deepest):
+            if inner := self.of(squares, 0, max_depth):
 
                 def total(square: str, of: str = squares) -> str:
                     names = (square if name == of else name for name in node.input)
@@ -305,7 +305,7 @@ class _Roots:
             largest = builder.reduced("ReduceMax", largest, axes, keepdims=1)
         elif len(values) == 1 and not offset:
             return largest
-        floor = builder.number(max(_LEAST, least * _PART))
+        floor = builder.number(max(_MIN_NORMAL, least * _PART))
         scale = builder.add("Max", builder.scaled(largest, _PART), floor)
         squares = [self._squared_part(value, scale) for value in values]
         if total is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.values.known import Known
+from hatch_epcontext.graph.values.known import KnownValues
 
 Bounds = tuple[float, float]
 """The smallest and the largest value of something that differs from element to element."""
@@ -78,7 +78,7 @@ Forms = dict[str, tuple[LinearForm, ...]]
 """The forms of each value that has some."""
 
 
-def follow(part: graph.Part, forms: Forms, known: Known) -> Iterator[onnx.NodeProto]:
+def follow(part: graph.Part, forms: Forms, known: KnownValues) -> Iterator[onnx.NodeProto]:
     """Add to ``forms`` those of all values in ``part`` and the graphs inside it.
 
     Yields each node that takes a value with forms, when those of what it takes are complete.
@@ -119,7 +119,7 @@ def _leaving(node: onnx.NodeProto, inner: Iterable[onnx.GraphProto], forms: Form
     }
 
 
-def _results(node: onnx.NodeProto, forms: Forms, known: Known) -> Forms:
+def _results(node: onnx.NodeProto, forms: Forms, known: KnownValues) -> Forms:
     rule = _RULES.get(node.op_type)
     if rule is None:
         return {}
@@ -135,7 +135,7 @@ def _results(node: onnx.NodeProto, forms: Forms, known: Known) -> Forms:
 _Given = Sequence[Sequence[LinearForm]]
 """The forms of each operand of a node."""
 
-_Rule = Callable[[onnx.NodeProto, _Given, Known], Iterable[LinearForm]]
+_Rule = Callable[[onnx.NodeProto, _Given, KnownValues], Iterable[LinearForm]]
 
 
 def _any(given: _Given) -> Iterable[LinearForm]:
@@ -143,7 +143,7 @@ def _any(given: _Given) -> Iterable[LinearForm]:
     return (form for each in given for form in each)
 
 
-def _cast(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+def _cast(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
     to = graph.attribute(node, "to", 0)
     for form in given[0]:
         if to == onnx.TensorProto.BOOL:
@@ -152,7 +152,7 @@ def _cast(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearF
             yield replace(form, whole=form.whole or to in _WHOLE)
 
 
-def _equal(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+def _equal(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
     """Truths: those of all operands, if the others are 0 or 1 or truths too."""
     for name in node.input:
         value = known.value(name)
@@ -162,7 +162,7 @@ def _equal(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[Linear
         yield replace(form, truth=form.truth or "itself")
 
 
-def _added(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+def _added(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
     first, second = node.input[:2]
     sign = -1.0 if node.op_type == "Sub" else 1.0
     if (bounds := constant_bounds(second, known)) is not None:
@@ -175,7 +175,7 @@ def _added(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[Linear
                 yield from a.with_form(b.times((sign, sign)))
 
 
-def _multiplied(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+def _multiplied(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
     for one, other in ((0, 1), (1, 0)):
         if (bounds := constant_bounds(node.input[other], known)) is not None:
             yield from (form.times(bounds) for form in given[one])
@@ -183,14 +183,14 @@ def _multiplied(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[L
             yield from (replace(form, selected=True) for form in given[one])
 
 
-def _divided(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+def _divided(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
     bounds = constant_bounds(node.input[1], known)
     if bounds is not None and (bounds[0] > 0 or bounds[1] < 0):
         factor = (1 / bounds[1], 1 / bounds[0])
         yield from (form.times(factor) for form in given[0])
 
 
-def _summed(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+def _summed(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
     """Sums of up to as many values as there are."""
     shape = known.sizes(node.input[0])
     count = math.prod(size or 1 for size in shape) if shape else 1
@@ -198,7 +198,7 @@ def _summed(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[Linea
         yield form if form.truth else form.times((1.0, float(max(count, 1))))
 
 
-def _limited(node: onnx.NodeProto, given: _Given, known: Known) -> Iterator[LinearForm]:
+def _limited(node: onnx.NodeProto, given: _Given, known: KnownValues) -> Iterator[LinearForm]:
     low, high = clip_bounds(node, known)
     yield from (form.clipped(low, high) for form in _any(given))
 
@@ -247,7 +247,7 @@ _WHOLE = frozenset(
 )
 
 
-def constant_bounds(name: str, known: Known) -> Bounds | None:
+def constant_bounds(name: str, known: KnownValues) -> Bounds | None:
     """The smallest and the largest value of the constant ``name``; None if it is no finite constant."""
     value = known.value(name)
     if value is None or not value.size:
@@ -256,7 +256,7 @@ def constant_bounds(name: str, known: Known) -> Bounds | None:
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def clip_bounds(node: onnx.NodeProto, known: Known) -> Bounds:
+def clip_bounds(node: onnx.NodeProto, known: KnownValues) -> Bounds:
     """Between which constants ``node``, a Clip, Min or Max, keeps its values."""
     if node.op_type == "Clip":
         low, high = (_clip_bound(node, i, name, known) for i, name in ((1, "min"), (2, "max")))
@@ -267,7 +267,7 @@ def clip_bounds(node: onnx.NodeProto, known: Known) -> Bounds:
     return max((low for low, _ in bounds), default=-math.inf), math.inf
 
 
-def _clip_bound(node: onnx.NodeProto, operand: int, name: str, known: Known) -> float | None:
+def _clip_bound(node: onnx.NodeProto, operand: int, name: str, known: KnownValues) -> float | None:
     given = graph.attribute(node, name, None)
     if isinstance(given, float):
         return given if math.isfinite(given) else None

@@ -40,7 +40,7 @@ _LAYOUTS = ((1, (2, 3)), (3, (1, 2)))
 
 _CHANNELS = (1, 3, 4)
 
-_SMALLEST_IMAGE = 8
+_MIN_IMAGE = 8
 """Pixels along a side."""
 
 _SCALED = 0.03
@@ -70,7 +70,7 @@ def is_scale(facts: TensorFacts) -> bool:
 def looks_like_image(facts: TensorFacts) -> bool:
     """Whether a convolution of this input is one of an image, whose channels are at either end."""
     sides = [facts.shape[axis] for axis in _sides(facts)]
-    return bool(sides) and all(not isinstance(n, int) or n >= _SMALLEST_IMAGE for n in sides)
+    return bool(sides) and all(not isinstance(n, int) or n >= _MIN_IMAGE for n in sides)
 
 
 def image_range(scale: Bounds, offset: Bounds) -> Range:

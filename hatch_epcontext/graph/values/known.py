@@ -22,7 +22,7 @@ _MAX_VALUES = 2**16
 _MAX_PAIRS = 2**24
 """The product of the sizes of all operands of a computed constant."""
 
-_DEEPEST = 100
+_MAX_DEPTH = 100
 """Nodes in a row from which a constant is computed."""
 
 
@@ -33,7 +33,7 @@ _IR_VERSION = 8
 """That of a model of one node; it says nothing about the operators."""
 
 
-class Known(Scope):
+class KnownValues(Scope):
     """Shapes and small constants of all graphs of ``model`` with these ``inputs``.
 
     Everything is None that cannot be known, also where the model is invalid: opening a session says why.
@@ -68,7 +68,7 @@ class Known(Scope):
 
     def value(self, name: str, depth: int = 0) -> Array | None:
         """The values of the constant ``name``, if it is a small one that simple operators compute."""
-        if name in self._values or depth > _DEEPEST:
+        if name in self._values or depth > _MAX_DEPTH:
             return self._values.get(name)
         # An invalid graph can use a value to compute it.
         self._values[name] = None

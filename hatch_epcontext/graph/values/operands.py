@@ -12,7 +12,7 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.values.forms import INVALID, clip_bounds
-from hatch_epcontext.graph.values.known import Known
+from hatch_epcontext.graph.values.known import KnownValues
 
 _MAX_CLIP = 1e4
 """The largest limit that says something about the values: exporters also write those of a dtype."""
@@ -38,10 +38,10 @@ class Limit:
     usual: float | None = None
 
 
-_Rule = Callable[[onnx.NodeProto, Known], Iterable[Limit]]
+_Rule = Callable[[onnx.NodeProto, KnownValues], Iterable[Limit]]
 
 
-def limits(node: onnx.NodeProto, known: Known) -> list[Limit]:
+def limits(node: onnx.NodeProto, known: KnownValues) -> list[Limit]:
     """Return the limits of the operands of ``node``; none for a malformed one."""
     rule = _RULES.get(graph.operator(node))
     try:
@@ -68,7 +68,7 @@ _Axis = int | tuple[str, int]
 """An axis, or the attribute that says which, and its default."""
 
 
-def _size(node: onnx.NodeProto, known: Known, of: int, axis: _Axis) -> int | None:
+def _size(node: onnx.NodeProto, known: KnownValues, of: int, axis: _Axis) -> int | None:
     along = axis if isinstance(axis, int) else graph.attribute(node, *axis)
     return known.size(graph.operand(node, of), along)
 
@@ -96,7 +96,7 @@ def _all(*rules: _Rule) -> _Rule:
     return lambda node, known: (limit for rule in rules for limit in rule(node, known))
 
 
-def _gather_nd(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _gather_nd(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     shape = known.sizes(graph.operand(node, 0))
     depth = known.size(graph.operand(node, 1), -1)
     first = graph.attribute(node, "batch_dims", 0)
@@ -105,14 +105,14 @@ def _gather_nd(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
         yield from _indices(1, min((size for size in chosen if size), default=None))
 
 
-def _one_hot(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _one_hot(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     depth = known.value(graph.operand(node, 1))
     if depth is not None and depth.size == 1:
         yield from _indices(0, int(depth.item()))
     yield Limit(1, 1, _MAX_CHANGED, "index", _MAX_CHANGED)
 
 
-def _equal(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _equal(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     """A member of a stored range, as exporters write one-hot tables, or a number with special values."""
     for operand, other in ((0, 1), (1, 0)):
         value = known.value(graph.operand(node, other))
@@ -126,7 +126,7 @@ def _equal(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
             yield Limit(operand, float(members[0]), float(members[-1]))
 
 
-def _compare(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _compare(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     """A length that is compared with positions."""
     for operand, other in ((0, 1), (1, 0)):
         value = known.value(graph.operand(node, other))
@@ -136,7 +136,7 @@ def _compare(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
                 yield from _lengths(operand, int(members[-1] - members[0]) + 1)
 
 
-def _slice(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _slice(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     shape = known.sizes(graph.operand(node, 0)) or ()
     axes = known.value(graph.operand(node, 3))
     chosen = range(len(shape)) if axes is None else [int(axis) for axis in axes.ravel()]
@@ -148,25 +148,25 @@ def _slice(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
     yield Limit(4, 1, 1)
 
 
-def _trilu(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _trilu(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     size = known.size(graph.operand(node, 0), -1) or 1
     yield Limit(1, -size, size, usual=0)
 
 
-def _resize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _resize(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     sizes = known.sizes(graph.operand(node, 0)) or ()
     yield Limit(2, 1, 2, usual=1)
     size = max((each for each in sizes if each), default=1)
     yield Limit(3, 1, size)
 
 
-def _clip(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _clip(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     low, high = clip_bounds(node, known)
     if max(abs(low), abs(high)) <= _MAX_CLIP:
         yield Limit(0, low, high, "clip")
 
 
-def _quantize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _quantize(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     """What does not saturate."""
     scale, zero = (known.value(graph.operand(node, number)) for number in (1, 2))
     if scale is None or zero is None or scale.size != 1 or zero.size != 1:
@@ -179,14 +179,14 @@ def _quantize(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
 def _positions(operand: int, table: int) -> _Rule:
     """Positions in a table of two dimensions."""
 
-    def found(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+    def found(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
         if len(known.sizes(graph.operand(node, table)) or ()) == 2:
             yield from _indices(operand, known.size(graph.operand(node, table), 0))
 
     return found
 
 
-def _written(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _written(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     """Where a cache is written: as far from its end as what is written is long."""
     axis = graph.attribute(node, "axis", -2)
     room, written = (known.size(graph.operand(node, operand), axis) for operand in (0, 1))
@@ -194,7 +194,7 @@ def _written(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
         yield from _indices(2, room - written + 1)
 
 
-def _group_query_attention(node: onnx.NodeProto, known: Known) -> Iterator[Limit]:
+def _group_query_attention(node: onnx.NodeProto, known: KnownValues) -> Iterator[Limit]:
     """The lengths of what is in the cache with the new part: minus one, and of the whole batch."""
     past, new = known.size(graph.operand(node, 3), 2), known.size(graph.operand(node, 0), 1)
     # Shapes behind operators of ONNX Runtime are not known: one new token is what there always is.

@@ -25,7 +25,7 @@ from hatch_epcontext.graph.values.kinds import (
     is_scale,
     looks_like_image,
 )
-from hatch_epcontext.graph.values.known import Known
+from hatch_epcontext.graph.values.known import KnownValues
 from hatch_epcontext.graph.values.operands import Limit, limits
 
 _MAX_OF_BYTES = 255.0
@@ -63,7 +63,7 @@ def input_ranges(
         for each in inputs or [graph.facts(value) for value in graph.inputs(model.graph)]
         if _is_number(each)
     ]
-    reached = _reached(model, tensors, Known(model, tensors))
+    reached = _reached(model, tensors, KnownValues(model, tensors))
     return {each.name: _range_of(each, reached[each.name], tensors) for each in tensors}
 
 
@@ -75,7 +75,7 @@ def _is_number(facts: TensorFacts) -> bool:
 
 
 def _reached(
-    model: onnx.ModelProto, tensors: Sequence[TensorFacts], known: Known
+    model: onnx.ModelProto, tensors: Sequence[TensorFacts], known: KnownValues
 ) -> dict[str, _Reached]:
     forms: Forms = {
         each.name: (

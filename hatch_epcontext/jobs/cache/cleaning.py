@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.cache import LAYOUT
 from hatch_epcontext.jobs.cache.archive import DamagedError
 from hatch_epcontext.jobs.cache.folder import STAGING, checked_record, discard, stored_record
 from hatch_epcontext.jobs.cache.index import Index
-from hatch_epcontext.jobs.cutting import FOLDER as CUT_MODELS
+from hatch_epcontext.jobs.cut_models import FOLDER as CUT_MODELS
 
 _LEFTOVER_AGE = datetime.timedelta(days=1)
 """A build that wrote a file so long ago, and did not finish it, does not run any more."""

@@ -31,15 +31,20 @@ from hatch_epcontext.jobs.cache.statement import (
     read_statement,
     statement_path,
 )
-from hatch_epcontext.jobs.cache.transport import MAX_DOCUMENT, Failure, Transport, TransportError
+from hatch_epcontext.jobs.cache.transport import (
+    MAX_DOCUMENT,
+    FailureReason,
+    Transport,
+    TransportError,
+)
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import show_size
 
 T = TypeVar("T")
 
 _TROUBLE = {
-    Failure.NO_BACKEND: "needs a package",
-    Failure.TOO_SLOW: "kept the build waiting for too long",
+    FailureReason.NO_BACKEND: "needs a package",
+    FailureReason.TOO_SLOW: "kept the build waiting for too long",
 }
 
 
@@ -131,9 +136,9 @@ class SharedCache:
         except _UntrustedError as error:
             self._report("trust", f"has statements that are not trusted ({error})")
         except TransportError as error:
-            if error.failure is Failure.DENIED:
+            if error.failure is FailureReason.DENIED:
                 self._report("read", f"does not allow reading ({error})")
-            elif error.failure is not Failure.MISSING:
+            elif error.failure is not FailureReason.MISSING:
                 self._switch_off(error)
         except OSError as error:
             reason = error.strerror or type(error).__name__
@@ -150,9 +155,9 @@ class SharedCache:
             operation()
         except TransportError as error:
             self._writable = False
-            if error.failure in (Failure.NO_BACKEND, Failure.TOO_SLOW):
+            if error.failure in (FailureReason.NO_BACKEND, FailureReason.TOO_SLOW):
                 self._switch_off(error)
-            elif error.failure is not Failure.STOPPED and self._readable:
+            elif error.failure is not FailureReason.STOPPED and self._readable:
                 self._report(
                     "write", f"cannot be written ({error}); this build does not write to it"
                 )
@@ -162,7 +167,7 @@ class SharedCache:
 
     def _switch_off(self, error: TransportError) -> None:
         self._readable = self._writable = False
-        if error.failure is not Failure.STOPPED:
+        if error.failure is not FailureReason.STOPPED:
             verb = _TROUBLE.get(error.failure, "cannot be reached")
             self.trouble = f"The shared cache {self.transport.url} {verb} ({error})."
             self._report("read", f"{verb} ({error}); this build goes on without it")
@@ -240,7 +245,7 @@ class SharedCache:
             return
         if self._signing().public_key(self._key) not in self._trust:
             reason = f"{PREFIX}CACHE_KEY belongs to none of build.cache-keys"
-            raise TransportError(Failure.FAILED, reason)
+            raise TransportError(FailureReason.FAILED, reason)
 
     def _signing(self) -> ModuleType:
         """The module with the signatures, whose package a project without a shared cache does not need."""

@@ -52,7 +52,7 @@ _CONNECT_SECONDS = 5
 _READ_SECONDS = 30
 
 
-class Failure(Enum):
+class FailureReason(Enum):
     """Why a request failed."""
 
     MISSING = "missing"
@@ -66,14 +66,14 @@ class Failure(Enum):
 class TransportError(Exception):
     """A request that failed; the text is the reason."""
 
-    def __init__(self, failure: Failure, reason: str) -> None:
+    def __init__(self, failure: FailureReason, reason: str) -> None:
         super().__init__(reason)
         self.failure = failure
 
     @property
     def may_be_missing(self) -> bool:
         """Whether it may be missing: a bucket that cannot be listed does not say what is."""
-        return self.failure in (Failure.MISSING, Failure.DENIED)
+        return self.failure in (FailureReason.MISSING, FailureReason.DENIED)
 
 
 _POLL_SECONDS = 0.5
@@ -310,7 +310,7 @@ class Transport:
         try:
             self._ask(get, _path(blob))
         except TransportError as error:
-            if error.failure is Failure.MISSING:
+            if error.failure is FailureReason.MISSING:
                 raise DamagedError(f"{self._place(blob)} is missing") from None
             raise
         if record_file(target) != blob:
@@ -377,10 +377,10 @@ class Transport:
     def _check(self) -> None:
         """Raise TransportError if the build waits no longer."""
         if self._stopped:
-            raise TransportError(Failure.STOPPED, "the build was interrupted")
+            raise TransportError(FailureReason.STOPPED, "the build was interrupted")
         if self._stopwatch.left <= 0:
             reason = f"{self._stopwatch.limit:g} s without a byte in all; see build.cache-timeout"
-            raise TransportError(Failure.TOO_SLOW, reason)
+            raise TransportError(FailureReason.TOO_SLOW, reason)
 
     def _files(self) -> tuple[Any, str]:
         """The file system, and the path of its root."""
@@ -397,7 +397,7 @@ class Transport:
                     use_listings_cache=False,
                     **self._backend.options(self.url),
                 )
-                files = _Folder() if self._scheme == "file" else files
+                files = _LocalFolder() if self._scheme == "file" else files
                 self._opened = files, root.rstrip("/")
             return self._opened
 
@@ -409,15 +409,15 @@ class Transport:
             command = pip_install(
                 [REQUIREMENTS[self._scheme], *([SIGNATURES] if self._signs else [])]
             )
-            return TransportError(Failure.NO_BACKEND, f"run: {command}")
+            return TransportError(FailureReason.NO_BACKEND, f"run: {command}")
         # Amazon's code; a bucket that does not exist is no missing file.
         response = getattr(error.__cause__, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
         if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
-            return TransportError(Failure.MISSING, "it is missing")
+            return TransportError(FailureReason.MISSING, "it is missing")
         if isinstance(error, PermissionError) or _status(error) in (401, 403):
-            return TransportError(Failure.DENIED, _reason(error))
-        return TransportError(Failure.FAILED, _reason(error))
+            return TransportError(FailureReason.DENIED, _reason(error))
+        return TransportError(FailureReason.FAILED, _reason(error))
 
 
 def _path(blob: FileRecord) -> str:
@@ -435,7 +435,7 @@ def _read(files: Any, path: str) -> bytes:
     return data
 
 
-class _Folder:
+class _LocalFolder:
     """A folder, with the methods of fsspec that are used here. Others see a file when it is whole."""
 
     def info(self, path: str) -> Mapping[str, int]:

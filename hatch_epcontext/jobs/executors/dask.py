@@ -35,9 +35,9 @@ from hatch_epcontext.jobs.executors.dask_worker import (
     TOPIC,
     BuildInfo,
     Description,
-    Files,
     Outcome,
     RemoteTask,
+    SharedFiles,
     ToValidate,
 )
 from hatch_epcontext.jobs.plan import Job
@@ -444,7 +444,7 @@ class DaskExecutor:
 
     # Files.
 
-    def _files(self, job: Job) -> Mapping[str, Files]:
+    def _files(self, job: Job) -> Mapping[str, SharedFiles]:
         """The files of the paths that ``job`` names, which are in the shared cache then."""
         found = {
             str(model.path): self._offered(model.path, self._sources[model.name].files)
@@ -455,13 +455,13 @@ class DaskExecutor:
                 found[given] = self._offered(Path(given), input_files(given))
         return found
 
-    def _offered(self, path: Path, files: Iterable[Path]) -> Files:
+    def _offered(self, path: Path, files: Iterable[Path]) -> SharedFiles:
         records = {}
         for file in files:
             record = FileRecord(file.stat().st_size, self._index.sha256(file))
             self._send_input(file, record)
             records[file.relative_to(path.parent).as_posix()] = record
-        return Files(str(path.parent), path.name, records)
+        return SharedFiles(str(path.parent), path.name, records)
 
     def _send_input(self, path: Path, record: FileRecord) -> None:
         # One after the other: several jobs can need the same file.

@@ -65,7 +65,7 @@ class BuildInfo:
 
 
 @dataclass(frozen=True)
-class Files:
+class SharedFiles:
     """Files in the shared cache, by their paths below ``folder`` on the machine of the build.
 
     ``name``: the file or folder there that a job names.
@@ -102,7 +102,7 @@ class RemoteTask:
     number: int
     oldest: int
     job: Job
-    files: Mapping[str, Files]
+    files: Mapping[str, SharedFiles]
     versions: Mapping[str, str]
     work: Recipe | ToValidate
 
@@ -359,7 +359,7 @@ class _Build:
                     (made / "made").rename(folder)
         return folder
 
-    def _place(self, files: Files) -> Path:
+    def _place(self, files: SharedFiles) -> Path:
         return self._folder / "files" / files.digest
 
     def _artifacts(self, number: int) -> Path:

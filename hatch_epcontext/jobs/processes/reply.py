@@ -11,7 +11,7 @@ from hatch_epcontext.worker.requests import Refusal, ReplyT, Request
 
 T = TypeVar("T")
 
-_LONGEST_REASON = 400
+_MAX_REASON = 400
 """Characters of the reason why a reply cannot be read."""
 
 
@@ -38,4 +38,4 @@ def _read(text: bytes, type_: type[T]) -> T:
     try:
         return from_json(text, type_)
     except ValueError as error:
-        raise InvalidReplyError(str(error)[:_LONGEST_REASON].rstrip(".")) from None
+        raise InvalidReplyError(str(error)[:_MAX_REASON].rstrip(".")) from None

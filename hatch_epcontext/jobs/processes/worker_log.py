@@ -21,7 +21,7 @@ _TAIL_BYTES = 64 << 10
 _PIECE = 1 << 20
 """Bytes of a log that are forwarded at once."""
 
-_LONGEST_LINE = 2000
+_MAX_LINE = 2000
 """Characters of a line of a log that are shown."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -96,9 +96,9 @@ class WorkerLog:
     def _shown(self, line: bytes) -> str:
         # Before it is cut: half a secret is one too.
         text = hide_values(line.decode("utf-8", "replace"), self._secrets)
-        if len(text) <= _LONGEST_LINE:
+        if len(text) <= _MAX_LINE:
             return _plain(text)
-        return f"{_plain(text[:_LONGEST_LINE])} ... ({show_size(len(line))})"
+        return f"{_plain(text[:_MAX_LINE])} ... ({show_size(len(line))})"
 
 
 def _plain(text: str) -> str:

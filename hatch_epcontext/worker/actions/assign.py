@@ -9,7 +9,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import EpcontextError, Kind, Problem
-from hatch_epcontext.worker.comparison.check import check_runs
+from hatch_epcontext.worker.comparison.compare import check_runs
 from hatch_epcontext.worker.comparison.runs import read_reference
 from hatch_epcontext.worker.facts import Agreement
 from hatch_epcontext.worker.progress import step

@@ -16,7 +16,7 @@ from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.dequantize import is_noisy
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.check import SIMPLIFIED, check_runs
+from hatch_epcontext.worker.comparison.compare import SIMPLIFIED, check_runs
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.quantized import (
     float_form_reference,

@@ -26,7 +26,7 @@ from hatch_epcontext.graph.rewrites.precise import PRECISE, remedy
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.unrolling import UNROLLED, unroll
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.check import (
+from hatch_epcontext.worker.comparison.compare import (
     SIMPLIFIED,
     ComparisonResult,
     check_outputs,
@@ -41,7 +41,7 @@ from hatch_epcontext.worker.comparison.quantized import (
 )
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
-    Run,
+    ReferenceRun,
     for_other_numbers,
     read_reference,
     run_model,
@@ -255,7 +255,7 @@ class _RewriteSession:
         self,
         names: tuple[RewriteName, ...],
         format_: NumberFormat,
-        runs: Sequence[Run] | None = None,
+        runs: Sequence[ReferenceRun] | None = None,
     ) -> Emulator:
         """The model after the remedies ``names`` in ``format_``, for ``runs`` of the reference."""
         request, expected = self.request, self.expected
@@ -340,7 +340,7 @@ class _RewriteSession:
         path: Path,
         expected: Reference,
         tolerance: Tolerance,
-        runs: Sequence[Run] | None = None,
+        runs: Sequence[ReferenceRun] | None = None,
     ) -> ComparisonResult:
         model, what = self.request.model, "the rewritten model on the CPU"
         before = Path(self.request.prepared)

@@ -44,7 +44,7 @@ _LENGTHS = (
 )
 """Sizes that are in use; the first ones show quickly whether a graph takes any size."""
 
-_ENOUGH = 3
+_MAX_SIZES = 3
 """Sizes that a graph takes, after which it is said to take any."""
 
 _BASE = 64
@@ -53,7 +53,7 @@ _BASE = 64
 _SECONDS = 20.0
 """Seconds for trying sizes, and for one run."""
 
-_LARGEST = 100_000_000
+_MAX_MODEL = 100_000_000
 """Bytes of a model beyond which no sizes are tried."""
 
 _MAX_HALVED = 512
@@ -95,8 +95,8 @@ def handle(request: SuggestRequest) -> SuggestReply:
     }
     hints = {side: f"Multiples of {f} fit, others may not" for side, f in factors.items() if f > 1}
     of_lengths: list[str] = []
-    if request.run and sizes.keys() < kinds.keys() and path.stat().st_size <= _LARGEST:
-        fitting = _try_sizes(_Trial(path, model, inputs, sizes), kinds, factors)
+    if request.run and sizes.keys() < kinds.keys() and path.stat().st_size <= _MAX_MODEL:
+        fitting = _try_sizes(_SizeTrial(path, model, inputs, sizes), kinds, factors)
         if fitting:
             of_lengths = [f"For example {listing(map(str, fitting))} fit, and not all others do"]
     if _is_int(rate := next((metadata[key] for key in _RATE_KEYS if key in metadata), None)):
@@ -193,7 +193,7 @@ def _sized(inputs: Sequence[TensorFacts], sizes: _Sizes) -> list[TensorFacts]:
     return found
 
 
-class _Trial:
+class _SizeTrial:
     """Runs a model on the CPU with dummy inputs, until its time is over; ``sizes``: those that are known."""
 
     def __init__(
@@ -225,7 +225,7 @@ class _Trial:
 
 
 def _try_sizes(
-    trial: _Trial, kinds: Mapping[_Dim, DimensionKind], factors: Mapping[DimensionKind, int]
+    trial: _SizeTrial, kinds: Mapping[_Dim, DimensionKind], factors: Mapping[DimensionKind, int]
 ) -> list[int]:
     """Add the sizes to those of ``trial`` without which the model does not run on the CPU.
 
@@ -251,7 +251,7 @@ def _try_sizes(
     taken: list[int] = []
     refused = 0
     for size in (_SIDES if is_image else _LENGTHS) if unknown else ():
-        if trial.is_over or len(taken) == _ENOUGH:
+        if trial.is_over or len(taken) == _MAX_SIZES:
             break
         if trial.takes(dict.fromkeys(unknown, size)):
             taken.append(size)

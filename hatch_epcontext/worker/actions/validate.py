@@ -16,13 +16,13 @@ from hatch_epcontext.graph import reading
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.check import check_outputs, check_runs
+from hatch_epcontext.worker.comparison.compare import check_outputs, check_runs
 from hatch_epcontext.worker.comparison.diverging import first_difference
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.quantized import source_reference, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
-    Run,
+    ReferenceRun,
     for_other_numbers,
     read_reference,
     run_model,
@@ -137,7 +137,7 @@ def _judged(
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
 
 
-def _explain(request: ValidateRequest, expected: Reference) -> Callable[[Run], str] | None:
+def _explain(request: ValidateRequest, expected: Reference) -> Callable[[ReferenceRun], str] | None:
     """What finds the first node that differs: of optimized graphs, which are ONNX."""
     if request.prepared is None or request.product != "optimized":
         return None

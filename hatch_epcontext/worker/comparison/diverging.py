@@ -18,7 +18,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.emulation import expose
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.runs import Run, run_steps
+from hatch_epcontext.worker.comparison.runs import ReferenceRun, run_steps
 from hatch_epcontext.worker.progress import step
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.value_types import value_types
@@ -106,7 +106,7 @@ class Inner:
 
 
 def first_difference(
-    exact: Path, other: Path, model: Model, states: Mapping[str, str], run: Run
+    exact: Path, other: Path, model: Model, states: Mapping[str, str], run: ReferenceRun
 ) -> str:
     """The first node of the file ``other`` whose result is not that of the file ``exact``: a sentence.
 
@@ -132,7 +132,11 @@ def first_difference(
 
 
 def inner_steps(
-    session: ort.InferenceSession, run: Run, states: Mapping[str, str], model: Model, what: str
+    session: ort.InferenceSession,
+    run: ReferenceRun,
+    states: Mapping[str, str],
+    model: Model,
+    what: str,
 ) -> Iterator[dict[str, Array]]:
     """All values of ``session`` in each step of ``run``, with its inputs."""
     fed: dict[str, Array] = {}

@@ -33,7 +33,7 @@ from hatch_epcontext.worker.comparison.diverging import (
     relative,
 )
 from hatch_epcontext.worker.comparison.measures import Numbers, compare
-from hatch_epcontext.worker.comparison.runs import Reference, Run, run_steps, with_telling
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps, with_telling
 from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.comparison.suppression import expose_reads
 from hatch_epcontext.worker.facts import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Emulation
@@ -77,7 +77,7 @@ class Level:
     ``step``: that of a long run. ``ran``: whether it is how the target ran it.
     """
 
-    run: Run
+    run: ReferenceRun
     output: str
     margin: float
     snr: float
@@ -104,7 +104,7 @@ class Emulator:
         skipped: Set[str],
         expected: Reference,
         tolerance: Tolerance,
-        runs: Sequence[Run] | None = None,
+        runs: Sequence[ReferenceRun] | None = None,
     ) -> None:
         self._model, self._path, self._format, self._skipped = model, path, format_, skipped
         self._expected, self._tolerance = expected, tolerance
@@ -164,7 +164,7 @@ class Emulator:
     def _all(self) -> list[Level]:
         return self.levels if self._long is None else [*self.levels, self._long]
 
-    def to_run(self) -> list[Run]:
+    def to_run(self) -> list[ReferenceRun]:
         """The first sample, and those that may differ on the target; of large models one of these."""
         first, *others = self.levels
         if self._model.validate.inputs not in SYNTHETIC:
@@ -193,7 +193,7 @@ class Emulator:
             chosen = [min(chosen, key=lambda run: self.level(run).margin)]
         return with_telling(chosen, self._expected.runs)
 
-    def level(self, run: Run) -> Level:
+    def level(self, run: ReferenceRun) -> Level:
         """That of ``run``, one of the reference's."""
         return next(each for each in self.levels if each.run is run)
 
@@ -245,7 +245,7 @@ class Emulator:
         found = self.first_diverging(level.run)
         return f": {found}" if found else ""
 
-    def explanation(self, run: Run, margin: float) -> str:
+    def explanation(self, run: ReferenceRun, margin: float) -> str:
         """Why the target may differ for ``run``, by ``margin``: a sentence about the first diverging node."""
         level = self.level(run)
         if level.margin < min(SENSITIVE, margin + GAIN) and (found := self.first_diverging(run)):
@@ -253,12 +253,12 @@ class Emulator:
         text = f"{self._describe(level)}, so the EP computes an operator wrong"
         return f"{text}: perhaps {self.optimistic}." if self.optimistic else f"{text}."
 
-    def first_diverging(self, run: Run) -> str | None:
+    def first_diverging(self, run: ReferenceRun) -> str | None:
         """The node that is to blame for the error of ``run``, and why, in words; None if none is."""
         node, inner = self._diverging(run), self._inner(run)
         return None if node is None or inner is None else self._words(node, inner)
 
-    def _cut(self, run: Run) -> str:
+    def _cut(self, run: ReferenceRun) -> str:
         """The first cut behind the first diverging node from which on the model is right: a sentence."""
         # An operator that the EP computes less exactly is not emulated.
         node = None if self.optimistic else self._diverging(run)
@@ -304,7 +304,7 @@ class Emulator:
             f"{to_toml(cut.setting(self._model.key).value)}), {self._format.name} leaves {left}."
         )
 
-    def _diverging(self, run: Run) -> onnx.NodeProto | None:
+    def _diverging(self, run: ReferenceRun) -> onnx.NodeProto | None:
         """The node that is to blame for the error of ``run``."""
         if not (inner := self._inner(run)):
             return None
@@ -329,7 +329,7 @@ class Emulator:
         """Whether only the ends of the format change the values of ``node``, without effect, as in a mask."""
         return inner.largest(node) > self._format.largest and not inner.matters(node, self.scope)
 
-    def _final(self, run: Run, inner: Inner) -> float:
+    def _final(self, run: ReferenceRun, inner: Inner) -> float:
         """The largest error of what is compared."""
         names = (*run.outputs[0], *self._expected.facts.selections.reads)
         return max((inner.errors.get(name, 0.0) for name in names), default=0.0)
@@ -402,7 +402,7 @@ class Emulator:
             return f"{name} has values of {low:.1g}; {format_.name} has few digits below {2.0**-14:.1g}"
         return inner.words(node)
 
-    def _inner(self, run: Run) -> Inner | None:
+    def _inner(self, run: ReferenceRun) -> Inner | None:
         """All values of the first step of ``run`` that is wrong, or of the last one, exact and emulated.
 
         None if they are too many, or if the model cannot be run with all of them as outputs.
@@ -436,7 +436,7 @@ class Emulator:
             # Some models run only as they are; then no node is named.
             return None
 
-    def _compute_inner(self, run: Run) -> Inner | None:
+    def _compute_inner(self, run: ReferenceRun) -> Inner | None:
         if self._sessions is None:
             return None
         states = self._expected.facts.states
@@ -456,7 +456,7 @@ class Emulator:
         copy.CopyFrom(self._prepared)
         return copy
 
-    def _level(self, session: ort.InferenceSession, run: Run) -> Level:
+    def _level(self, session: ort.InferenceSession, run: ReferenceRun) -> Level:
         states = self._expected.facts.states
         steps = run_steps(session, run.feeds, states, self._model, "the emulated model")
         levels = (
@@ -480,7 +480,7 @@ class Emulator:
         )
         for number, (wanted, own) in enumerate(zip(_possible(exact), emulated, strict=False), 1):
             if number & (number - 1) == 0 or number == facts.long_steps:
-                run = Run(f"step {number:,}", (), (), "long", usual=True, on_target=False)
+                run = ReferenceRun(f"step {number:,}", (), (), "long", usual=True, on_target=False)
                 found.append(replace(self._compared(run, own, wanted, {}), step=number))
                 if found[-1].margin < 0:
                     return found[-1]
@@ -493,7 +493,9 @@ class Emulator:
             more = {n: each[n] + each[n].dtype.type(1) for n in facts.unbounded if n in each}
             yield {**each, **more}
 
-    def _compared(self, run: Run, own: Arrays, wanted: Arrays, candidates: Arrays) -> Level:
+    def _compared(
+        self, run: ReferenceRun, own: Arrays, wanted: Arrays, candidates: Arrays
+    ) -> Level:
         """How near the outputs of one step of ``run`` are to those that are ``wanted``."""
         level, facts = Level(run, "", math.inf, math.inf), self._expected.facts
         selected = select(facts.selections, own, wanted, candidates, self._tolerance.unit)

@@ -44,7 +44,7 @@ the whole output's, unless it is a column of a table: of at most so many, which 
 _OTHER_SAMPLES = 0.1
 """The part of the signal in other samples that counts as signal in this one."""
 
-LARGEST = 1e-3
+SIGNAL_PART = 1e-3
 """The part of an output's largest value that counts as signal in each place: twice float16's precision.
 
 For values between -1 and 1 it is the `unit` of the limits.
@@ -300,7 +300,7 @@ class _Measure:
             return (_SCORE * self.unit) ** 2
         if self.nature == "probabilities":
             return self.unit**2 * min(1.0, _SHARES / places)
-        return (self.unit if self.nature == "unit" else LARGEST) ** 2
+        return (self.unit if self.nature == "unit" else SIGNAL_PART) ** 2
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:

@@ -29,7 +29,7 @@ from hatch_epcontext.worker.comparison.run_errors import source_failed
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
-    Run,
+    ReferenceRun,
     finite,
     is_constant,
     is_nowhere_finite,
@@ -79,7 +79,7 @@ def reference(model: Model, fixed: onnx.ModelProto, path: Path | None = None) ->
         session = _open(source, path, inner)
         opened = f"; opening it took {time.monotonic() - start:.1f} s"
         outputs = [value.name for value in source.graph.output]
-        cpu = _Source(session, frozen, model, opened, outputs, inner)
+        cpu = _SourceSession(session, frozen, model, opened, outputs, inner)
         cost = multiply_adds(graph.inferred(fixed))
         tried, ranges = run_samples(
             lambda each: cpu.run(each, states),
@@ -150,7 +150,7 @@ def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.Inf
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SourceSession:
     """The source model in a session; ``frozen``: its constants; ``opened``: for messages; ``outputs``: the
     names of its own; ``inner``: the values inside it that are needed too.
     """
@@ -162,12 +162,12 @@ class _Source:
     outputs: Sequence[str]
     inner: frozenset[str]
 
-    def run(self, sample: Sample, states: Mapping[str, str]) -> Run:
+    def run(self, sample: Sample, states: Mapping[str, str]) -> ReferenceRun:
         """The run of ``sample``."""
         given = tuple({**each, **self.frozen} for each in sample.steps)
         what = "the source model on the CPU"
         steps = [*run_steps(self.session, given, states, self.model, what, self.opened)]
-        return Run(
+        return ReferenceRun(
             sample.name,
             sample.steps,
             tuple({name: each[name] for name in self.outputs} for each in steps),
@@ -177,7 +177,7 @@ class _Source:
             candidates=tuple(_some(each, self.inner) for each in steps) if self.inner else (),
         )
 
-    def left_of(self, states: Mapping[str, str], run: Run) -> float:
+    def left_of(self, states: Mapping[str, str], run: ReferenceRun) -> float:
         """Which part of a difference in the first values of ``states`` is left after the steps of ``run``.
 
         A mean keeps it, and a counter; the gates of LSTMs make other differences of it.
@@ -203,7 +203,7 @@ def _some(outputs: Arrays, names: frozenset[str]) -> Arrays:
     return {name: array for name, array in outputs.items() if name in names}
 
 
-def _choose_given(runs: Sequence[Run]) -> list[Run]:
+def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
     """``runs``, of which the first few are run on the target too; or the sequences of steps."""
     sequences = [each for each in runs if len(each.feeds) > 1]
     number = 1 if len(sequences) > 1 else _MAX_ON_TARGET
@@ -211,7 +211,7 @@ def _choose_given(runs: Sequence[Run]) -> list[Run]:
     return [replace(each, on_target=each.name in names) for each in runs]
 
 
-def _scoring_first(runs: Sequence[Run], kinds: Mapping[str, Nature]) -> list[Run]:
+def _scoring_first(runs: Sequence[ReferenceRun], kinds: Mapping[str, Nature]) -> list[ReferenceRun]:
     """``runs``, first one in which all scores say something, or most: zeros are right by accident."""
     first = runs[0]
     scores = [
@@ -220,7 +220,7 @@ def _scoring_first(runs: Sequence[Run], kinds: Mapping[str, Nature]) -> list[Run
         if kind in ("unit", "probabilities") and is_float(first.outputs[0][name].dtype)
     ]
 
-    def score(run: Run) -> float:
+    def score(run: ReferenceRun) -> float:
         found = (np.abs(run.outputs[0][name]).max(initial=0) for name in scores)
         return min(map(float, found), default=math.inf)
 
@@ -230,7 +230,7 @@ def _scoring_first(runs: Sequence[Run], kinds: Mapping[str, Nature]) -> list[Run
     return [first, *(each for each in runs if each is not first)]
 
 
-def _choose(runs: Sequence[Run]) -> list[Run]:
+def _choose(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
     """``runs``, of which the first few are run on the target too, and those in which an output says more."""
     names = {each.name for each in with_telling(runs[:_FEW], runs)}
     return [replace(each, on_target=each.name in names) for each in runs]
@@ -244,7 +244,7 @@ def _different(one: Arrays, other: Arrays) -> Iterator[str]:
 
 
 def _inconclusive(
-    runs: Sequence[Run], depending: Iterable[str], random: Iterable[str]
+    runs: Sequence[ReferenceRun], depending: Iterable[str], random: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
     """The outputs whose reference proves nothing, each with the reason."""
     for name in runs[0].outputs[0]:

@@ -28,7 +28,7 @@ _OTHERS = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class ReferenceRun:
     """One sample and the source's outputs. With several steps, states are fed back: ``feeds`` has them in the
     first step only.
 
@@ -83,7 +83,7 @@ class Facts:
 class Reference:
     """The source model's outputs for each of its samples."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ReferenceRun, ...]
     facts: Facts
 
     @property
@@ -103,14 +103,16 @@ class Reference:
         return {}
 
 
-def values_of(output: str, runs: Iterable[Run]) -> list[Array]:
+def values_of(output: str, runs: Iterable[ReferenceRun]) -> list[Array]:
     """The values of ``output``, or of a candidate, in all steps of ``runs``."""
     steps = (step for each in runs for step in each.steps)
     found = (outputs.get(output, candidates.get(output)) for outputs, candidates in steps)
     return [array for array in found if array is not None]
 
 
-def with_telling(chosen: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+def with_telling(
+    chosen: Sequence[ReferenceRun], runs: Sequence[ReferenceRun]
+) -> list[ReferenceRun]:
     """``chosen``, and for each output that has one value in these one of ``runs`` in which it has others.
 
     The target may be right there by accident, as with zeros behind a Relu.
@@ -123,7 +125,7 @@ def with_telling(chosen: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     return result
 
 
-def _tells(output: str, runs: Sequence[Run]) -> bool:
+def _tells(output: str, runs: Sequence[ReferenceRun]) -> bool:
     """Whether ``output`` has values in ``runs`` that are finite, and not all the same."""
     values = values_of(output, runs)
     return values[0].dtype.kind in "OSU" or not (is_nowhere_finite(values) or is_constant(values))
@@ -205,7 +207,7 @@ def for_other_numbers(expected: Reference) -> Reference:
 
 
 _FLAGS = ("nature", "usual", "on_target")
-"""The fields of a `Run` that a file has as they are."""
+"""The fields of a `ReferenceRun` that a file has as they are."""
 
 
 def write_reference(found: Reference, path: Path) -> str | None:
@@ -247,7 +249,7 @@ def read_reference(path: str) -> Reference:
             return {name: _read_array(file, *each) for name, each in listed.items()}
 
         runs = tuple(
-            Run(
+            ReferenceRun(
                 each["name"],
                 tuple(map(read, each["feeds"])),
                 tuple(map(read, each["outputs"])),

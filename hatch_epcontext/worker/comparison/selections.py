@@ -18,7 +18,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.arrays import Array, Arrays
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.measures import LARGEST, MANY, Numbers
+from hatch_epcontext.worker.comparison.measures import MANY, SIGNAL_PART, Numbers
 from hatch_epcontext.worker.comparison.suppression import Rest, rest_of
 
 _PASSING = graph.RESHAPING | {"Cast"}
@@ -136,7 +136,7 @@ def selections(model: onnx.ModelProto) -> Selections:
     if operators.isdisjoint(("TopK", "NonMaxSuppression", *_CHOOSING)):
         return Selections()
     rest = rest_of(model) if "NonMaxSuppression" in operators else None
-    finder = _Finder(model, rest)
+    finder = _SelectionFinder(model, rest)
     return Selections(tuple(finder.rows()), tuple(finder.choices()), rest)
 
 
@@ -148,7 +148,7 @@ class _Gathered:
     axis: int
 
 
-class _Finder:
+class _SelectionFinder:
     def __init__(self, model: onnx.ModelProto, rest: Rest | None) -> None:
         self._scope = Scope.of(model)
         outputs = [value.name for value in model.graph.output]
@@ -322,7 +322,9 @@ def _ratios(own: Array, wanted: Array) -> Numbers | None:
     its, ref = (_finite(each).reshape(shape) for each in (own, wanted))
     if own.dtype.kind != "f":
         return _decibels((its != ref).any(axis=2) / _TINY)
-    signal = np.maximum((ref**2).mean(axis=(0, 1)), max((LARGEST * np.abs(ref).max()) ** 2, _TINY))
+    signal = np.maximum(
+        (ref**2).mean(axis=(0, 1)), max((SIGNAL_PART * np.abs(ref).max()) ** 2, _TINY)
+    )
     return _decibels(((its - ref) ** 2 / signal).max(axis=2))
 
 
@@ -380,7 +382,7 @@ def _floor(scores: Numbers, unit: float) -> float:
     """What counts as signal at least: between 0 and 1 they are behind a Sigmoid or a Softmax."""
     finite = scores[np.isfinite(scores)]
     largest = float(np.abs(finite).max(initial=0))
-    return unit if largest <= 1 and finite.min(initial=0) >= 0 else LARGEST * largest
+    return unit if largest <= 1 and finite.min(initial=0) >= 0 else SIGNAL_PART * largest
 
 
 def _decibels(noise: Numbers) -> Numbers:

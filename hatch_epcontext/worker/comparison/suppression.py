@@ -22,7 +22,7 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.tensors import run
 
-_LARGEST = 2**24
+_MAX_REST = 2**24
 """Bytes of the rest of a model up to which it is kept with the reference."""
 
 
@@ -86,7 +86,7 @@ def rest_of(model: onnx.ModelProto) -> Rest | None:
     is_apart = any(
         each.data_location == TensorProto.EXTERNAL for each in graph.stored_tensors(rest.graph)
     )
-    if is_apart or rest.ByteSize() > _LARGEST:
+    if is_apart or rest.ByteSize() > _MAX_REST:
         return None
     flow = Dependencies(model.graph)
     shapes = tuple(name for name in read if not flow.depends([name]))

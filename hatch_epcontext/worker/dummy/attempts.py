@@ -35,35 +35,35 @@ def run_samples(
     If ``run`` raises an error for the first one, gentler inputs are tried; further samples that are not given
     are left out if it does so for them. Raises ModelError at once, and the first error if all inputs fail.
     """
-    failure: _Failure | None = None
+    failure: _FailedRun | None = None
     for each in _attempts(inputs, model, ranges):
         first, *others = samples(inputs, model, each, multiply_adds, states)
         result = _try(run, first)
-        if isinstance(result, _Failure):
+        if isinstance(result, _FailedRun):
             failure = failure or result
             continue
         if model.validate.inputs not in SYNTHETIC:
             return [(first, result), *((sample, run(sample)) for sample in others)], each
         further = ((sample, _try(run, sample)) for sample in others)
         # Those that fail are extremes that the graph forbids in a way that nobody could see.
-        kept = [(sample, found) for sample, found in further if not isinstance(found, _Failure)]
+        kept = [(sample, found) for sample, found in further if not isinstance(found, _FailedRun)]
         return [(first, result), *kept], each
     assert failure is not None
     raise failure.error
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _FailedRun:
     error: Exception
 
 
-def _try(run: Callable[[Sample], T], sample: Sample) -> T | _Failure:
+def _try(run: Callable[[Sample], T], sample: Sample) -> T | _FailedRun:
     try:
         return run(sample)
     except ModelError:
         raise
     except Exception as error:
-        return _Failure(error)
+        return _FailedRun(error)
 
 
 def _attempts(inputs: Sequence[TensorFacts], model: Model, ranges: Ranges) -> Iterator[Ranges]:

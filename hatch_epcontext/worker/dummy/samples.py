@@ -45,7 +45,7 @@ _BUDGET = 4e9
 """Multiplications with additions that all samples of a model may take, from `FEW_SAMPLES` to `_MANY`: about a
 second of a processor's time, and the same number of samples on all machines."""
 
-_LIMIT, _LEAST = 1e12, 2
+_LIMIT, _MIN_SAMPLES = 1e12, 2
 """The same for `FEW_SAMPLES`: some minutes, as simulators need. Larger models get fewer, and at least two:
 one cannot show that an output changes."""
 
@@ -74,7 +74,7 @@ class Sample:
 def number_of_samples(multiply_adds: int) -> int:
     """How many samples a model gets of which one takes that many multiplications with additions."""
     cost = max(multiply_adds, 1)
-    few = min(FEW_SAMPLES, max(_LEAST, _LIMIT / cost))
+    few = min(FEW_SAMPLES, max(_MIN_SAMPLES, _LIMIT / cost))
     return int(min(_MANY, max(few, _BUDGET / cost)))
 
 

@@ -49,7 +49,7 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
     found = given_samples(Path(precision.calibration), inputs, key / "inputs")
-    data = _Reader(sample for _, sample in found)
+    data = _CalibrationReader(sample for _, sample in found)
     fused = result.with_name("fused.onnx")
     try:
         # It writes only what it has changed.
@@ -73,7 +73,7 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
     )
 
 
-class _Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+class _CalibrationReader(quantization.CalibrationDataReader):  # type: ignore[misc]
     """Hands samples to ONNX Runtime's quantizer; ``read`` is their number."""
 
     def __init__(self, found: Iterator[dict[str, Any]]) -> None:

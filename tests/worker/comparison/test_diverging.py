@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key
 from hatch_epcontext.worker.comparison.diverging import first_difference
-from hatch_epcontext.worker.comparison.runs import Run
+from hatch_epcontext.worker.comparison.runs import ReferenceRun
 from tests.models import model, value
 
 NODES = ("scaled", "moved", "y")
@@ -37,7 +37,7 @@ def difference(tmp_path: Path, other: Path) -> str:
     source = save(tmp_path / "source.onnx")
     feeds = {"x": np.linspace(-1, 1, 8, dtype=np.float32).reshape(1, 8)}
     wanted = {"y": np.tanh(2 * feeds["x"] + 0.5)}
-    run = Run("random", (feeds,), (wanted,), "random", usual=True, on_target=True)
+    run = ReferenceRun("random", (feeds,), (wanted,), "random", usual=True, on_target=True)
     return first_difference(source, other, Model("a", source, Key()), {}, run)
 
 

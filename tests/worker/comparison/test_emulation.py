@@ -15,7 +15,7 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.check import check_runs
+from hatch_epcontext.worker.comparison.compare import check_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.facts import FEW_SAMPLES

@@ -12,7 +12,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.check import ComparisonResult, check_runs
+from hatch_epcontext.worker.comparison.compare import ComparisonResult, check_runs
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Reference,

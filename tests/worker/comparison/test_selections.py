@@ -15,7 +15,7 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Key
 from hatch_epcontext.graph.arrays import Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.check import check_outputs
+from hatch_epcontext.worker.comparison.compare import check_outputs
 from hatch_epcontext.worker.comparison.measures import Numbers, compare
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference

@@ -15,11 +15,10 @@ from hatch_epcontext import loader
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, ModelError
-from hatch_epcontext.jobs import cutting
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.cache import Cache
 from hatch_epcontext.jobs.cache.cleaning import Store
-from hatch_epcontext.jobs.cutting import cut_models
+from hatch_epcontext.jobs.cut_models import FOLDER, cut_models
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build
@@ -81,16 +80,16 @@ def test_a_build_without_changes_cuts_nothing(
     data = project / "models" / "network.data"
     data.write_bytes(bytes(data.stat().st_size))
     assert run().sources[0].sha256 != first.sources[0].sha256
-    assert list((tmp_path / "cache").rglob(f"{cutting.FOLDER}/*/a.onnx"))
+    assert list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
     Store(tmp_path / "cache").clear()
-    assert not list((tmp_path / "cache").rglob(f"{cutting.FOLDER}/*/a.onnx"))
+    assert not list((tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx"))
     with pytest.raises(BuildError, match="does not have the cut model"):
         run({"HATCH_EPCONTEXT_FROM_CACHE": "all"})
 
 
 def test_a_damaged_cut_model_is_made_again(run: Run, tmp_path: Path) -> None:
     first = run()
-    (kept,) = (tmp_path / "cache").rglob(f"{cutting.FOLDER}/*/a.onnx")
+    (kept,) = (tmp_path / "cache").rglob(f"{FOLDER}/*/a.onnx")
     kept.write_bytes(b"damaged")
     assert run().sources[0].sha256 == first.sources[0].sha256
 

@@ -17,7 +17,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.emulation import Emulator, Level
 from hatch_epcontext.worker.comparison.measures import Comparison, compare
-from hatch_epcontext.worker.comparison.runs import Facts, Reference, Run, run_steps
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun, run_steps
 from hatch_epcontext.worker.comparison.selections import select
 from hatch_epcontext.worker.facts import (
     GAIN,
@@ -47,11 +47,11 @@ def check_runs(
     what: str,
     reference_name: str,
     *,
-    runs: Sequence[Run] | None = None,
+    runs: Sequence[ReferenceRun] | None = None,
     first: Arrays | None = None,
     only_target: str | None = None,
     emulator: Emulator | None = None,
-    explain: Callable[[Run], str] | None = None,
+    explain: Callable[[ReferenceRun], str] | None = None,
 ) -> ComparisonResult:
     """Run ``session``, the model ``what``, on ``runs`` of the reference, by default on those for a target.
 
@@ -142,7 +142,10 @@ def _reachable(emulator: Emulator) -> float:
 
 
 def _explained(
-    error: BuildError, run: Run, emulator: Emulator | None, explain: Callable[[Run], str] | None
+    error: BuildError,
+    run: ReferenceRun,
+    emulator: Emulator | None,
+    explain: Callable[[ReferenceRun], str] | None,
 ) -> BuildError:
     """``error`` of ``run`` with the first diverging node behind its first message, if that is known."""
     first, *others = error.problems
@@ -167,7 +170,7 @@ def _warning(error: BuildError) -> str:
     return f"{first}{more} This counts only if the app can have such inputs."
 
 
-def _place(each: Run, number: int) -> str:
+def _place(each: ReferenceRun, number: int) -> str:
     if len(each.feeds) > 1:
         return f" in step {number + 1} of {each.name.replace(' steps', '', 1)}, with its own states"
     return "" if each.name in ("random", "given") else f" for the sample {each.name!r}"
@@ -188,8 +191,8 @@ def check_outputs(
     """Compare ``outputs`` with ``wanted``, which messages call ``reference_name`` ("the CPU's").
 
     ``expected``: the reference that ``wanted`` is from, and ``place`` where in it, for messages;
-    ``only_target`` and ``what`` as in `check_runs`; ``candidates``: see `Run`. Raises BuildError when an
-    output has NaN or Inf where ``wanted`` has none, or leaves the tolerance.
+    ``only_target`` and ``what`` as in `check_runs`; ``candidates``: see `ReferenceRun`. Raises BuildError
+    when an output has NaN or Inf where ``wanted`` has none, or leaves the tolerance.
     """
     facts = expected.facts if expected else Facts()
     outputs = {name: array for name, array in outputs.items() if name not in facts.random}

@@ -28,7 +28,7 @@ FOLDER = "cut"
 
 
 @dataclass(frozen=True)
-class _Known:
+class _EarlierCut:
     """What an earlier build knows of a cut model: its files, the hex sha256 of each file of the external
     data of the whole model, and what each form fixes.
     """
@@ -110,10 +110,10 @@ class _Cutting:
             }
         )
 
-    def _taken(self, model: Model, key: str) -> _Known | None:
+    def _taken(self, model: Model, key: str) -> _EarlierCut | None:
         """What an earlier build has made of the same files, linked into the folder."""
         kept = self._kept(key)
-        known = self.index.facts(key, _Known)
+        known = self.index.facts(key, _EarlierCut)
         if kept is None or known is None or not all(map(is_portable, (*known.files, *known.data))):
             return None
         if not all(self.index.is_intact(kept / name, each) for name, each in known.files.items()):
@@ -129,7 +129,7 @@ class _Cutting:
             return None
         return known if same else None
 
-    def _made(self, forms: Sequence[Model]) -> _Known:
+    def _made(self, forms: Sequence[Model]) -> _EarlierCut:
         # Only now: a build that knows its models needs no requests.
         from hatch_epcontext.worker.requests import CutRequest
 
@@ -143,9 +143,9 @@ class _Cutting:
         self.index.check(first.path)
         data = {name: self.index.sha256(first.path.parent / name) for name in reply.data}
         records = {name: record_file(folder / name) for name in reply.files}
-        return _Known(records, data, reply.forms)
+        return _EarlierCut(records, data, reply.forms)
 
-    def _keep(self, key: str, known: _Known) -> None:
+    def _keep(self, key: str, known: _EarlierCut) -> None:
         kept = self._kept(key)
         if kept is None:
             return

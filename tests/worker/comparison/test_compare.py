@@ -11,7 +11,7 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.graph.arrays import Arrays
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.check import check_outputs
+from hatch_epcontext.worker.comparison.compare import check_outputs
 from tests.worker.actions.test_compile import MODEL
 
 SPEC = Model("a", Path("a.onnx"), MODEL)
