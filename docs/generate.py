@@ -92,7 +92,7 @@ session = load("digits", provider_options={"encryption_key": key})
 ```
 
 Only the processes that compile and run models look up the value, in their environment. A
-[cluster](farm.md) takes no such target. The value is in no request, log, report,
+[cluster](ci.md#a-cluster) takes no such target. The value is in no request, log, report,
 manifest, cache or command line; with `-vv` ONNX Runtime's own log of such a job stays short, because it
 contains all options. The manifest only has the name of the option, and the app has to give the value:
 without it the loader skips the target, and says which option is missing.
@@ -309,8 +309,8 @@ near, and an [id](errors.md). The JSON schema in the package has the same keys f
 `validate-pyproject`; `epcontext schema` prints it.
 
 Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for
-wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`. Its [place among other hooks](other-hooks.md)
-counts.
+wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`. Its
+[place among other hooks](builds.md#models-from-other-build-hooks) counts.
 """
 
 _ABOUT: Mapping[str, str] = {
@@ -327,7 +327,7 @@ A named place that models are compiled for.""",
 A model. It can also have these keys of its targets, and narrows them: <narrowable>. Tables are merged,
 and other values replaced. Each counts for those targets that can use it.""",
     "cut": """\
-The part of a model that is kept: see [Cutting a model](cutting.md). At least one of the keys is needed.""",
+The [part of a model](shapes.md#a-part-of-a-model) that is kept. At least one of the keys is needed.""",
     "validate": """\
 How a model is [validated](validation.md). The mode alone can replace the table:
 `validate = "require"`.""",
@@ -481,7 +481,7 @@ _PURPOSES: Mapping[str, str] = {
     "export": "Writes the project's models as a model package, for the wheels of other build backends and "
     "for apps without Python.",
     "record": "Runs the app, and keeps some of what it feeds to the models, to [validate with "
-    "it](real-inputs.md#let-the-app-record-them).",
+    "it](validation.md#let-the-app-record-them).",
     "validate": "Validates any context model or model package, whatever tool made it.",
     "bench": "Measures how much faster compiled models open.",
     "inspect": "Shows what a model, a wheel or a model package contains.",

@@ -179,7 +179,8 @@ VARIABLES: Mapping[str, Variable] = {
     "FROM_CACHE": Variable(
         "a,b",
         "Takes these targets from the cache, whatever is installed: see "
-        "[several ONNX Runtimes](several-onnx-runtimes.md). With `all` the build needs no packages at all.",
+        "[several ONNX Runtimes](targets.md#several-onnx-runtimes). With `all` the build needs no "
+        "packages at all.",
         _names,
     ),
     "CACHE_DIR": Variable(
@@ -209,7 +210,7 @@ VARIABLES: Mapping[str, Variable] = {
     "PROGRESS": Variable(
         "0",
         "The build hook prints no lines about steps that take long: see "
-        "[while it builds](front-ends.md#while-it-builds).",
+        "[while it builds](builds.md#while-it-builds).",
         _switch,
     ),
     **_variables_of(BuildTable, "build"),

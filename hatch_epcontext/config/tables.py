@@ -267,7 +267,7 @@ class _WholeTarget(NarrowableTable):
     )
     resources: Mapping[str, float] = _key(
         "Resources of the dask workers that may compile for this target, such as `{ NPU = 1 }`: see "
-        "`docs/farm.md`.",
+        "`docs/ci.md`.",
         dict,
         check=_RESOURCES,
     )
@@ -360,7 +360,7 @@ class ValidateTable:
     )
     inputs: str = _key(
         "Dummy inputs: `random` (seeded), `ones`, `zeros`, an `.npz`, a folder with `input_*.pb`, or a "
-        "folder with one of these for each sample: see `docs/real-inputs.md`.",
+        "folder with one of these for each sample: see `docs/validation.md`.",
         "random",
     )
     tolerance: ToleranceTable | Literal[False] | None = _key(
@@ -422,7 +422,7 @@ class ModelTable(NarrowableTable):
     )
     cut: CutTable | None = _key(
         "Keep only the part of the graph between these tensors, for all targets and for the source that is "
-        "shipped: see `docs/cutting.md`.",
+        "shipped: see `docs/shapes.md`.",
         when_missing="the whole graph",
     )
     license: str | None = _key(
@@ -478,7 +478,7 @@ class BuildTable:
         check=_SECONDS,
     )
     executor: ExecutorName = _key(
-        "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/farm.md`.",
+        "Where jobs run: on this machine, or on the machines of a dask cluster: see `docs/ci.md`.",
         "local",
         empty_switches_off=True,
     )
@@ -513,7 +513,8 @@ class WheelTable:
         "record",
     )
     sbom: bool = _key(
-        "Write a CycloneDX ML-BOM of the models into the wheel's `.dist-info/sboms/`: see `docs/sbom.md`.",
+        "Write a CycloneDX ML-BOM of the models into the wheel's `.dist-info/sboms/`: see "
+        "`docs/model-package.md`.",
         False,
     )
 

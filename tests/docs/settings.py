@@ -23,10 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from onnx import helper, numpy_helper
-
-from tests.models import model, network, save, value
+from tests.models import network, save
 from tests.projects import HEAD
 
 CONFIGURATION = """
@@ -81,16 +78,10 @@ def empty(folder: Path) -> None:
 
 def unconfigured(folder: Path) -> None:
     """A project that does not use hatch-epcontext yet."""
-    (folder / "my_app" / "data").mkdir(parents=True)
+    (folder / "my_app").mkdir()
     (folder / "my_app" / "__init__.py").touch()
     (folder / "pyproject.toml").write_text('[project]\nname = "my-app"\nversion = "1"\n', "utf-8")
-    made = model(
-        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
-        [value("x", ["batch", "samples"])],
-        [value("y", ["batch", "frames", 40])],
-        [numpy_helper.from_array(np.array([1, -1, 40]), "shape")],
-    )
-    save(made, folder / "my_app" / "data" / "vad.onnx")
+    save(network(), folder / "my_app" / "digits.onnx")
 
 
 def recorded(folder: Path) -> None:
@@ -113,16 +104,16 @@ class Page:
 
 
 PAGES = {
-    "docs/existing-projects.md": Page(unconfigured),
-    "docs/real-inputs.md": Page(recorded),
+    "docs/adopting.md": Page(unconfigured),
+    "docs/validation.md": Page(recorded),
     "docs/shapes.md": Page(two_shapes),
     "docs/tutorial.md": Page(empty),
 }
 """The pages that begin with something else than `default`."""
 
 BEFORE = {
-    "epcontext inspect --verify dist/rapidocr_onnxruntime-1.4.4-py3-none-any.whl": (
-        "epcontext export -t x-elite -o dist",
+    "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
+        "epcontext export -o my_app/epcontext --overwrite",
     ),
     "epcontext validate model.ortpackage --variant x-elite --variant source": (
         "epcontext export -t x-elite -o model.ortpackage",
@@ -131,15 +122,6 @@ BEFORE = {
 """What is run before a command."""
 
 WRITTEN_OUT = {
-    # Its page has a package from PyPI, which tests/adopters downloads and builds.
-    "epcontext inspect rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx": (
-        "epcontext inspect model.onnx"
-    ),
-    "epcontext inspect rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx --provider qnn "
-    "--shape x=1,3,480,480": "epcontext inspect model.onnx --provider qnn --dim batch=1",
-    "epcontext inspect --verify dist/rapidocr_onnxruntime-1.4.4-py3-none-any.whl": (
-        "epcontext inspect --verify dist"
-    ),
     # The wheel is built by another build backend: tests/front_ends builds it.
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext inspect --verify my_app/epcontext"
@@ -163,6 +145,7 @@ WRITTEN_OUT = {
         "epcontext doctor --library onnxruntime_qnn --ep-name QNNExecutionProvider "
         "--option backend_type=htp --graph gemm"
     ),
+    "epcontext inspect MODEL --provider qnn": "epcontext inspect my_app/digits.onnx",
     "epcontext inspect MODEL --provider P": (
         "epcontext inspect model.onnx --provider qnn --dim batch=1"
     ),
@@ -206,11 +189,7 @@ SCRIPTS = {
 }
 """The lines that call Python, and what Python is called with. Other lines than these are not run."""
 
-OTHER_OUTPUT = {
-    "epcontext inspect rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx": (
-        "the page shows the real model, which tests/adopters fetches"
-    ),
-}
+OTHER_OUTPUT: dict[str, str] = {}
 """The commands that print something else here than on their page, each with the reason."""
 
 NOT_RUN: dict[str, str] = {

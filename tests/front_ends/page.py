@@ -1,4 +1,4 @@
-"""The tables in ``docs/front-ends.md``: a row for each way to build, a column for each front end."""
+"""The tables in ``docs/builds.md``: a row for each way to build, a column for each front end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tests.conftest import REPOSITORY
 from tests.front_ends.front_ends import FRONT_ENDS, FrontEnd
 
-PAGE = REPOSITORY / "docs" / "front-ends.md"
+PAGE = REPOSITORY / "docs" / "builds.md"
 
 ROWS = {
     "wheel": "a wheel",

@@ -1,4 +1,4 @@
-"""Each front end in each way, and the tables in ``docs/front-ends.md`` that say what it did.
+"""Each front end in each way, and the tables in ``docs/builds.md`` that say what it did.
 
 With the environment variable ``WRITE_FRONT_ENDS`` the tables are written.
 """

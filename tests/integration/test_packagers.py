@@ -292,7 +292,7 @@ def test_a_finished_wheel_becomes_a_wheel_variant(env: Env, tmp_path: Path) -> N
 
     assert chosen("60") == "['x_elite', 'null']"
     assert chosen("57") == chosen("") == "['null']"
-    # What installers do with them today; docs/wheel-variants.md says it.
+    # What installers do with them today; docs/targets.md says it.
     (found,) = out.glob("*x_elite.whl")
     with_pip = (environment.executable("python"), "-m", "pip", "install", "--no-deps", found)
     assert "Invalid build number" in run(*with_pip, cwd=tmp_path, env=env, fails=True)
