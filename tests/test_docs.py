@@ -33,7 +33,7 @@ TEXTS = {
     **{name: (REPOSITORY / name).read_text(encoding="utf-8") for name in OTHERS},
 }
 
-MAX_WORDS = 1500
+MAX_WORDS = 800
 """The README has about this many words at most."""
 
 
